@@ -1,0 +1,1450 @@
+"""layernorm_inline: a drop-in nn.LayerNorm for NVIDIA GPUs, in one file.
+
+What it is
+    The CUDA source below is compiled when this file is first imported (about
+    half a minute, once; later imports load the result from the cache).
+    CUDA tensors always run these kernels or raise; other tensors go to PyTorch.
+
+How to use it
+    Copy this file into your project. It needs PyTorch >= 2.0, ninja, a C++
+    compiler and nvcc (`pip install "cuda-toolkit[nvcc,crt,cccl]"` brings one).
+
+        from layernorm_inline import ModelNew, layer_norm, replace_layer_norm
+
+        norm = ModelNew((64, 256, 256)).cuda()        # takes what nn.LayerNorm takes
+        y = norm(x)
+        y = layer_norm(x, (768,), weight, bias)       # takes what F.layer_norm takes
+        replace_layer_norm(model)                     # every nn.LayerNorm inside, in place
+
+API
+    layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5) -> Tensor
+    class ModelNew(nn.LayerNorm)
+    replace_layer_norm(module) -> module
+    CUDA_SOURCE, CPP_SOURCE                           the two sources, as compiled
+
+Reading it
+    1  Interface      what the kernels and the binding share
+    2  CUDA           kernels, the tuning table, one dispatch function each way
+    3  C++ binding    checks, allocation, autograd, dispatcher registration
+    4  Build          compile once, cache, load
+    5  Python API
+
+Formula (Ba, Kiros, Hinton: Layer Normalization, 2016, arXiv:1607.06450)
+    output = (input - mean) * rstd * weight + bias,  rstd = 1 / sqrt(variance + eps)
+    with mean and (biased) variance over the trailing dimensions normalized_shape.
+"""
+
+import fcntl
+import glob
+import hashlib
+import os
+import shutil
+import sys
+import sysconfig
+
+import torch
+from torch import nn
+
+__version__ = "0.1.0"
+__all__ = ["CPP_SOURCE", "CUDA_SOURCE", "ModelNew", "layer_norm", "replace_layer_norm"]
+
+# ============================================================================
+# 1  Interface between the kernels and the binding
+# ============================================================================
+
+_INTERFACE = r"""
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+// The extension's name carries a hash of its sources: two versions live in one process.
+namespace TORCH_EXTENSION_NAME {
+
+enum class DType { Float32, Float16, BFloat16, Float64 };
+
+// All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
+// mean and rstd are float32, and float64 for float64 input. A null pointer is a tensor
+// that is absent (weight, bias) or not wanted (mean, rstd, gradients).
+struct Forward {
+  const void* input;   // (rows, cols) of dtype
+  const void* weight;  // (cols) of dtype, or float32 where affine_float32
+  const void* bias;    // as weight
+  void* output;        // (rows, cols) of dtype
+  void* mean;          // (rows)
+  void* rstd;          // (rows)
+  int64_t rows, cols;
+  double eps;
+  DType dtype;
+  bool affine_float32;
+};
+
+struct Backward {
+  const void* grad_output;  // (rows, cols) of dtype
+  const void* input;        // (rows, cols) of dtype
+  const void* mean;         // (rows)
+  const void* rstd;         // (rows)
+  const void* weight;       // (cols) of dtype, or float32 where affine_float32
+  void* grad_input;         // (rows, cols) of dtype
+  void* grad_weight;        // (cols), as weight
+  void* grad_bias;          // (cols), as weight
+  int64_t rows, cols;
+  DType dtype;
+  bool affine_float32;
+};
+
+// Each call needs that many bytes of device memory until the stream has run it.
+size_t scratch_bytes(const Forward& call);
+size_t scratch_bytes(const Backward& call);
+cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream);
+cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream);
+
+}  // namespace TORCH_EXTENSION_NAME
+"""
+
+# ============================================================================
+# 2  CUDA
+# ============================================================================
+
+CUDA_SOURCE = (
+    _INTERFACE
+    + r"""
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace TORCH_EXTENSION_NAME {
+namespace {
+
+// ---- Elements: loads and stores of V elements at a time, arithmetic in float ----
+
+// What sums and statistics are held in: float, and double for double.
+template <typename T>
+using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename T, int V>
+struct alignas(sizeof(T) * V) Pack {
+  T at[V];
+};
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ inline void narrow(float x, float& y) { y = x; }
+__device__ inline void narrow(double x, double& y) { y = x; }
+__device__ inline void narrow(float x, __half& y) { y = __low2half(__floats2half2_rn(x, x)); }
+__device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
+
+template <typename T, int V>
+__device__ Pack<T, V> load(const T* p) {
+  return *reinterpret_cast<const Pack<T, V>*>(p);
+}
+
+template <typename T, int V>
+__device__ void store(T* p, const Acc<T> (&x)[V]) {
+  Pack<T, V> pack;
+#pragma unroll
+  for (int v = 0; v < V; ++v) narrow(x[v], pack.at[v]);
+  *reinterpret_cast<Pack<T, V>*>(p) = pack;
+}
+
+// weight[col .. col + V) or bias[...]; `absent` where the tensor is null.
+template <typename T, int V>
+__device__ void load_affine(Acc<T> (&w)[V], const void* affine, bool affine_float32, int64_t col,
+                            Acc<T> absent) {
+  if (affine == nullptr) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) w[v] = absent;
+  } else if (sizeof(T) == 2 && affine_float32) {
+    constexpr int F = V < 4 ? V : 4;  // 16 bytes of float32
+#pragma unroll
+    for (int f = 0; f < V; f += F) {
+      const Pack<float, F> pack = load<float, F>(static_cast<const float*>(affine) + col + f);
+#pragma unroll
+      for (int v = 0; v < F; ++v) w[f + v] = pack.at[v];
+    }
+  } else {
+    const Pack<T, V> pack = load<T, V>(static_cast<const T*>(affine) + col);
+#pragma unroll
+    for (int v = 0; v < V; ++v) w[v] = widen(pack.at[v]);
+  }
+}
+
+// Gradients of weight and bias have the dtype of weight and bias.
+template <typename T>
+__device__ void store_affine(void* affine, bool affine_float32, int64_t col, Acc<T> x) {
+  if (sizeof(T) == 2 && affine_float32) {
+    static_cast<float*>(affine)[col] = x;
+  } else {
+    narrow(x, static_cast<T*>(affine)[col]);
+  }
+}
+
+// ---- Statistics: (count, mean, m2) combine as in Chan, Golub, LeVeque (1979) ----
+// m2 is the sum of squared distances from the mean. A raw sum of squares would lose every
+// digit for rows whose mean is large against their spread.
+
+template <typename A>
+struct Moments {
+  A count, mean, m2;  // a float count is exact to 2^24, then off by at most 1 part in 2^24
+};
+
+template <typename A>
+__device__ Moments<A> combine(const Moments<A>& a, const Moments<A>& b) {
+  const A count = a.count + b.count;
+  if (count == A(0)) return a;
+  const A delta = b.mean - a.mean;
+  const A share = b.count / count;
+  return {count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
+}
+
+// A product rounded by itself. Fused into a later subtraction it would keep digits that the
+// sum of such products has lost, and grad_input of a row of one column would not be 0.
+__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
+
+// The two sums that grad_input needs of its row.
+template <typename A>
+struct Sums {
+  A wdy, wdy_xhat;  // sum of weight * grad_output, and of that times the normalized input
+};
+
+template <typename A>
+__device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
+  return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
+}
+
+__device__ inline float combine(float a, float b) { return a + b; }
+__device__ inline double combine(double a, double b) { return a + b; }
+
+__device__ inline float exchange(float x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
+__device__ inline double exchange(double x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
+template <typename A>
+__device__ Moments<A> exchange(const Moments<A>& x, int offset) {
+  return {exchange(x.count, offset), exchange(x.mean, offset), exchange(x.m2, offset)};
+}
+template <typename A>
+__device__ Sums<A> exchange(const Sums<A>& x, int offset) {
+  return {exchange(x.wdy, offset), exchange(x.wdy_xhat, offset)};
+}
+
+// Combines x over groups of `width` neighbouring lanes (a power of two up to 32). Every lane
+// gets the result; the order is fixed, so results repeat bit for bit.
+template <typename X>
+__device__ X combine_lanes(X x, int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) x = combine(x, exchange(x, offset));
+  return x;
+}
+
+// Combines x over the blockDim.x threads of a row (a power of two); a block holds blockDim.y
+// rows. `slots` is shared memory, one slot a warp. Two calls in a row need different slots: a
+// fast warp may write for the second while a slow one still reads for the first.
+template <typename X>
+__device__ X combine_row(X x, X* slots) {
+  x = combine_lanes(x, min(int(blockDim.x), 32));
+  if (blockDim.x <= 32) return x;
+  const int warps = blockDim.x / 32;  // of this row
+  X* row_slots = slots + threadIdx.y * warps;
+  if (threadIdx.x % 32 == 0) row_slots[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = row_slots[0];
+  for (int w = 1; w < warps; ++w) x = combine(x, row_slots[w]);
+  return x;
+}
+
+constexpr int kMaxWarps = 32;
+
+// ---- Forward, rows that one block holds ----
+// blockDim.x threads share a row and keep it in registers: input is read once, output written
+// once, and the statistics are the textbook ones (mean first, then distances from it).
+
+template <typename T, int V, int PACKS>
+__global__ void __launch_bounds__(1024) layer_norm_rows(Forward call) {
+  using A = Acc<T>;
+  __shared__ A slots[2][kMaxWarps];
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const bool live = row < call.rows;
+  const int cols = call.cols;
+  const T* input = static_cast<const T*>(call.input) + row * cols;
+
+  Pack<T, V> x[PACKS];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int col = (i * blockDim.x + threadIdx.x) * V;
+    if (live && col < cols) x[i] = load<T, V>(input + col);
+  }
+
+  A sum = 0;
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int col = (i * blockDim.x + threadIdx.x) * V;
+    if (live && col < cols) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) sum += widen(x[i].at[v]);
+    }
+  }
+  const A mean = combine_row(sum, slots[0]) / A(cols);
+
+  A m2 = 0;
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int col = (i * blockDim.x + threadIdx.x) * V;
+    if (live && col < cols) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const A distance = widen(x[i].at[v]) - mean;
+        m2 += distance * distance;
+      }
+    }
+  }
+  const A rstd = rsqrt(combine_row(m2, slots[1]) / A(cols) + A(call.eps));
+
+  if (!live) return;
+  if (call.mean != nullptr && threadIdx.x == 0) {
+    static_cast<A*>(call.mean)[row] = mean;
+    static_cast<A*>(call.rstd)[row] = rstd;
+  }
+  T* output = static_cast<T*>(call.output) + row * cols;
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int col = (i * blockDim.x + threadIdx.x) * V;
+    if (col < cols) {
+      A weight[V], bias[V], y[V];
+      load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
+      load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+#pragma unroll
+      for (int v = 0; v < V; ++v) y[v] = (widen(x[i].at[v]) - mean) * rstd * weight[v] + bias[v];
+      store<T, V>(output + col, y);
+    }
+  }
+}
+
+// ---- Forward, rows spread over many blocks: two kernels ----
+// The first reads input and leaves the moments of each piece of a row in scratch. The second
+// goes down the rows with weight and bias of its columns in registers: for 16 long rows,
+// reading them again for each row would move as many bytes as input and output together.
+
+// Piece number `piece` of a row: whole packs, so that all but the row's end are 16-byte aligned.
+__host__ __device__ inline int64_t piece_begin(int64_t cols, int pieces, int piece, int V) {
+  const int64_t packs = (cols + V - 1) / V;
+  return min(cols, packs * piece / pieces * V);
+}
+
+template <typename T, int V, int PACKS>
+__global__ void __launch_bounds__(256) partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
+  using A = Acc<T>;
+  __shared__ Moments<A> slots[kMaxWarps];
+  const int64_t row = blockIdx.x / pieces;
+  const int piece = blockIdx.x % pieces;
+  const int64_t begin = piece_begin(call.cols, pieces, piece, V);
+  const int64_t end = piece_begin(call.cols, pieces, piece + 1, V);
+  const T* input = static_cast<const T*>(call.input) + row * call.cols;
+
+  Moments<A> moments = {0, 0, 0};
+  for (int64_t first = begin; first < end; first += PACKS * V * blockDim.x) {
+    Pack<T, V> x[PACKS];
+    int count = 0;
+    A sum = 0, m2 = 0;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
+      if (col < end) x[i] = load<T, V>(input + col), count += V;
+    }
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      if (i * V < count) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum += widen(x[i].at[v]);
+      }
+    }
+    const A mean = sum / A(max(count, 1));
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      if (i * V < count) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const A distance = widen(x[i].at[v]) - mean;
+          m2 += distance * distance;
+        }
+      }
+    }
+    moments = combine(moments, Moments<A>{A(count), mean, m2});
+  }
+  moments = combine_row(moments, slots);
+  if (threadIdx.x == 0) scratch[blockIdx.x] = moments;
+}
+
+constexpr int kRowsAtOnce = 32;  // whose statistics a block holds in shared memory
+
+template <typename T, int V, int PACKS>
+__global__ void __launch_bounds__(256)
+    normalize_columns(Forward call, int pieces, const Moments<Acc<T>>* scratch, int64_t rows_per_block) {
+  using A = Acc<T>;
+  __shared__ A means[kRowsAtOnce], rstds[kRowsAtOnce];
+  const int64_t cols = call.cols;
+  const int64_t first_col = int64_t(blockIdx.x) * PACKS * V * blockDim.x + threadIdx.x * V;
+
+  A weight[PACKS][V], bias[PACKS][V];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int64_t col = first_col + i * V * blockDim.x;
+    if (col < cols) {
+      load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
+      load_affine<T, V>(bias[i], call.bias, call.affine_float32, col, 0);
+    }
+  }
+
+  // From the last row back: what partial_moments read last is what L2 still holds.
+  const int64_t first_row = blockIdx.y * rows_per_block;
+  for (int64_t end = min(call.rows, first_row + rows_per_block); end > first_row; end -= kRowsAtOnce) {
+    const int64_t begin = max(first_row, end - kRowsAtOnce);
+    __syncthreads();  // the statistics of the rows before are no longer read
+    for (int64_t row = begin + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
+      Moments<A> moments = {0, 0, 0};
+      for (int piece = threadIdx.x % 32; piece < pieces; piece += 32) {
+        moments = combine(moments, scratch[row * pieces + piece]);
+      }
+      moments = combine_lanes(moments, 32);
+      const A rstd = rsqrt(moments.m2 / A(cols) + A(call.eps));
+      if (threadIdx.x % 32 == 0) {
+        means[row - begin] = moments.mean;
+        rstds[row - begin] = rstd;
+        if (call.mean != nullptr && blockIdx.x == 0) {
+          static_cast<A*>(call.mean)[row] = moments.mean;
+          static_cast<A*>(call.rstd)[row] = rstd;
+        }
+      }
+    }
+    __syncthreads();
+    for (int64_t row = end - 1; row >= begin; --row) {
+      const A mean = means[row - begin], rstd = rstds[row - begin];
+      const T* input = static_cast<const T*>(call.input) + row * cols;
+      T* output = static_cast<T*>(call.output) + row * cols;
+      Pack<T, V> x[PACKS];
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int64_t col = first_col + i * V * blockDim.x;
+        if (col < cols) x[i] = load<T, V>(input + col);
+      }
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int64_t col = first_col + i * V * blockDim.x;
+        if (col < cols) {
+          A y[V];
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            y[v] = (widen(x[i].at[v]) - mean) * rstd * weight[i][v] + bias[i][v];
+          }
+          store<T, V>(output + col, y);
+        }
+      }
+    }
+  }
+}
+
+// ---- Backward ----
+// With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
+//   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
+//   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
+
+// Rows that one block holds. A thread keeps its columns from row to row, so grad_weight and
+// grad_bias gather in registers and input and grad_output are read once for all three
+// gradients. The next row is on its way while this one is reduced. Each block leaves its share
+// of grad_weight and grad_bias in scratch, (2, gridDim.x, cols), for sum_partials.
+template <typename T, int V, int PACKS>
+__global__ void __launch_bounds__(512) layer_norm_backward_rows(Backward call, Acc<T>* scratch) {
+  using A = Acc<T>;
+  constexpr int kShared = 256 * V * PACKS;  // columns times rows of a block with several rows
+  __shared__ Sums<A> slots[2][kMaxWarps];
+  __shared__ A share[kShared];
+  const int cols = call.cols;
+
+  A weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int col = (i * blockDim.x + threadIdx.x) * V;
+    if (col < cols) load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
+  }
+
+  Pack<T, V> next_x[PACKS], next_dy[PACKS];
+  A next_mean = 0, next_rstd = 0;
+  auto fetch = [&](int64_t row) {
+    if (row >= call.rows) return;
+    next_mean = static_cast<const A*>(call.mean)[row];
+    next_rstd = static_cast<const A*>(call.rstd)[row];
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int col = (i * blockDim.x + threadIdx.x) * V;
+      if (col < cols) {
+        next_x[i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
+        next_dy[i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
+      }
+    }
+  };
+
+  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
+  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  fetch(row);
+  int turn = 0;  // of the two slots: one barrier a row is enough
+  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < call.rows; first += stride, row += stride) {
+    const bool live = row < call.rows;
+    const A mean = next_mean, rstd = next_rstd;
+    Pack<T, V> x[PACKS], dy[PACKS];
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) x[i] = next_x[i], dy[i] = next_dy[i];
+    fetch(row + stride);
+
+    Sums<A> sums = {0, 0};
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int col = (i * blockDim.x + threadIdx.x) * V;
+      if (live && col < cols) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const A xhat = (widen(x[i].at[v]) - mean) * rstd;
+          const A grad = widen(dy[i].at[v]);
+          const A wdy = product(weight[i][v], grad);
+          sums.wdy += wdy;
+          sums.wdy_xhat += wdy * xhat;
+          grad_weight[i][v] += grad * xhat;
+          grad_bias[i][v] += grad;
+        }
+      }
+    }
+    if (call.grad_input == nullptr) continue;
+    sums = combine_row(sums, slots[turn]);
+    turn ^= 1;
+    const A mean_wdy = sums.wdy / A(cols), mean_wdy_xhat = sums.wdy_xhat / A(cols);
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int col = (i * blockDim.x + threadIdx.x) * V;
+      if (live && col < cols) {
+        A dx[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const A xhat = (widen(x[i].at[v]) - mean) * rstd;
+          dx[v] = rstd * (product(weight[i][v], widen(dy[i].at[v])) - mean_wdy - xhat * mean_wdy_xhat);
+        }
+        store<T, V>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
+      }
+    }
+  }
+
+  if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {  // 0: grad_weight, 1: grad_bias
+    A* partial = scratch + (int64_t(which) * gridDim.x + blockIdx.x) * cols;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int col = (i * blockDim.x + threadIdx.x) * V + v;
+        const A gathered = which == 0 ? grad_weight[i][v] : grad_bias[i][v];
+        if (col >= cols) continue;
+        if (blockDim.y == 1) {
+          partial[col] = gathered;
+        } else {
+          share[threadIdx.y * cols + col] = gathered;
+        }
+      }
+    }
+    if (blockDim.y == 1) continue;
+    __syncthreads();
+    for (int col = threadIdx.y * blockDim.x + threadIdx.x; col < cols; col += blockDim.x * blockDim.y) {
+      A total = 0;
+      for (int y = 0; y < blockDim.y; ++y) total += share[y * cols + col];
+      partial[col] = total;
+    }
+  }
+}
+
+// Rows spread over many blocks: first the two sums of each piece of a row,
+template <typename T, int V, int PACKS>
+__global__ void __launch_bounds__(256) backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
+  using A = Acc<T>;
+  __shared__ Sums<A> slots[kMaxWarps];
+  const int64_t row = blockIdx.x / pieces;
+  const int piece = blockIdx.x % pieces;
+  const int64_t begin = piece_begin(call.cols, pieces, piece, V);
+  const int64_t end = piece_begin(call.cols, pieces, piece + 1, V);
+  const T* input = static_cast<const T*>(call.input) + row * call.cols;
+  const T* grad_output = static_cast<const T*>(call.grad_output) + row * call.cols;
+  const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
+
+  Sums<A> sums = {0, 0};
+  for (int64_t first = begin; first < end; first += PACKS * V * blockDim.x) {
+    Sums<A> here = {0, 0};  // short sums first: thousands of terms one by one would lose digits
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
+      if (col < end) {
+        const Pack<T, V> x = load<T, V>(input + col), dy = load<T, V>(grad_output + col);
+        A weight[V];
+        load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const A wdy = product(weight[v], widen(dy.at[v]));
+          here.wdy += wdy;
+          here.wdy_xhat += wdy * ((widen(x.at[v]) - mean) * rstd);
+        }
+      }
+    }
+    sums = combine(sums, here);
+  }
+  sums = combine_row(sums, slots);
+  if (threadIdx.x == 0) scratch[blockIdx.x] = sums;
+}
+
+// then the gradients, going down the rows with the columns' weight, grad_weight and grad_bias in
+// registers. With one block a column (gridDim.y == 1) the totals are complete and written at
+// once; otherwise they go to partials, (2, gridDim.y, cols), for sum_partials.
+template <typename T, int V, int PACKS>
+__global__ void __launch_bounds__(256)
+    backward_columns(Backward call, int pieces, const Sums<Acc<T>>* scratch, int64_t rows_per_block,
+                     Acc<T>* partials) {
+  using A = Acc<T>;
+  __shared__ A means[kRowsAtOnce], rstds[kRowsAtOnce];
+  __shared__ Sums<A> row_sums[kRowsAtOnce];
+  const int64_t cols = call.cols;
+  const int64_t first_col = int64_t(blockIdx.x) * PACKS * V * blockDim.x + threadIdx.x * V;
+
+  A weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int64_t col = first_col + i * V * blockDim.x;
+    if (col < cols) load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
+  }
+
+  const int64_t first_row = blockIdx.y * rows_per_block;
+  for (int64_t end = min(call.rows, first_row + rows_per_block); end > first_row; end -= kRowsAtOnce) {
+    const int64_t begin = max(first_row, end - kRowsAtOnce);
+    __syncthreads();  // the sums of the rows before are no longer read
+    for (int64_t row = begin + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
+      Sums<A> sums = {0, 0};
+      if (call.grad_input != nullptr) {
+        for (int piece = threadIdx.x % 32; piece < pieces; piece += 32) {
+          sums = combine(sums, scratch[row * pieces + piece]);
+        }
+        sums = combine_lanes(sums, 32);
+      }
+      if (threadIdx.x % 32 == 0) {
+        row_sums[row - begin] = {sums.wdy / A(cols), sums.wdy_xhat / A(cols)};
+        means[row - begin] = static_cast<const A*>(call.mean)[row];
+        rstds[row - begin] = static_cast<const A*>(call.rstd)[row];
+      }
+    }
+    __syncthreads();
+    for (int64_t row = end - 1; row >= begin; --row) {
+      const A mean = means[row - begin], rstd = rstds[row - begin];
+      const Sums<A> means_of_row = row_sums[row - begin];
+      Pack<T, V> x[PACKS], dy[PACKS];
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int64_t col = first_col + i * V * blockDim.x;
+        if (col < cols) {
+          x[i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
+          dy[i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int64_t col = first_col + i * V * blockDim.x;
+        if (col < cols) {
+          A dx[V];
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            const A xhat = (widen(x[i].at[v]) - mean) * rstd;
+            const A grad = widen(dy[i].at[v]);
+            dx[v] = rstd * (product(weight[i][v], grad) - means_of_row.wdy - xhat * means_of_row.wdy_xhat);
+            grad_weight[i][v] += grad * xhat;
+            grad_bias[i][v] += grad;
+          }
+          if (call.grad_input != nullptr) {
+            store<T, V>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
+          }
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int64_t col = first_col + i * V * blockDim.x + v;
+      if (col >= cols) continue;
+      if (gridDim.y > 1) {
+        partials[blockIdx.y * cols + col] = grad_weight[i][v];
+        partials[(gridDim.y + blockIdx.y) * cols + col] = grad_bias[i][v];
+      } else {
+        if (call.grad_weight != nullptr) {
+          store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight[i][v]);
+        }
+        if (call.grad_bias != nullptr) {
+          store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias[i][v]);
+        }
+      }
+    }
+  }
+}
+
+// grad_weight and grad_bias from their partials, (2, partial_rows, cols); blockIdx.y says which.
+constexpr int kSumCols = 32, kSumRows = 16;
+
+template <typename T>
+__global__ void __launch_bounds__(kSumCols* kSumRows)
+    sum_partials(Backward call, const Acc<T>* partials, int partial_rows) {
+  using A = Acc<T>;
+  __shared__ A share[kSumRows][kSumCols];
+  void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
+  if (grad == nullptr) return;
+  const int64_t col = int64_t(blockIdx.x) * kSumCols + threadIdx.x;
+  A sum = 0;
+  if (col < call.cols) {
+    for (int row = threadIdx.y; row < partial_rows; row += kSumRows) {
+      sum += partials[(int64_t(blockIdx.y) * partial_rows + row) * call.cols + col];
+    }
+  }
+  share[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || col >= call.cols) return;
+  for (int y = 1; y < kSumRows; ++y) sum += share[y][threadIdx.x];
+  store_affine<T>(grad, call.affine_float32, col, sum);
+}
+
+// No rows: the gradients of weight and bias are sums of nothing.
+template <typename T>
+__global__ void zero_affine(Backward call) {
+  const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (col >= call.cols) return;
+  if (call.grad_weight != nullptr) store_affine<T>(call.grad_weight, call.affine_float32, col, 0);
+  if (call.grad_bias != nullptr) store_affine<T>(call.grad_bias, call.affine_float32, col, 0);
+}
+
+// ---- Tuning and dispatch ----
+
+struct Tuning {
+  // Elements of a row a thread (half as many doubles): 16 leave registers for 6 warps a scheduler;
+  // backward holds input, grad_output, the next of both, weight and two sums of each, so 8.
+  static constexpr int forward_elements = 16, backward_elements = 8;
+  // Threads that share a row: 1024 is a block's limit; backward needs up to 128 registers each.
+  static constexpr int forward_threads = 1024, backward_threads = 512;
+  // A block of several short rows: enough warps to hide a barrier, small enough to pack an SM.
+  static constexpr int block_threads = 128, backward_block_threads = 256;
+  // Blocks an SM for the kernels that share rows: several, so that one loads while another waits.
+  static constexpr int blocks_per_sm = 8;
+  // Elements of a row's piece: fewer would make a block's start and end longer than its work.
+  static constexpr int64_t piece = 8192;
+  // Bytes that partial sums of grad_weight and grad_bias may take.
+  static constexpr int64_t partial_bytes = 32 << 20;
+};
+
+int sm_count() {
+  static const std::vector<int> counts = [] {
+    int devices = 0;
+    cudaGetDeviceCount(&devices);
+    std::vector<int> result(devices);
+    for (int d = 0; d < devices; ++d) {
+      cudaDeviceGetAttribute(&result[d], cudaDevAttrMultiProcessorCount, d);
+    }
+    return result;
+  }();
+  int device = 0;
+  cudaGetDevice(&device);
+  return counts[device];
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int power_of_two_at_least(int64_t n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+// Elements a load: 16 bytes where every row of every tensor starts on a 16-byte boundary, else 1.
+template <typename Call>
+int pack_size(const Call& call, std::initializer_list<const void*> pointers) {
+  const int size = call.dtype == DType::Float64 ? 8 : call.dtype == DType::Float32 ? 4 : 2;
+  uintptr_t bits = uintptr_t(call.cols) * size;
+  for (const void* p : pointers) bits |= reinterpret_cast<uintptr_t>(p);
+  return bits % 16 == 0 ? 16 / size : 1;
+}
+int pack_size(const Forward& c) { return pack_size(c, {c.input, c.weight, c.bias, c.output}); }
+int pack_size(const Backward& c) { return pack_size(c, {c.grad_output, c.input, c.weight, c.grad_input}); }
+
+// How a call is cut up. threads_per_row > 0: a block holds rows; otherwise rows are spread.
+struct Plan {
+  int pack;                             // elements a load
+  int threads_per_row, rows_per_block;  // rows that one block holds
+  int pieces;                           // spread: blocks a row for the statistics
+  int64_t tiles, row_blocks;            // spread: blocks over columns and over rows for the rest
+  int partial_rows;                     // backward: blocks that leave partial sums
+};
+
+Plan plan(const Forward& call) {
+  Plan p = {};
+  p.pack = pack_size(call);
+  const int elements = Tuning::forward_elements / (call.dtype == DType::Float64 ? 2 : 1);
+  if (call.cols <= Tuning::forward_threads * elements) {
+    p.threads_per_row = std::max(power_of_two_at_least(ceil_div(call.cols, elements)),
+                                 std::min(32, power_of_two_at_least(ceil_div(call.cols, p.pack))));
+    p.rows_per_block = std::max(1, Tuning::block_threads / p.threads_per_row);
+    return p;
+  }
+  const int64_t blocks = int64_t(Tuning::blocks_per_sm) * sm_count();
+  p.pieces = std::min(ceil_div(blocks, call.rows), ceil_div(call.cols, Tuning::piece));
+  p.tiles = ceil_div(call.cols, 256 * 8);
+  p.row_blocks = std::min(call.rows, std::max(ceil_div(blocks, p.tiles), ceil_div(call.rows, 65535)));
+  return p;
+}
+
+Plan plan(const Backward& call) {
+  Plan p = {};
+  if (call.rows == 0) return p;
+  p.pack = pack_size(call);
+  const int64_t acc = call.dtype == DType::Float64 ? 8 : 4;
+  const int elements = Tuning::backward_elements / (call.dtype == DType::Float64 ? 2 : 1);
+  if (call.cols <= Tuning::backward_threads * elements) {
+    p.threads_per_row = std::max(power_of_two_at_least(ceil_div(call.cols, elements)),
+                                 std::min(32, power_of_two_at_least(ceil_div(call.cols, p.pack))));
+    p.rows_per_block = std::max(1, Tuning::backward_block_threads / p.threads_per_row);
+    const int threads = p.threads_per_row * p.rows_per_block;
+    p.partial_rows = std::min(ceil_div(call.rows, p.rows_per_block), sm_count() * int64_t(512 / threads));
+    return p;
+  }
+  const int64_t blocks = int64_t(Tuning::blocks_per_sm) * sm_count();
+  p.pieces = std::min(ceil_div(blocks, call.rows), ceil_div(call.cols, Tuning::piece));
+  p.tiles = ceil_div(call.cols, 256 * 8);
+  const int64_t fit = std::max<int64_t>(1, Tuning::partial_bytes / (2 * acc * call.cols));
+  p.row_blocks = std::min({call.rows, ceil_div(blocks, p.tiles), fit});
+  p.partial_rows = p.row_blocks > 1 ? p.row_blocks : 0;
+  return p;
+}
+
+template <typename F>
+auto with_dtype(DType dtype, F f) {
+  switch (dtype) {
+    case DType::Float16: return f(__half());
+    case DType::BFloat16: return f(__nv_bfloat16());
+    case DType::Float64: return f(double());
+    default: return f(float());
+  }
+}
+
+// f(V) with V elements a load as a compile-time constant: 16 bytes, or one element.
+template <typename T, typename F>
+void with_pack(int pack, F f) {
+  constexpr int V = 16 / sizeof(T);
+  if (pack == V) {
+    f(std::integral_constant<int, V>());
+  } else {
+    f(std::integral_constant<int, 1>());
+  }
+}
+
+template <typename T>
+void launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+  constexpr int kElements = Tuning::forward_elements / (sizeof(T) == 8 ? 2 : 1);
+  if (p.threads_per_row > 0) {
+    const dim3 block(p.threads_per_row, p.rows_per_block);
+    const dim3 grid(ceil_div(call.rows, p.rows_per_block));
+    with_pack<T>(p.pack, [&](auto v) {
+      constexpr int V = decltype(v)::value;
+      if constexpr (V > 1) {  // a whole row in one load a thread: fewer registers, more rows in flight
+        if (call.cols <= 32 * V) return layer_norm_rows<T, V, 1><<<grid, block, 0, stream>>>(call);
+      }
+      layer_norm_rows<T, V, kElements / V><<<grid, block, 0, stream>>>(call);
+    });
+    return;
+  }
+  auto* moments = static_cast<Moments<Acc<T>>*>(scratch);
+  with_pack<T>(p.pack, [&](auto v) {
+    constexpr int V = decltype(v)::value;
+    partial_moments<T, V, kElements / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
+    normalize_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
+        call, p.pieces, moments, ceil_div(call.rows, p.row_blocks));
+  });
+}
+
+template <typename T>
+void launch_typed(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+  constexpr int kElements = Tuning::backward_elements / (sizeof(T) == 8 ? 2 : 1);
+  auto* partials = static_cast<Acc<T>*>(scratch);
+  if (call.rows == 0) {
+    zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
+    return;
+  }
+  if (p.threads_per_row > 0) {
+    with_pack<T>(p.pack, [&](auto v) {
+      constexpr int V = decltype(v)::value;
+      layer_norm_backward_rows<T, V, kElements / V>
+          <<<p.partial_rows, dim3(p.threads_per_row, p.rows_per_block), 0, stream>>>(call, partials);
+    });
+  } else {
+    auto* sums = reinterpret_cast<Sums<Acc<T>>*>(partials + 2 * p.partial_rows * call.cols);
+    with_pack<T>(p.pack, [&](auto v) {
+      constexpr int V = decltype(v)::value;
+      if (call.grad_input != nullptr) {
+        backward_partial_sums<T, V, 8 / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
+      }
+      backward_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
+          call, p.pieces, sums, ceil_div(call.rows, p.row_blocks), partials);
+    });
+  }
+  if (p.partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
+    sum_partials<T><<<dim3(ceil_div(call.cols, kSumCols), 2), dim3(kSumCols, kSumRows), 0, stream>>>(
+        call, partials, p.partial_rows);
+  }
+}
+
+template <typename Call>
+cudaError_t launch_any(const Call& call, void* scratch, cudaStream_t stream) {
+  const Plan p = plan(call);
+  with_dtype(call.dtype, [&](auto t) { launch_typed<decltype(t)>(call, p, scratch, stream); });
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+size_t scratch_bytes(const Forward& call) {
+  const Plan p = plan(call);
+  const size_t acc = call.dtype == DType::Float64 ? 8 : 4;
+  return 3 * acc * call.rows * p.pieces;
+}
+
+size_t scratch_bytes(const Backward& call) {
+  const Plan p = plan(call);
+  const size_t acc = call.dtype == DType::Float64 ? 8 : 4;
+  return 2 * acc * (p.partial_rows * call.cols + call.rows * p.pieces);
+}
+
+cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream) {
+  return launch_any(call, scratch, stream);
+}
+
+cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream) {
+  return launch_any(call, scratch, stream);
+}
+
+}  // namespace TORCH_EXTENSION_NAME
+"""
+)
+
+# ============================================================================
+# 3  C++ binding: checks, allocation, autograd, dispatcher registration
+# ============================================================================
+
+CPP_SOURCE = (
+    _INTERFACE
+    + r"""
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace TORCH_EXTENSION_NAME {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using c10::SymIntArrayRef;
+using OptionalTensor = c10::optional<Tensor>;
+using Outputs = std::tuple<Tensor, Tensor, Tensor>;
+
+bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+// ---- Checks: nn.LayerNorm's exception types, with what was given and what was expected ----
+
+std::string text(SymIntArrayRef sizes) {
+  const auto ints = c10::asIntArrayRefSlowOpt(sizes);
+  if (!ints.has_value()) return "[symbolic sizes]";
+  std::ostringstream out;
+  out << *ints;
+  return out.str();
+}
+
+void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
+  if (!present(affine)) return;
+  TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name, " to be of same shape as normalized_shape, but got ",
+              name, " of shape ", text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
+  TORCH_CHECK(affine->device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
+              input.device(), " and ", name, " is on ", affine->device());
+  const auto dtype = affine->scalar_type();
+  const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(dtype == input.scalar_type() || (half && dtype == at::kFloat), "Expected ", name, " of dtype ",
+              input.scalar_type(), half ? " (the input's) or Float" : " (the input's)", ", but got ", dtype);
+}
+
+void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK(!shape.empty(), "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
+  const auto sizes = input.sym_sizes();
+  TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
+              "Given normalized_shape=", text(shape), ", expected input with shape [*, ", text(shape).substr(1),
+              ", but got input of size ", text(sizes));
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
+      "layer_norm expects input of dtype Float, Half, BFloat16 or Double, but got ", dtype);
+  check_affine("weight", weight, input, shape);
+  check_affine("bias", bias, input, shape);
+  TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
+              "Expected weight and bias of the same dtype, but got ", weight->scalar_type(), " and ",
+              bias->scalar_type());
+}
+
+// ---- What the kernels and the Meta functions share: shapes and allocations ----
+
+SymInt product(SymIntArrayRef sizes) {
+  SymInt n = 1;
+  for (const auto& size : sizes) n *= size;
+  return n;
+}
+
+SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
+  return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
+}
+
+// As at::native_layer_norm: contiguous, whatever the strides of like.
+Tensor empty_contiguous(const Tensor& like) { return at::empty_like(like, at::MemoryFormat::Contiguous); }
+
+Outputs allocate_forward(const Tensor& input, SymIntArrayRef shape, bool save_statistics) {
+  Tensor mean, rstd;
+  if (save_statistics) {
+    const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const SymInt rows = row_count(input, shape);
+    mean = at::empty_symint({rows}, input.options().dtype(dtype));
+    rstd = at::empty_symint({rows}, input.options().dtype(dtype));
+  }
+  return {empty_contiguous(input), mean, rstd};
+}
+
+Outputs allocate_backward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                          std::array<bool, 3> output_mask) {
+  Tensor grad_input, grad_weight, grad_bias;
+  if (output_mask[0]) grad_input = empty_contiguous(input);
+  if (output_mask[1] && present(weight)) grad_weight = empty_contiguous(*weight);
+  if (output_mask[2] && present(bias)) grad_bias = empty_contiguous(*bias);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+// ---- CUDA ----
+
+DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf: return DType::Float16;
+    case at::kBFloat16: return DType::BFloat16;
+    case at::kDouble: return DType::Float64;
+    default: return DType::Float32;
+  }
+}
+
+OptionalTensor contiguous(const OptionalTensor& t) {
+  return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
+}
+
+const void* read(const OptionalTensor& t) { return present(t) ? t->data_ptr() : nullptr; }
+void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
+
+template <typename Call>
+void run(const Call& call, const Tensor& input) {
+  const size_t bytes = scratch_bytes(call);
+  Tensor scratch;
+  if (bytes > 0) scratch = at::empty({static_cast<int64_t>(bytes)}, input.options().dtype(at::kByte));
+  C10_CUDA_CHECK(launch(call, write(scratch), c10::cuda::getCurrentCUDAStream()));
+}
+
+Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double eps, bool save_statistics) {
+  check(input, shape, weight, bias);
+  const c10::cuda::CUDAGuard guard(input.device());
+  Outputs outputs = allocate_forward(input, shape, save_statistics);
+  if (input.numel() == 0) return outputs;
+
+  const Tensor x = input.contiguous();
+  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+  const auto& affine = present(w) ? w : b;
+  Forward call = {};
+  call.input = x.data_ptr();
+  call.weight = read(w);
+  call.bias = read(b);
+  call.output = write(std::get<0>(outputs));
+  call.mean = write(std::get<1>(outputs));
+  call.rstd = write(std::get<2>(outputs));
+  call.cols = product(shape).expect_int();
+  call.rows = input.numel() / call.cols;
+  call.eps = eps;
+  call.dtype = dtype_of(input);
+  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  run(call, input);
+  return outputs;
+}
+
+Tensor layer_norm_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double eps) {
+  return std::get<0>(forward_kernel(input, normalized_shape, weight, bias, eps, false));
+}
+
+Outputs forward_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                     const OptionalTensor& bias, double eps) {
+  return forward_kernel(input, normalized_shape, weight, bias, eps, true);
+}
+
+Outputs backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                      const Tensor& mean, const Tensor& rstd, const OptionalTensor& weight,
+                      const OptionalTensor& bias, std::array<bool, 3> output_mask) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  Outputs gradients = allocate_backward(input, weight, bias, output_mask);
+  const Tensor dy = grad_output.contiguous(), x = input.contiguous();
+  const OptionalTensor w = contiguous(weight);
+  const auto& affine = present(weight) ? weight : bias;
+  Backward call = {};
+  call.grad_output = dy.data_ptr();
+  call.input = x.data_ptr();
+  call.mean = mean.data_ptr();
+  call.rstd = rstd.data_ptr();
+  call.weight = read(w);
+  call.grad_input = write(std::get<0>(gradients));
+  call.grad_weight = write(std::get<1>(gradients));
+  call.grad_bias = write(std::get<2>(gradients));
+  call.cols = product(normalized_shape).expect_int();
+  if (call.cols == 0) return gradients;
+  call.rows = input.numel() / call.cols;
+  call.dtype = dtype_of(input);
+  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  run(call, input);
+  return gradients;
+}
+
+// ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
+
+Tensor layer_norm_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double) {
+  check(input, normalized_shape, weight, bias);
+  return std::get<0>(allocate_forward(input, normalized_shape, false));
+}
+
+Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                     const OptionalTensor& bias, double) {
+  check(input, normalized_shape, weight, bias);
+  return allocate_forward(input, normalized_shape, true);
+}
+
+Outputs backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, const Tensor&, const Tensor&,
+                      const OptionalTensor& weight, const OptionalTensor& bias, std::array<bool, 3> output_mask) {
+  return allocate_backward(input, weight, bias, output_mask);
+}
+
+// ---- Autograd ----
+
+#define LAYERNORM_STRING_(x) #x
+#define LAYERNORM_STRING(x) LAYERNORM_STRING_(x)
+
+template <typename F>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow((std::string(LAYERNORM_STRING(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
+      .typed<F>();
+}
+
+// The gradients written with PyTorch's differentiable operations: what create_graph=True needs.
+// Any order of derivative; several times the memory traffic of the kernels.
+torch::autograd::variable_list differentiable_backward(const Tensor& grad_output, const Tensor& input, int64_t dims,
+                                                       const Tensor& weight, const Tensor& bias, double eps) {
+  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  std::vector<int64_t> row_dims, batch_dims;
+  for (int64_t d = 0; d < input.dim(); ++d) (d < input.dim() - dims ? batch_dims : row_dims).push_back(d);
+  const Tensor x = input.to(dtype), dy = grad_output.to(dtype);
+  const Tensor distance = x - x.mean(row_dims, true);
+  const Tensor rstd = ((distance * distance).mean(row_dims, true) + eps).rsqrt();
+  const Tensor xhat = distance * rstd;
+  const Tensor wdy = weight.defined() ? dy * weight.to(dtype) : dy;
+  const Tensor grad_input =
+      rstd * (wdy - wdy.mean(row_dims, true) - xhat * (wdy * xhat).mean(row_dims, true));
+  auto over_rows = [&](const Tensor& t) { return batch_dims.empty() ? t : t.sum(batch_dims); };
+  Tensor grad_weight, grad_bias;
+  if (weight.defined()) grad_weight = over_rows(dy * xhat).to(weight.scalar_type());
+  if (bias.defined()) grad_bias = over_rows(dy).to(bias.scalar_type());
+  return {grad_input.to(input.scalar_type()), Tensor(), grad_weight, grad_bias, Tensor()};
+}
+
+struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, SymIntArrayRef normalized_shape,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+    static const auto op = find_op<decltype(forward_cuda)>("forward");
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [output, mean, rstd] = op.call(input, normalized_shape, weight, bias, eps);
+    ctx->save_for_backward({input, mean, rstd, present(weight) ? *weight : Tensor(), present(bias) ? *bias : Tensor()});
+    ctx->saved_data["dims"] = static_cast<int64_t>(normalized_shape.size());
+    ctx->saved_data["eps"] = eps;
+    return output;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grad_outputs) {
+    static const auto op = find_op<decltype(backward_cuda)>("backward");
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &mean = saved[1], &rstd = saved[2], &weight = saved[3], &bias = saved[4];
+    const int64_t dims = ctx->saved_data["dims"].toInt();
+    if (at::GradMode::is_enabled()) {
+      return differentiable_backward(grad_outputs[0], input, dims, weight, bias, ctx->saved_data["eps"].toDouble());
+    }
+    size_t edge = 0;  // absent tensors have no edge in the graph
+    const bool mask_input = ctx->needs_input_grad(edge++);
+    const bool mask_weight = weight.defined() && ctx->needs_input_grad(edge++);
+    const bool mask_bias = bias.defined() && ctx->needs_input_grad(edge++);
+    auto [grad_input, grad_weight, grad_bias] =
+        op.call(grad_outputs[0], input, input.sym_sizes().slice(input.dim() - dims), mean, rstd, weight, bias,
+                {mask_input, mask_weight, mask_bias});
+    return {grad_input, Tensor(), grad_weight, grad_bias, Tensor()};
+  }
+};
+
+Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps) {
+  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
+  const bool needs_grad = at::GradMode::is_enabled() &&
+                          (input.requires_grad() || (present(weight) && weight->requires_grad()) ||
+                           (present(bias) && bias->requires_grad()));
+  if (needs_grad) return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(input, normalized_shape, weight, bias, eps);
+}
+
+// As nn.LayerNorm under autocast: computed in, and returned as, float32.
+Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps) {
+  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
+                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias), eps);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
+  m.def("layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> Tensor");
+  m.def("forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+        " -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def("backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
+        " Tensor? weight, Tensor? bias, bool[3] output_mask)"
+        " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
+  m.impl("layer_norm", layer_norm_cuda);
+  m.impl("forward", forward_cuda);
+  m.impl("backward", backward_cuda);
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
+  m.impl("layer_norm", layer_norm_meta);
+  m.impl("forward", forward_meta);
+  m.impl("backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
+
+}  // namespace TORCH_EXTENSION_NAME
+"""
+)
+
+# ============================================================================
+# 4  Build: compile once, cache, load
+# ============================================================================
+
+_CUDA_FLAGS = ["-O3"]
+_CPP_FLAGS = ["-O2"]
+_LOCK = "build.lock"
+_INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,crt,cccl]"'
+
+
+def _gencode_flags():
+    """nvcc flags for the GPUs of this machine; none where TORCH_CUDA_ARCH_LIST tells PyTorch."""
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return []
+    capabilities = {torch.cuda.get_device_capability(d) for d in range(torch.cuda.device_count())}
+    numbers = [f"{major}{minor}" for major, minor in sorted(capabilities)]
+    return [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+
+
+def _find_cuda_home():
+    """The folder of a toolkit: where PyTorch looks, else where pip installs one."""
+    from torch.utils import cpp_extension  # costs half a second; a warm cache never gets here
+
+    pip_folders = [os.path.join(p, "nvidia", f"cu{torch.version.cuda.split('.')[0]}") for p in sys.path]
+    for home in filter(None, [cpp_extension.CUDA_HOME, "/usr/local/cuda", *pip_folders]):
+        # An nvcc on PATH can be a wrapper that lies far from its headers (conda's are in targets).
+        headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]
+        if os.path.exists(os.path.join(home, "bin", "nvcc")) and any(map(glob.glob, headers)):
+            return home
+    raise RuntimeError(
+        "layernorm_inline: nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among "
+        f"the installed Python packages. Install it with: {_INSTALL_NVCC}"
+    )
+
+
+def _compile(name, directory, cuda_flags):
+    """Compiles the two sources into directory/name.so. The caller holds the build lock."""
+    cuda_home = _find_cuda_home()
+    from torch.utils import cpp_extension
+
+    scripts = sysconfig.get_path("scripts")  # pip puts ninja there, on PATH only in an active venv
+    if shutil.which("ninja") is None and shutil.which("ninja", path=scripts):
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
+    if shutil.which("ninja") is None:
+        raise RuntimeError("layernorm_inline: ninja was not found. Install it with: pip install ninja")
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(
+            f"layernorm_inline: the C++ compiler {compiler!r} was not found. Install one "
+            "(Debian, Ubuntu: apt install g++) or name yours in the environment variable CXX."
+        )
+
+    # What a killed build left behind: half-written files, and a lock file of PyTorch's on which
+    # it would wait for ever. Our lock is the OS's and died with its process, so nobody is at it.
+    for file in os.scandir(directory):
+        if file.name != _LOCK:
+            os.remove(file)
+
+    # The pip-installed toolkit has only the versioned libcudart.so.13; the linker asks for the
+    # unversioned name.
+    cpp_extension.CUDA_HOME = cuda_home
+    link_flags = []
+    if not glob.glob(os.path.join(cuda_home, "lib64", "libcudart.so")):
+        for library in glob.glob(os.path.join(cuda_home, "lib", "libcudart.so.*")):
+            os.symlink(library, os.path.join(directory, "libcudart.so"))
+            link_flags = ["-L."]  # ninja links in the build folder
+            break
+
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(f.split("=")[-1] for f in cuda_flags if "code=" in f)
+    print(
+        f"layernorm_inline: compiling CUDA kernels for {architectures}, about half a minute, only this once",
+        file=sys.stderr,
+        flush=True,
+    )
+    options = {}
+    if "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames:
+        options["no_implicit_headers"] = True  # newer PyTorch: nvcc reads no torch header
+    cpp_extension.load_inline(
+        name,
+        cpp_sources=CPP_SOURCE,
+        cuda_sources=CUDA_SOURCE,
+        extra_cflags=_CPP_FLAGS,
+        extra_cuda_cflags=cuda_flags,
+        extra_ldflags=link_flags,
+        build_directory=directory,
+        is_python_module=False,
+        **options,
+    )
+
+
+def _load():
+    """Returns (op, None), or (None, why) where there is nothing to compile for."""
+    if torch.version.cuda is None:
+        return None, f"PyTorch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return None, (
+            "no GPU was there when layernorm_inline was imported "
+            "(to compile without one, set TORCH_CUDA_ARCH_LIST before the import)"
+        )
+    cuda_flags = _CUDA_FLAGS + _gencode_flags()
+    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    key = "\n".join([CUDA_SOURCE, CPP_SOURCE, *cuda_flags, *_CPP_FLAGS, arch_list, torch.__version__])
+    name = "layernorm_inline_" + hashlib.sha256(key.encode()).hexdigest()[:12]
+    ops = getattr(torch.ops, name)
+    if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
+        return ops.layer_norm.default, None
+
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    directory = os.path.join(root, name)
+    complete = os.path.join(directory, "complete")  # written last: a killed build has none
+    if not os.path.exists(complete):
+        os.makedirs(directory, exist_ok=True)
+        with open(os.path.join(directory, _LOCK), "w") as build_lock:
+            fcntl.flock(build_lock, fcntl.LOCK_EX)  # many processes on a cold cache build once
+            if not os.path.exists(complete):
+                _compile(name, directory, cuda_flags)
+                open(complete, "w").close()
+    torch.ops.load_library(os.path.join(directory, name + ".so"))
+    return ops.layer_norm.default, None
+
+
+_op, _why_not = _load()
+
+# ============================================================================
+# 5  Python API
+# ============================================================================
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Layer normalization over the trailing dimensions `normalized_shape`, as F.layer_norm.
+
+    output = (input - mean) / sqrt(variance + eps) * weight + bias, with mean and biased variance
+    over the trailing dimensions (https://arxiv.org/abs/1607.06450). Differentiable, to any order.
+
+    Args:
+        input: (*, *normalized_shape), float32, float16, bfloat16 or float64; any strides.
+        normalized_shape: sequence of ints, at least one.
+        weight, bias: normalized_shape, of input's dtype (or float32 with a 16-bit input), or None.
+        eps: added to the variance, in units of input squared.
+
+    Returns:
+        Tensor of input's shape and dtype, contiguous. Statistics and arithmetic are float32
+        (float64 for float64 input), whatever the dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
+            input is a CUDA tensor and the kernels could not be built for lack of CUDA.
+    """
+    if isinstance(input, torch.Tensor) and input.is_cuda:
+        if _op is None:
+            raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
+        return _op(input, normalized_shape, weight, bias, eps)
+    return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+class ModelNew(nn.LayerNorm):
+    """nn.LayerNorm with the forward and backward of this file.
+
+    Constructor, parameters, state_dict, repr and initialization are inherited: whatever the
+    installed PyTorch's nn.LayerNorm takes. Shapes, dtypes and errors: see layer_norm.
+
+    Example:
+        >>> norm = ModelNew((64, 256, 256), device="cuda")
+        >>> norm(torch.rand(16, 64, 256, 256, device="cuda")).shape
+        torch.Size([16, 64, 256, 256])
+    """
+
+    def forward(self, input):
+        """input: (*, *normalized_shape). Returns a contiguous tensor of its shape and dtype."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def replace_layer_norm(module):
+    """Turns every nn.LayerNorm inside `module` (and module itself) into ModelNew, in place.
+
+    The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
+    and references hold. Subclasses of nn.LayerNorm are left alone, as their forward may differ.
+
+    Returns:
+        module.
+    """
+    for child in module.modules():
+        if type(child) is nn.LayerNorm:
+            child.__class__ = ModelNew
+    return module

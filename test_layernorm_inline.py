@@ -1,0 +1,882 @@
+# /// script
+# requires-python = ">=3.9"
+# dependencies = ["torch>=2.0", "ninja", "setuptools", "cuda-toolkit[nvcc,crt,cccl]"]
+# ///
+"""Verifies and times layernorm_inline.py against nn.LayerNorm.
+
+    python test_layernorm_inline.py                 assert allclose, print the speedup
+    python test_layernorm_inline.py --sweep         a table of shapes and dtypes, forward and backward
+    python test_layernorm_inline.py --plot FILE     the sweep, drawn (needs matplotlib)
+    python test_layernorm_inline.py --json FILE     the sweep, as data
+    pytest test_layernorm_inline.py                 all tests (needs pytest)
+
+The input is KernelBench's level 1 problem 40. Times are medians of triton.testing.do_bench: CUDA
+events around each run, warmed up, the L2 cache flushed before each. "Floor" is the time of a
+device copy of the bytes that LayerNorm cannot avoid moving, measured in the same run: input in and
+output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in,
+grad_input out).
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import torch
+from torch import nn
+
+import layernorm_inline
+from layernorm_inline import ModelNew, layer_norm, replace_layer_norm
+
+# ============================================================================
+# The benchmark's problem
+# ============================================================================
+
+BATCH_SIZE, FEATURES, DIM1, DIM2 = 16, 64, 256, 256
+
+
+class Model(nn.Module):
+    """The reference: one nn.LayerNorm over all but the first dimension."""
+
+    def __init__(self, normalized_shape):
+        super().__init__()
+        self.ln = nn.LayerNorm(normalized_shape=normalized_shape)
+
+    def forward(self, x):
+        return self.ln(x)
+
+
+def get_inputs():
+    return [torch.rand(BATCH_SIZE, FEATURES, DIM1, DIM2)]
+
+
+def get_init_inputs():
+    return [(FEATURES, DIM1, DIM2)]
+
+
+# ============================================================================
+# Timing
+# ============================================================================
+
+MINIMUM_SPEEDUP = 1.2
+
+
+def milliseconds(run):
+    """Median device time of run(), L2 flushed before each repeat."""
+    from triton.testing import do_bench
+
+    return do_bench(run, warmup=25, rep=100, return_mode="median")
+
+
+def copy_floor(x, cols):
+    """Time of a device copy of x, and of weight and bias once."""
+    y = torch.empty_like(x)
+    return milliseconds(lambda: y.copy_(x)) * (1 + cols / x.numel())
+
+
+def versions():
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def main_job():
+    """Asserts allclose on the benchmark's input, prints times and speedup; returns the exit status."""
+    if not torch.cuda.is_available():
+        x, expected = torch.rand(4, 8, 16), None
+        reference, new = nn.LayerNorm((8, 16)), ModelNew((8, 16))
+        expected = reference(x)
+        if not torch.allclose(new(x), expected):
+            print("FAILED: ModelNew on the CPU differs from nn.LayerNorm")
+            return 1
+        built = "built" if layernorm_inline._op else f"not built: {layernorm_inline._why_not}"
+        print(f"No CUDA GPU here: the CPU path is correct; kernels {built}. No speedup was measured.")
+        return 0
+
+    torch.manual_seed(0)
+    original = Model(*get_init_inputs()).cuda()
+    nn.init.normal_(original.ln.weight)
+    nn.init.normal_(original.ln.bias)
+    new = ModelNew(*get_init_inputs()).cuda()
+    new.load_state_dict(original.ln.state_dict())
+    (x,) = (t.cuda() for t in get_inputs())
+    with torch.no_grad():
+        expected, result = original(x), new(x)
+        error = (result - expected).abs().max().item()
+        if not torch.allclose(result, expected, atol=1e-5):
+            print(f"FAILED: ModelNew differs from nn.LayerNorm by up to {error:.2e}; atol is 1e-5")
+            return 1
+        del expected, result
+        compiled = torch.compile(original)
+        original_ms, new_ms = milliseconds(lambda: original(x)), milliseconds(lambda: new(x))
+        compiled_ms = milliseconds(lambda: compiled(x))
+        floor_ms = copy_floor(x, x[0].numel())
+    speedup = original_ms / new_ms
+    print(f"allclose(atol=1e-5): yes, largest difference {error:.1e}")
+    print(f"Original time: {original_ms:.2f} ms, New time: {new_ms:.3f} ms, Speedup: {speedup:.2f}x")
+    print(f"Copy floor: {floor_ms:.3f} ms, New / floor: {floor_ms / new_ms:.2f} of copy speed")
+    print(f"torch.compile: {compiled_ms:.3f} ms, New is {compiled_ms / new_ms:.2f}x as fast")
+    print(versions())
+    if speedup < MINIMUM_SPEEDUP:
+        print(f"FAILED: the speedup is under {MINIMUM_SPEEDUP}x")
+        return 1
+    return 0
+
+
+# (rows, cols, dtypes); "x[1:]" rows start 4 bytes (2 for 16-bit types) past a 16-byte boundary.
+SWEEP_FORWARD = [
+    *[(2**26 // n, n, "fp32 bf16 fp16") for n in (64, 256, 1024)],
+    (65536, 768, "fp32 bf16"),
+    (32768, 1536, "fp32"),
+    (32768, 2041, "fp32 bf16"),
+    (32768, 2047, "fp32 bf16"),
+    (16384, 4096, "fp32 bf16"),
+    (16384, 4099, "fp32 bf16"),
+    (8192, 5120, "fp32"),
+    *[(2**26 // n, n, "fp32 bf16") for n in (8192, 16384, 32768)],
+    (1024, 50257, "fp32 bf16"),
+    *[(2**26 // n, n, "fp32 bf16") for n in (65536, 262144, 1048576)],
+    (512, 131072, "fp32"),
+    (4194304, 16, "fp32"),
+    (16, 4194304, "fp32"),
+    (4, 16777216, "fp32"),
+    (1, 67108864, "fp32"),
+]
+SWEEP_MISALIGNED = [(16384, 4096, "fp32 bf16")]
+SWEEP_BACKWARD = [
+    *[(2**26 // n, n, "fp32 bf16") for n in (64, 256, 1024, 4096, 8192, 16384, 32768)],
+    (65536, 768, "fp32 bf16"),
+    *[(2**26 // n, n, "fp32 bf16") for n in (131072, 262144, 1048576)],
+    (16, 4194304, "fp32"),
+]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def sweep_cases():
+    """Yields (what, rows, cols, dtype name)."""
+    for what, cases in (
+        ("forward", SWEEP_FORWARD),
+        ("forward x[1:]", SWEEP_MISALIGNED),
+        ("backward", SWEEP_BACKWARD),
+    ):
+        for dtype in DTYPES:
+            for rows, cols, dtypes in sorted(cases, key=lambda case: case[1]):
+                if dtype in dtypes.split():
+                    yield what, rows, cols, dtype
+
+
+def sweep_row(what, rows, cols, dtype):
+    """Times eager, torch.compile and ours on one shape. Returns a dict of milliseconds."""
+    options = dict(device="cuda", dtype=DTYPES[dtype])
+    flat = torch.randn(rows * cols + 1, **options)
+    x = (flat[1:] if "x[1:]" in what else flat[:-1]).view(rows, cols)
+    eager = nn.LayerNorm(cols, **options)
+    nn.init.normal_(eager.weight)
+    nn.init.normal_(eager.bias)
+    ours = replace_layer_norm(copy.deepcopy(eager))
+    torch._dynamo.reset()
+    compiled = torch.compile(eager, dynamic=False)
+    floor = copy_floor(flat[:-1].view(rows, cols), cols)
+    row = {"what": what, "rows": rows, "cols": cols, "dtype": dtype, "floor": floor}
+    if what == "backward":
+        row["floor"] *= 1.5
+        x.requires_grad_()
+        dy = torch.randn_like(x)
+    for name, module in (("eager", eager), ("compile", compiled), ("ours", ours)):
+        if what == "backward":
+            y, wanted = module(x), (x, eager.weight, eager.bias)
+            if name == "ours":
+                wanted = (x, ours.weight, ours.bias)
+            row[name] = milliseconds(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
+        else:
+            with torch.no_grad():
+                row[name] = milliseconds(lambda: module(x))
+    return row
+
+
+def host_microseconds(module, x, calls=2000):
+    """Host time of one call: the device keeps up, nothing waits for it."""
+    for _ in range(100):
+        module(x)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        module(x)
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / calls * 1e6
+
+
+def sweep():
+    """Prints the table of shapes and dtypes; returns its rows."""
+    cases, table = list(sweep_cases()), []
+    print(versions())
+    print(f"{'':14}{'rows x cols':>20} {'dtype':5} {'floor ms':>9} | fraction of the floor: eager, torch.compile, ours")
+    for i, case in enumerate(cases):
+        print(f"\r[{i + 1}/{len(cases)}]", end=" ", file=sys.stderr, flush=True)
+        row = sweep_row(*case)
+        table.append(row)
+        fractions = "  ".join(f"{row['floor'] / row[k]:5.3f}" for k in ("eager", "compile", "ours"))
+        print(f"{row['what']:14}{row['rows']:>11} x {row['cols']:<8} {row['dtype']:5} {row['floor']:9.4f} | {fractions}")
+    x = torch.randn(8, 768, device="cuda")
+    for grad in (False, True):
+        eager = nn.LayerNorm(768, device="cuda")
+        with torch.set_grad_enabled(grad):
+            times = [host_microseconds(m, x) for m in (eager, replace_layer_norm(copy.deepcopy(eager)))]
+        print(f"host time of a call, 8 x 768 fp32, grad {'on' if grad else 'off'}: eager {times[0]:.1f} us, ours {times[1]:.1f} us")
+    return table
+
+
+def plot(table, file):
+    """Draws fraction of copy speed against N, one panel for forward and one for backward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for panel, what in zip(panels, ("forward", "backward")):
+        for dtype, line in (("fp32", "-"), ("bf16", "--")):
+            rows = [r for r in table if (r["what"], r["dtype"]) == (what, dtype) and r["rows"] * r["cols"] == 2**26]
+            for name, color in (("eager", "tab:gray"), ("compile", "tab:orange"), ("ours", "tab:green")):
+                label = f"{'torch.compile' if name == 'compile' else name}, {dtype}"
+                panel.plot([r["cols"] for r in rows], [r["floor"] / r[name] for r in rows], line, color=color, label=label)
+        panel.set(title=what, xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("fraction of copy speed")
+    panels[1].legend(fontsize=8)
+    figure.suptitle(versions())
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sweep", action="store_true", help="time a table of shapes and dtypes")
+    parser.add_argument("--plot", metavar="FILE", help="draw the sweep (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="write the sweep as JSON")
+    arguments = parser.parse_args()
+    if not (arguments.sweep or arguments.plot or arguments.json):
+        return main_job()
+    if not torch.cuda.is_available():
+        print("The sweep needs a CUDA GPU.")
+        return 1
+    table = sweep()
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"versions": versions(), "rows": table}, file, indent=1)
+    if arguments.plot:
+        plot(table, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+# ============================================================================
+# Tests (from here on pytest is needed; the script above has ended)
+# ============================================================================
+
+import pytest  # noqa: E402
+
+HAVE_GPU = torch.cuda.is_available()
+gpu = pytest.mark.skipif(not HAVE_GPU, reason="needs a CUDA GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+kernels = pytest.mark.skipif(layernorm_inline._op is None, reason=f"kernels not built: {layernorm_inline._why_not}")
+SOURCE = os.path.abspath(layernorm_inline.__file__)
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+AFFINE = ["both", "weight", "bias", "none", "float32"]  # float32: with 16-bit inputs
+
+# Every regime and its borders: many short rows, rows one block holds, rows spread over blocks.
+SHAPES = [
+    (1, 1), (7, 1), (1000, 2), (513, 7), (4096, 16), (300, 33), (1000, 64), (77, 100), (333, 128),
+    (64, 129), (50, 255), (40, 256), (31, 768), (65, 1000), (200, 1024), (19, 2041), (9, 4096), (10, 4099),
+    (6, 8192), (5, 8200), (7, 10007), (5, 16384), (3, 16392), (3, 20001), (5, 32768), (2, 50257), (3, 65536),
+    (2, 131072), (3, 262144), (1, 1000003), (2, 1048576), (40, 40000), (3, 4194304),
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Memory that torch.empty gives out is full of NaN: an element that nobody writes shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def random_case(rows, cols, dtype, affine, seed, mean=0.0, std=1.0, offset=0, device="cuda"):
+    """input, weight, bias, grad_output; input starts `offset` elements into its buffer."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(n, dtype=dtype):
+        return torch.randn(n, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    x = (normal(rows * cols + offset, torch.float32) * std + mean).to(dtype)[offset:].view(rows, cols)
+    dy = normal(rows * cols + offset)[offset:].view(rows, cols)
+    weight = normal(cols) if affine in ("both", "weight", "float32") else None
+    bias = normal(cols) if affine in ("both", "bias", "float32") else None
+    if affine == "float32":
+        weight, bias = weight.float(), bias.float()
+    return x, weight, bias, dy
+
+
+def run_case(function, x, weight, bias, dy, eps=1e-5):
+    """[output, grad_input, grad_weight, grad_bias] (None where there is none)."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = function(leaves[0], x.shape[-1:], leaves[1], leaves[2], eps)
+    y.backward(dy)
+    return [y.detach()] + [None if t is None else t.grad for t in leaves]
+
+
+def assert_no_worse_than_pytorch(x, weight, bias, dy, eps=1e-5):
+    """Errors against float64: at most 1.5 times PyTorch's, plus one unit in the last place."""
+    double = [None if t is None else t.double() for t in (x, weight, bias, dy)]
+    exact = run_case(nn.functional.layer_norm, *double, eps)
+    same = [None if t is None else t.to(x.dtype) for t in (weight, bias)]
+    theirs = run_case(nn.functional.layer_norm, x, *same, dy, eps)
+    with poisoned():
+        ours = run_case(layer_norm, x, weight, bias, dy, eps)
+    for name, mine, their, reference in zip(("output", "grad_input", "grad_weight", "grad_bias"), ours, theirs, exact):
+        if reference is None:
+            continue
+        assert torch.isfinite(mine).all(), f"{name} has elements that are not finite"
+        error, allowed = ((t.double() - reference).abs().max().item() for t in (mine, their))
+        # Where the reference is itself float64, both round: sums over N columns by some ulps.
+        ulps = 64 if mine.dtype == torch.float64 else 1
+        ulp = ulps * torch.finfo(mine.dtype).eps * reference.abs().max().item()
+        assert error <= 1.5 * allowed + ulp, f"{name}: error {error:.3e}, PyTorch's {allowed:.3e}, ulp {ulp:.1e}"
+
+
+# ---- Values ----
+
+
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows,cols", SHAPES)
+def test_values(rows, cols, dtype):
+    for i, affine in enumerate(AFFINE if rows * cols < 10**6 else ["both"]):
+        if affine == "float32" and dtype.itemsize != 2:
+            continue
+        assert_no_worse_than_pytorch(*random_case(rows, cols, dtype, affine, seed=rows * 31 + cols + i))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("cols", [8, 768, 2041, 4096, 16384, 70000, 262144])
+def test_misaligned_start(cols, dtype):
+    assert_no_worse_than_pytorch(*random_case(5, cols, dtype, "both", seed=cols, offset=1))
+
+
+@gpu
+@pytest.mark.parametrize("cols", [8, 768, 4096, 40000])
+def test_misaligned_weight(cols):
+    x, weight, bias, dy = random_case(5, cols, torch.float32, "both", seed=cols)
+    shifted = torch.cat([weight[:1], weight])[1:]
+    assert shifted.data_ptr() % 16 == 4
+    assert_no_worse_than_pytorch(x, shifted, bias, dy)
+
+
+@gpu
+@pytest.mark.parametrize("mean,std,dtype", [(1e4, 1, torch.float32), (1e6, 1e-1, torch.float32), (1e3, 1, torch.float16)])
+@pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 1048576])
+def test_large_mean(cols, mean, std, dtype):
+    assert_no_worse_than_pytorch(*random_case(6, cols, dtype, "both", seed=cols, mean=mean, std=std))
+
+
+@gpu
+def test_main_shape():
+    x, weight, bias, dy = random_case(16, 64 * 256 * 256, torch.float32, "both", seed=0)
+    assert_no_worse_than_pytorch(x, weight, bias, dy)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1_000_000, 3_000_001])
+def test_gradients_over_millions_of_rows(rows):
+    assert_no_worse_than_pytorch(*random_case(rows, 24, torch.float32, "both", seed=rows))
+
+
+@gpu
+@pytest.mark.parametrize("cols", [5, 768, 40000])
+def test_a_bad_row_stays_alone(cols):
+    x, weight, bias, dy = random_case(9, cols, torch.float32, "both", seed=cols)
+    x[3, cols // 2], x[5, 0] = float("nan"), float("inf")
+    y, dx, *_ = run_case(layer_norm, x, weight, bias, dy)
+    bad = torch.zeros(9, dtype=torch.bool, device="cuda")
+    bad[[3, 5]] = True
+    for t in (y, dx):
+        assert t[bad].isnan().all() and t[~bad].isfinite().all()
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(1000, 64), (40, 4099), (100, 1024), (40, 16384), (9, 262144), (4, 4194304)])
+def test_the_same_bits_every_time(rows, cols):
+    case = random_case(rows, cols, torch.float32, "both", seed=1)
+    first = run_case(layer_norm, *case)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run_case(layer_norm, *case)))
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(2**31 // 64 + 3, 64), (9, 2**28), (1, 2**31 + 16)])
+def test_more_than_2_to_the_31_elements(rows, cols):
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GB of free GPU memory")
+    x = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16).normal_()
+    y = layer_norm(x, (cols,))
+    for row in (0, rows - 1):
+        piece = x[row, -4096:] if cols > 2**20 else x[row]
+        mean, std = x[row].double().mean(), x[row].double().std(unbiased=False)
+        expected = (piece.double() - mean) / (std**2 + 1e-5).sqrt()
+        assert (y[row, -piece.numel() :].double() - expected).abs().max() < 2e-2
+
+
+# ---- Shapes, strides, memory ----
+
+
+@gpu
+@pytest.mark.parametrize("shape,normalized", [((3, 4, 5, 6), 1), ((3, 4, 5, 6), 2), ((3, 4, 5, 6), 4), ((6,), 1), ((2, 8, 64, 64), 3)])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "expanded", "sliced"])
+def test_shapes_and_strides(shape, normalized, layout):
+    x = torch.randn(shape, device="cuda")
+    if layout == "transposed" and x.dim() > 1:
+        x = torch.randn(shape[:-2] + (shape[-1], shape[-2]), device="cuda").transpose(-1, -2)
+    elif layout == "channels_last" and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    elif layout == "expanded":
+        x = torch.randn(shape[-1:], device="cuda").expand(shape)
+    elif layout == "sliced":
+        x = torch.randn(shape[:-1] + (2 * shape[-1],), device="cuda")[..., ::2]
+    normalized_shape = x.shape[-normalized:]
+    theirs, ours = nn.LayerNorm(normalized_shape).cuda(), ModelNew(normalized_shape).cuda()
+    gradients = []
+    for module in (theirs, ours):
+        leaf = x.detach().requires_grad_()
+        y = module(leaf)
+        (y * torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)).sum().backward()
+        gradients.append((y.detach(), leaf.grad, module.weight.grad, module.bias.grad))
+    assert gradients[0][0].stride() == gradients[1][0].stride()
+    for their, mine in zip(*gradients):
+        torch.testing.assert_close(mine, their, atol=2e-5, rtol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("shape,normalized_shape", [((0, 5), (5,)), ((3, 0, 8), (8,)), ((0, 40000), (40000,))])
+def test_no_rows(shape, normalized_shape):
+    module = ModelNew(normalized_shape).cuda()
+    x = torch.empty(shape, device="cuda", requires_grad=True)
+    with poisoned():
+        y = module(x)
+        y.sum().backward()
+    assert y.shape == shape and x.grad.shape == shape
+    assert (module.weight.grad == 0).all() and (module.bias.grad == 0).all()
+
+
+@gpu
+@pytest.mark.parametrize("cols", [64, 768, 8192, 40000])
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)])
+def test_only_the_gradients_asked_for(wanted, cols):
+    case = random_case(20, cols, torch.float32, "both", seed=cols)
+    expected = run_case(layer_norm, *case)[1:]
+    leaves = [t.clone().requires_grad_(bool(want)) for t, want in zip(case, wanted)]
+    layer_norm(leaves[0], (cols,), leaves[1], leaves[2]).backward(case[3])
+    for leaf, want, reference in zip(leaves, wanted, expected):
+        assert (leaf.grad is not None) == bool(want)
+        if want:
+            torch.testing.assert_close(leaf.grad, reference, atol=1e-5, rtol=1e-5)
+
+
+@gpu
+def test_no_statistics_without_grad():
+    x = torch.randn(10000, 8, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        y = layer_norm(x, (8,))
+    assert torch.cuda.max_memory_allocated() - before == torch.cuda.memory_allocated() - before >= y.nbytes
+    assert torch.cuda.max_memory_allocated() - before < y.nbytes + 512
+
+
+# ---- Autograd ----
+
+
+@gpu
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 8), (2, 5000)])
+def test_gradcheck_and_gradgradcheck(shape, affine):
+    x, weight, bias, _ = random_case(1, shape[-1], torch.float64, affine, seed=0)
+    x = torch.randn(shape, dtype=torch.float64, device="cuda", requires_grad=True)
+    inputs = [x] + [None if t is None else t.requires_grad_() for t in (weight, bias)]
+
+    def function(*tensors):
+        return layer_norm(tensors[0], shape[-1:], *tensors[1:])
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=shape[-1] > 1000)
+    if shape[-1] < 1000:
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype):
+    module = nn.LayerNorm(768).cuda()
+    x = torch.randn(4, 768, device="cuda", dtype=dtype, requires_grad=True)
+    with torch.autocast("cuda", dtype=dtype):
+        expected = module(x)
+        y = replace_layer_norm(copy.deepcopy(module))(x)
+    assert y.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert x.grad.dtype == dtype
+
+
+# ---- Streams, graphs, devices ----
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(64, 768), (5, 20000), (8, 262144)])
+def test_runs_on_the_current_stream(rows, cols):
+    x, weight, bias, _ = random_case(rows, cols, torch.float32, "both", seed=0)
+    late = torch.zeros_like(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        y = layer_norm(late, (cols,), weight, bias)
+    stream.synchronize()
+    assert torch.equal(y, layer_norm(x, (cols,), weight, bias))
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(64, 768), (40, 5000), (5, 20000), (8, 262144), (3, 4194304)])
+def test_cuda_graph_of_a_training_step(rows, cols):
+    module = ModelNew(cols).cuda()
+    nn.init.normal_(module.weight)
+    x, dy = (torch.randn(rows, cols, device="cuda") for _ in range(2))
+    x.requires_grad_()
+
+    def step():
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        y = module(x)
+        y.backward(dy)
+        return [y.detach(), x.grad, module.weight.grad, module.bias.grad]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        results = [t.clone() for t in captured]
+        assert all(torch.equal(a, b) for a, b in zip(results, step()))
+
+
+@two_gpus
+def test_a_device_that_is_not_current():
+    x, weight, bias, dy = random_case(8, 262144, torch.float32, "both", seed=0)
+    expected = run_case(layer_norm, x, weight, bias, dy)
+    with torch.cuda.device(0):
+        result = run_case(layer_norm, *(t.to("cuda:1") for t in (x, weight, bias, dy)))
+    assert all(t.device.index == 1 for t in result)
+    assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, result))
+
+
+# ---- torch.compile, fake tensors ----
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_fake_tensors_have_the_right_shapes(dtype):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(4, 6, 8, 5, device="cuda", dtype=dtype).transpose(0, 1)
+        y = layer_norm(x, (8, 5), torch.empty(8, 5, device="cuda", dtype=dtype))
+        assert (y.shape, y.dtype, y.stride(), y.device.type) == ((6, 4, 8, 5), dtype, (160, 40, 5, 1), "cuda")
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            layer_norm(x, (8, 6))
+
+
+@gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_torch_compile_in_one_graph(training):
+    module = nn.Sequential(nn.Linear(64, 64), ModelNew(64), nn.ReLU()).cuda()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    with torch.set_grad_enabled(training):
+        for batch in (3, 5, 8):
+            x = torch.randn(batch, 64, device="cuda")
+            torch.testing.assert_close(compiled(x), module(x), atol=1e-5, rtol=1e-5)
+            if training:
+                gradients = []
+                for m in (compiled, module):
+                    module.zero_grad()
+                    m(x).square().sum().backward()
+                    gradients.append([p.grad.clone() for p in module.parameters()])
+                torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+# ---- The module ----
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [dict(normalized_shape=5), dict(normalized_shape=(3, 5)), dict(normalized_shape=[5], eps=1e-3),
+     dict(normalized_shape=5, elementwise_affine=False), dict(normalized_shape=5, bias=False),
+     dict(normalized_shape=torch.Size([5]), dtype=torch.float64), dict(normalized_shape=5, device="meta")],
+    ids=str,
+)  # fmt: skip
+def test_module_parity(arguments):
+    if "bias" in arguments and "bias" not in nn.LayerNorm.__init__.__code__.co_varnames:
+        pytest.skip("this PyTorch's nn.LayerNorm has no bias argument")
+    theirs, ours = nn.LayerNorm(**arguments), ModelNew(**arguments)
+    assert isinstance(ours, nn.LayerNorm)
+    assert repr(ours) == repr(theirs).replace("LayerNorm", "ModelNew")
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [p.dtype for p in ours.parameters()] == [p.dtype for p in theirs.parameters()]
+    if arguments.get("device") == "meta":
+        return
+    for p in theirs.parameters():
+        nn.init.normal_(p)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 5, dtype=arguments.get("dtype", torch.float32))
+    for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        torch.testing.assert_close(module(x), theirs(x), rtol=0, atol=0)
+    torch.testing.assert_close(ours.float()(x.float()), theirs.float()(x.float()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_replace_layer_norm(device):
+    class Custom(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8))).to(device)
+    calls = []
+    model[1].register_forward_hook(lambda *_: calls.append(1))
+    parameters, modules = list(model.parameters()), list(model.modules())
+    x = torch.randn(4, 8, device=device)
+    expected = model(x)
+    assert replace_layer_norm(model) is model
+    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew, ModelNew, Custom]
+    assert all(a is b for a, b in zip(parameters, model.parameters()))
+    assert all(a is b for a, b in zip(modules, model.modules()))
+    torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
+    assert len(calls) == 2
+    assert type(replace_layer_norm(nn.LayerNorm(3))) is ModelNew
+
+
+def test_layer_norm_on_the_cpu():
+    x, weight, bias, dy = random_case(4, 6, torch.float64, "both", seed=0, device="cpu")
+    for ours, theirs in zip(run_case(layer_norm, x, weight, bias, dy), run_case(nn.functional.layer_norm, x, weight, bias, dy)):
+        assert torch.equal(ours, theirs)
+
+
+def test_half_and_double_modules():
+    module = ModelNew(8)
+    assert module.double().weight.dtype == torch.float64
+    assert module.half().weight.dtype == torch.float16
+    if HAVE_GPU:
+        assert module.cuda()(torch.randn(2, 8, device="cuda", dtype=torch.float16)).dtype == torch.float16
+
+
+# ---- Errors ----
+
+BAD = [
+    (RuntimeError, "normalized_shape", lambda d: layer_norm(torch.zeros(2, 5, device=d), (4,))),
+    (RuntimeError, "normalized_shape", lambda d: layer_norm(torch.zeros(5, device=d), (2, 5))),
+    (RuntimeError, "at least 1-dimensional", lambda d: layer_norm(torch.zeros(2, 5, device=d), ())),
+    (RuntimeError, "weight", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), torch.zeros(4, device=d))),
+    (RuntimeError, "bias", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), None, torch.zeros(1, 5, device=d))),
+    (RuntimeError, "not implemented|Long", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.int64), (5,))),
+    (RuntimeError, "not implemented|Complex", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
+    (TypeError, "list", lambda d: layer_norm([1.0, 2.0], (2,))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("error,words,call", BAD)
+def test_bad_input(error, words, call, device):
+    with pytest.raises(error, match=words):
+        call(device)
+    assert torch.isfinite(layer_norm(torch.randn(2, 5, device=device), (5,))).all()
+
+
+@gpu
+def test_bad_dtypes_and_devices():
+    x, w = torch.zeros(2, 5, device="cuda"), torch.zeros(5, device="cuda")
+    for weight, bias, words in [
+        (w.half(), None, "Expected weight of dtype Float"),
+        (None, w.double(), "Expected bias of dtype Float"),
+        (w.cpu(), None, "same device"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            layer_norm(x, (5,), weight, bias)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer_norm(x.half(), (5,), w, w.half())
+
+
+# ---- The file: what KernelBench's static rules and its harness ask for ----
+
+
+def test_static_rules():
+    text = open(SOURCE).read()
+    code = "\n".join(line.split("#")[0].split("//")[0] for line in text.split("\n"))
+    for pattern in (
+        r"\btry\s*:", r"\bexcept\b", r"\bpass\b", r"torch\.nn\.(?!(Module|Parameter|init)\b)", r"\bF\.layer_norm\(",
+        r"nn\.functional\.\w+", r"torch\.(layer_norm|gelu|tanh|clamp|conv\w*|linear|mm|matmul)\b", r"import\s+threading",
+        r"multiprocessing", r"concurrent\.futures", r"cuda\.Stream\s*\(", r"\.wait_stream|\.record_stream",
+        r"__float2half(_rn)?\s*\(", r"\(\s*__half\s*\)\s*[\w]", r"static_cast\s*<\s*(__half|half)\s*>", r"\.half\s*\(",
+        r"__file__", r"getsource", r"\.to\s*\(\s*torch\.float16",
+    ):  # fmt: skip
+        assert not re.search(pattern, code), pattern
+    assert "__global__" in code and "load_inline" in code and "threadIdx." in code
+
+
+def test_runs_inside_the_harness_namespace():
+    reserved = "Model get_inputs get_init_inputs batch_size features dim1 dim2 in_channels out_channels D H W kernel_size"
+    reserved = dict.fromkeys((reserved + " stride padding bias eps scaling_factor").split(), "reference")
+    namespace = dict(reserved)
+    exec(compile(open(SOURCE).read(), "<submission>", "exec"), namespace)
+    assert {name: namespace[name] for name in reserved} == reserved
+    assert namespace["ModelNew"]((3, 4))(torch.randn(2, 3, 4)).shape == (2, 3, 4)
+
+
+# ---- Build and import ----
+
+can_build = pytest.mark.skipif(layernorm_inline._op is None, reason="needs CUDA's compiler and a GPU or TORCH_CUDA_ARCH_LIST")
+
+
+def import_in_subprocess(folder, code="import layernorm_inline", **environment):
+    """Runs code where layernorm_inline.py lies in `folder`; returns the completed process."""
+    path = os.path.join(folder, "layernorm_inline.py")
+    if not os.path.exists(path):
+        with open(path, "w") as file:
+            file.write(open(SOURCE).read())
+    variables = {**os.environ, "TORCH_EXTENSIONS_DIR": os.path.join(folder, "cache"), **environment}
+    variables = {k: v for k, v in variables.items() if v is not None}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600)
+
+
+@can_build
+def test_build_once_then_cached_also_for_many_processes(tmp_path):
+    commands = [sys.executable, "-c", "import layernorm_inline; assert layernorm_inline._op is not None"]
+    import_in_subprocess(tmp_path, "print()")
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+    processes = [subprocess.Popen(commands, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    messages = "".join(p.communicate(timeout=600)[1] for p in processes)
+    assert all(p.returncode == 0 for p in processes), messages
+    assert messages.count("layernorm_inline: compiling CUDA kernels") == 1, messages
+
+    timed = "import torch, time; t = time.time(); import layernorm_inline; print(time.time() - t)"
+    warm = import_in_subprocess(tmp_path, timed)
+    assert warm.returncode == 0 and "compiling" not in warm.stderr, warm.stderr
+    assert float(warm.stdout) < 2, "a warm import takes a fraction of a second"
+
+    # A build killed half-way leaves PyTorch's lock file and a broken library, but no "complete".
+    (built,) = (tmp_path / "cache").iterdir()
+    (built / "complete").unlink()
+    (built / "lock").touch()
+    (built / f"{built.name}.so").write_bytes(b"half-written")
+    again = import_in_subprocess(tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "compiling" in again.stderr
+
+
+@can_build
+def test_two_versions_and_two_names_in_one_process(tmp_path):
+    text = open(SOURCE).read()
+    (tmp_path / "vendored.py").write_text(text)
+    (tmp_path / "changed.py").write_text(text.replace("#include <cuda_bf16.h>", "// changed\n#include <cuda_bf16.h>"))
+    code = """
+        import layernorm_inline, vendored, changed
+        assert layernorm_inline._op is vendored._op
+        assert changed._op is not None and changed._op is not vendored._op
+    """
+    shared = os.path.dirname(os.environ.get("TORCH_EXTENSIONS_DIR", "")) and os.environ["TORCH_EXTENSIONS_DIR"]
+    done = import_in_subprocess(tmp_path, code, **({"TORCH_EXTENSIONS_DIR": shared} if shared else {}))
+    assert done.returncode == 0, done.stderr
+
+
+@can_build
+def test_a_folder_with_spaces_and_letters_beyond_ascii(tmp_path):
+    folder = tmp_path / "näm e"
+    folder.mkdir()
+    done = import_in_subprocess(folder)
+    assert done.returncode == 0, done.stderr
+
+
+HIDE_GPU_AND_ARCH = dict(CUDA_VISIBLE_DEVICES="", TORCH_CUDA_ARCH_LIST=None)
+
+
+def test_without_a_gpu_nothing_is_compiled(tmp_path):
+    code = """
+        import torch, layernorm_inline
+        assert layernorm_inline._op is None
+        assert layernorm_inline.ModelNew(4)(torch.randn(2, 4)).shape == (2, 4)
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode():
+            layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
+    """
+    done = import_in_subprocess(tmp_path, code, **HIDE_GPU_AND_ARCH)
+    assert re.search(r"RuntimeError: layernorm_inline: cannot run on cuda:0: (no GPU was there|PyTorch)", done.stderr), done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
+
+
+@needs_cuda_torch
+@pytest.mark.parametrize(
+    "missing,message",
+    [("nvcc", 'pip install "cuda-toolkit'), ("ninja", "pip install ninja"), ("compiler", "C\\+\\+ compiler")],
+)
+def test_missing_tools_are_named(tmp_path, missing, message):
+    hide = {
+        "nvcc": "cpp_extension.CUDA_HOME = None; exists = os.path.exists; "
+        "os.path.exists = lambda p: not str(p).endswith('bin/nvcc') and exists(p)",
+        "ninja": "which = shutil.which; shutil.which = lambda n, **k: None if n == 'ninja' else which(n, **k)",
+        "compiler": "os.environ['CXX'] = 'no-such-compiler'",
+    }[missing]
+    code = f"import os, shutil; from torch.utils import cpp_extension; {hide}\nimport layernorm_inline"
+    done = import_in_subprocess(tmp_path, code, TORCH_CUDA_ARCH_LIST="9.0")
+    last = done.stderr.strip().split("\n")[-1]
+    assert done.returncode == 1 and last.startswith("RuntimeError: layernorm_inline: "), done.stderr
+    assert re.search(message, last)
+
+
+@needs_cuda_torch
+def test_nvcc_from_pip_is_found(tmp_path, monkeypatch):
+    from torch.utils import cpp_extension
+
+    home = tmp_path / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}"
+    for file in ("bin/nvcc", "include/cuda_runtime_api.h"):
+        (home / file).parent.mkdir(parents=True)
+        (home / file).touch()
+    exists = os.path.exists
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(os.path, "exists", lambda p: not str(p).startswith("/usr/local") and exists(p))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert layernorm_inline._find_cuda_home() == str(home)
+
+
+def test_the_script_without_a_gpu(tmp_path):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "No speedup was measured" in done.stdout
