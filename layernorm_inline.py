@@ -239,20 +239,33 @@ __device__ X combine_lanes(X x, int width) {
   return x;
 }
 
-// Combines x over the blockDim.x threads of a row (a power of two); a block holds blockDim.y
-// rows. `slots` is shared memory, one slot a warp. Two calls in a row need different slots: a
-// fast warp may write for the second while a slow one still reads for the first.
-template <typename X>
-__device__ X combine_row(X x, X* slots) {
-  x = combine_lanes(x, min(int(blockDim.x), 32));
-  if (blockDim.x <= 32) return x;
+// Combines x[r] over the blockDim.x threads of a row: a power of two up to 32, or whole warps. A
+// block holds blockDim.y rows. `slots` is shared memory, one slot a warp and r. Two calls in a
+// row need different slots: a fast warp may write for the second while a slow one still reads.
+template <typename X, int R>
+__device__ void combine_row(X (&x)[R], X (*slots)[R]) {
+#pragma unroll
+  for (int r = 0; r < R; ++r) x[r] = combine_lanes(x[r], min(int(blockDim.x), 32));
+  if (blockDim.x <= 32) return;
   const int warps = blockDim.x / 32;  // of this row
-  X* row_slots = slots + threadIdx.y * warps;
-  if (threadIdx.x % 32 == 0) row_slots[threadIdx.x / 32] = x;
+  X(*row_slots)[R] = slots + threadIdx.y * warps;
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
+  }
   __syncthreads();
-  x = row_slots[0];
-  for (int w = 1; w < warps; ++w) x = combine(x, row_slots[w]);
-  return x;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    x[r] = row_slots[0][r];
+    for (int w = 1; w < warps; ++w) x[r] = combine(x[r], row_slots[w][r]);
+  }
+}
+
+template <typename X>
+__device__ X combine_row(X x, X (*slots)[1]) {
+  X values[1] = {x};
+  combine_row(values, slots);
+  return values[0];
 }
 
 constexpr int kMaxWarps = 32;
@@ -264,7 +277,7 @@ constexpr int kMaxWarps = 32;
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(1024) layer_norm_rows(Forward call) {
   using A = Acc<T>;
-  __shared__ A slots[2][kMaxWarps];
+  __shared__ A slots[2][kMaxWarps][1];
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool live = row < call.rows;
   const int cols = call.cols;
@@ -336,7 +349,7 @@ __host__ __device__ inline int64_t piece_begin(int64_t cols, int pieces, int pie
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(256) partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
   using A = Acc<T>;
-  __shared__ Moments<A> slots[kMaxWarps];
+  __shared__ Moments<A> slots[kMaxWarps][1];
   const int64_t row = blockIdx.x / pieces;
   const int piece = blockIdx.x % pieces;
   const int64_t begin = piece_begin(call.cols, pieces, piece, V);
@@ -452,13 +465,13 @@ __global__ void __launch_bounds__(256)
 
 // Rows that one block holds. A thread keeps its columns from row to row, so grad_weight and
 // grad_bias gather in registers and input and grad_output are read once for all three
-// gradients. The next row is on its way while this one is reduced. Each block leaves its share
-// of grad_weight and grad_bias in scratch, (2, gridDim.x, cols), for sum_partials.
-template <typename T, int V, int PACKS>
+// gradients. ROWS rows share a barrier, and the next ROWS are on their way meanwhile. Each block leaves its
+// share of grad_weight and grad_bias in scratch, (2, gridDim.x, cols), for sum_partials.
+template <typename T, int V, int PACKS, int ROWS>
 __global__ void __launch_bounds__(512) layer_norm_backward_rows(Backward call, Acc<T>* scratch) {
   using A = Acc<T>;
   constexpr int kShared = 256 * V * PACKS;  // columns times rows of a block with several rows
-  __shared__ Sums<A> slots[2][kMaxWarps];
+  __shared__ Sums<A> slots[2][kMaxWarps][ROWS];
   __shared__ A share[kShared];
   const int cols = call.cols;
 
@@ -469,64 +482,77 @@ __global__ void __launch_bounds__(512) layer_norm_backward_rows(Backward call, A
     if (col < cols) load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
   }
 
-  Pack<T, V> next_x[PACKS], next_dy[PACKS];
-  A next_mean = 0, next_rstd = 0;
-  auto fetch = [&](int64_t row) {
-    if (row >= call.rows) return;
-    next_mean = static_cast<const A*>(call.mean)[row];
-    next_rstd = static_cast<const A*>(call.rstd)[row];
+  Pack<T, V> next_x[ROWS][PACKS], next_dy[ROWS][PACKS];
+  A next_mean[ROWS], next_rstd[ROWS];
+  auto fetch = [&](int64_t first_row) {
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int col = (i * blockDim.x + threadIdx.x) * V;
-      if (col < cols) {
-        next_x[i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
-        next_dy[i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
+    for (int r = 0; r < ROWS; ++r) {
+      const int64_t row = first_row + r * blockDim.y;
+      if (row >= call.rows) continue;
+      next_mean[r] = static_cast<const A*>(call.mean)[row];
+      next_rstd[r] = static_cast<const A*>(call.rstd)[row];
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int col = (i * blockDim.x + threadIdx.x) * V;
+        if (col < cols) {
+          next_x[r][i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
+          next_dy[r][i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
+        }
       }
     }
   };
 
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  fetch(row);
-  int turn = 0;  // of the two slots: one barrier a row is enough
-  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < call.rows; first += stride, row += stride) {
-    const bool live = row < call.rows;
-    const A mean = next_mean, rstd = next_rstd;
-    Pack<T, V> x[PACKS], dy[PACKS];
+  const int64_t stride = int64_t(gridDim.x) * blockDim.y * ROWS;
+  int64_t first_row = int64_t(blockIdx.x) * blockDim.y * ROWS;
+  fetch(first_row + threadIdx.y);
+  int turn = 0;  // of the two sets of slots: one barrier a turn is enough
+  for (; first_row < call.rows; first_row += stride, turn ^= 1) {
+    Pack<T, V> x[ROWS][PACKS], dy[ROWS][PACKS];
+    A mean[ROWS], rstd[ROWS];
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) x[i] = next_x[i], dy[i] = next_dy[i];
-    fetch(row + stride);
+    for (int r = 0; r < ROWS; ++r) {
+      mean[r] = next_mean[r], rstd[r] = next_rstd[r];
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) x[r][i] = next_x[r][i], dy[r][i] = next_dy[r][i];
+    }
+    fetch(first_row + stride + threadIdx.y);
 
-    Sums<A> sums = {0, 0};
+    Sums<A> sums[ROWS];
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int col = (i * blockDim.x + threadIdx.x) * V;
-      if (live && col < cols) {
+    for (int r = 0; r < ROWS; ++r) {
+      sums[r] = {0, 0};
+      if (first_row + threadIdx.y + r * blockDim.y >= call.rows) continue;
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        if ((i * blockDim.x + threadIdx.x) * V >= cols) continue;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const A xhat = (widen(x[i].at[v]) - mean) * rstd;
-          const A grad = widen(dy[i].at[v]);
+          const A xhat = (widen(x[r][i].at[v]) - mean[r]) * rstd[r];
+          const A grad = widen(dy[r][i].at[v]);
           const A wdy = product(weight[i][v], grad);
-          sums.wdy += wdy;
-          sums.wdy_xhat += wdy * xhat;
+          sums[r].wdy += wdy;
+          sums[r].wdy_xhat += wdy * xhat;
           grad_weight[i][v] += grad * xhat;
           grad_bias[i][v] += grad;
         }
       }
     }
     if (call.grad_input == nullptr) continue;
-    sums = combine_row(sums, slots[turn]);
-    turn ^= 1;
-    const A mean_wdy = sums.wdy / A(cols), mean_wdy_xhat = sums.wdy_xhat / A(cols);
+    combine_row(sums, slots[turn]);
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int col = (i * blockDim.x + threadIdx.x) * V;
-      if (live && col < cols) {
+    for (int r = 0; r < ROWS; ++r) {
+      const int64_t row = first_row + threadIdx.y + r * blockDim.y;
+      if (row >= call.rows) continue;
+      const A mean_wdy = sums[r].wdy / A(cols), mean_wdy_xhat = sums[r].wdy_xhat / A(cols);
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        const int col = (i * blockDim.x + threadIdx.x) * V;
+        if (col >= cols) continue;
         A dx[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const A xhat = (widen(x[i].at[v]) - mean) * rstd;
-          dx[v] = rstd * (product(weight[i][v], widen(dy[i].at[v])) - mean_wdy - xhat * mean_wdy_xhat);
+          const A xhat = (widen(x[r][i].at[v]) - mean[r]) * rstd[r];
+          dx[v] = rstd[r] * (product(weight[i][v], widen(dy[r][i].at[v])) - mean_wdy - xhat * mean_wdy_xhat);
         }
         store<T, V>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
       }
@@ -552,21 +578,25 @@ __global__ void __launch_bounds__(512) layer_norm_backward_rows(Backward call, A
         }
       }
     }
-    if (blockDim.y == 1) continue;
-    __syncthreads();
-    for (int col = threadIdx.y * blockDim.x + threadIdx.x; col < cols; col += blockDim.x * blockDim.y) {
-      A total = 0;
-      for (int y = 0; y < blockDim.y; ++y) total += share[y * cols + col];
-      partial[col] = total;
+    // A tree over the block's rows (a power of two): 256 terms one by one would lose digits.
+    for (int half = blockDim.y / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (threadIdx.y >= half) continue;
+      for (int col = threadIdx.x; col < cols; col += blockDim.x) {
+        const A total = share[threadIdx.y * cols + col] + share[(threadIdx.y + half) * cols + col];
+        share[threadIdx.y * cols + col] = total;
+        if (half == 1) partial[col] = total;
+      }
     }
   }
 }
 
 // Rows spread over many blocks: first the two sums of each piece of a row,
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(256) backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
+__global__ void __launch_bounds__(256)
+    backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
   using A = Acc<T>;
-  __shared__ Sums<A> slots[kMaxWarps];
+  __shared__ Sums<A> slots[kMaxWarps][1];
   const int64_t row = blockIdx.x / pieces;
   const int piece = blockIdx.x % pieces;
   const int64_t begin = piece_begin(call.cols, pieces, piece, V);
@@ -692,6 +722,410 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// ---- Long rows, forward and backward: a stream (sm_90 and up) ----
+// A group of blocks shares a row, and each block keeps to its slice of the columns: weight and
+// bias, or weight, grad_weight and grad_bias, stay in registers for the whole run. Slices of row
+// after row arrive by bulk copy in a ring of shared-memory stages. A slice is measured when it
+// arrives and applied `delay` rows later, when the blocks of its group have exchanged what they
+// measured: the exchange hides behind the rows between, and each byte moves once.
+//
+// Warps 0-15 measure and apply. One warp loads; one combines the warps' measurements and
+// publishes them to the group; two take turns to gather what the group has published, as a
+// look at another block's words takes about as long as a row.
+
+constexpr int kStreamWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18, kGatherers = 2;
+constexpr int kStreamThreads = 32 * (kStreamWarps + 2 + kGatherers);
+constexpr int kStreamColumns = 16;                                 // of a thread
+constexpr int kSliceColumns = 32 * kStreamWarps * kStreamColumns;  // of a block, at most: 8192
+constexpr int kMaxStages = 8;
+
+struct Stream {
+  int group;        // blocks that share a row
+  int slice;        // columns of a block; the last one of a group may have fewer
+  int stages;       // of the ring
+  int delay;        // rows between measuring and applying, less than stages
+  int slice_bytes;  // room for one tensor's slice in a stage, a multiple of 128
+};
+
+__host__ __device__ inline int slice_columns(const Stream& s, int64_t cols, int rank) {
+  return int(min(int64_t(s.slice), cols - int64_t(rank) * s.slice));
+}
+
+template <typename Stats>
+struct StreamControl {
+  uint64_t loaded[kMaxStages], measured[kMaxStages], known[kMaxStages], applied[kMaxStages];
+  float4 row_stats[kMaxStages];
+  Stats partials[kMaxStages][kStreamWarps];
+};
+
+// Forward as the stream sees it: row statistics are {mean, rstd}.
+template <typename T, int V>
+struct ForwardPass {
+  using Call = Forward;
+  using Element = T;
+  using Stats = Moments<float>;
+  static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
+  float weight[kPacks][V], bias[kPacks][V];
+
+  static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
+
+  __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t, int64_t) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) {
+        load_affine<T, V>(weight[i], call.weight, call.affine_float32, first + col, 1);
+        load_affine<T, V>(bias[i], call.bias, call.affine_float32, first + col, 0);
+      }
+    }
+  }
+
+  // The moments of this warp's columns: first their mean, then distances from it.
+  __device__ Stats measure(const Call&, const T* const (&slices)[kTensors], int columns, int64_t) {
+    Pack<T, V> x[kPacks];
+    float sum = 0, m2 = 0;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) {
+        x[i] = load<T, V>(slices[0] + col);
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum += widen(x[i].at[v]);
+      }
+      count += max(0, min(32 * V, columns - (i * 32 * kStreamWarps + int(threadIdx.x) / 32 * 32) * V));
+    }
+    const float mean = combine_lanes(sum, 32) / float(max(count, 1));
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const float distance = widen(x[i].at[v]) - mean;
+          m2 += distance * distance;
+        }
+      }
+    }
+    return {float(count), mean, combine_lanes(m2, 32)};
+  }
+
+  static __device__ float2 to_publish(const Stats& stats) { return {stats.mean, stats.m2}; }
+  static __device__ Stats published(float2 pair, int columns) { return {float(columns), pair.x, pair.y}; }
+
+  static __device__ float4 finish(const Call& call, const Stats& row_total, int64_t row, bool save) {
+    const float rstd = rsqrtf(row_total.m2 / float(call.cols) + float(call.eps));
+    if (save && call.mean != nullptr) {
+      static_cast<float*>(call.mean)[row] = row_total.mean;
+      static_cast<float*>(call.rstd)[row] = rstd;
+    }
+    return {row_total.mean, rstd, 0, 0};
+  }
+
+  __device__ void apply(const Call& call, const T* const (&slices)[kTensors], int columns, int64_t offset,
+                        float4 row_stats) {
+    const float mean = row_stats.x, rstd = row_stats.y;
+    T* output = static_cast<T*>(call.output) + offset;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) {
+        const Pack<T, V> x = load<T, V>(slices[0] + col);
+        float y[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[v] = (widen(x.at[v]) - mean) * rstd * weight[i][v] + bias[i][v];
+        store<T, V>(output + col, y);
+      }
+    }
+  }
+
+  __device__ void end(const Call&, float*, int64_t, int, int, int) {}
+};
+
+// Backward as the stream sees it: row statistics are {mean(wdy), mean(wdy * xhat), mean, rstd}.
+template <typename T, int V>
+struct BackwardPass {
+  using Call = Backward;
+  using Element = T;
+  using Stats = Sums<float>;
+  static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
+  float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
+  float next_mean = 0, next_rstd = 0;  // fetched a row ahead
+  int64_t row_stride;
+
+  static __device__ const T* tensor(const Call& call, int which) {
+    return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
+  }
+
+  __device__ void fetch_statistics(const Call& call, int64_t row) {
+    if (row >= call.rows) return;
+    next_mean = static_cast<const float*>(call.mean)[row];
+    next_rstd = static_cast<const float*>(call.rstd)[row];
+  }
+
+  __device__ BackwardPass(const Call& call, int64_t first, int columns, int64_t first_row, int64_t stride)
+      : row_stride(stride) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) load_affine<T, V>(weight[i], call.weight, call.affine_float32, first + col, 1);
+    }
+    fetch_statistics(call, first_row);
+  }
+
+  __device__ Stats measure(const Call& call, const T* const (&slices)[kTensors], int columns, int64_t row) {
+    const float mean = next_mean, rstd = next_rstd;
+    fetch_statistics(call, row + row_stride);
+    Stats sums = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) {
+        const Pack<T, V> x = load<T, V>(slices[0] + col), dy = load<T, V>(slices[1] + col);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const float xhat = (widen(x.at[v]) - mean) * rstd;
+          const float grad = widen(dy.at[v]);
+          const float wdy = product(weight[i][v], grad);
+          sums.wdy += wdy;
+          sums.wdy_xhat += wdy * xhat;
+          grad_weight[i][v] += grad * xhat;
+          grad_bias[i][v] += grad;
+        }
+      }
+    }
+    return combine_lanes(sums, 32);
+  }
+
+  static __device__ float2 to_publish(const Stats& stats) { return {stats.wdy, stats.wdy_xhat}; }
+  static __device__ Stats published(float2 pair, int) { return {pair.x, pair.y}; }
+
+  static __device__ float4 finish(const Call& call, const Stats& row_total, int64_t row, bool) {
+    const float cols = call.cols;
+    return {row_total.wdy / cols, row_total.wdy_xhat / cols, static_cast<const float*>(call.mean)[row],
+            static_cast<const float*>(call.rstd)[row]};
+  }
+
+  __device__ void apply(const Call& call, const T* const (&slices)[kTensors], int columns, int64_t offset,
+                        float4 row_stats) {
+    if (call.grad_input == nullptr) return;
+    const float mean_wdy = row_stats.x, mean_wdy_xhat = row_stats.y, mean = row_stats.z, rstd = row_stats.w;
+    T* grad_input = static_cast<T*>(call.grad_input) + offset;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) {
+        const Pack<T, V> x = load<T, V>(slices[0] + col), dy = load<T, V>(slices[1] + col);
+        float dx[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const float xhat = (widen(x.at[v]) - mean) * rstd;
+          dx[v] = rstd * (product(weight[i][v], widen(dy.at[v])) - mean_wdy - xhat * mean_wdy_xhat);
+        }
+        store<T, V>(grad_input + col, dx);
+      }
+    }
+  }
+
+  // This group's share of grad_weight and grad_bias, to partials of (2, groups, cols).
+  __device__ void end(const Call& call, float* partials, int64_t first, int columns, int group, int groups) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int col = (i * 32 * kStreamWarps + threadIdx.x) * V + v;
+        if (col < columns) {
+          partials[group * call.cols + first + col] = grad_weight[i][v];
+          partials[(groups + group) * call.cols + first + col] = grad_bias[i][v];
+        }
+      }
+    }
+  }
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+
+__device__ inline void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Waits for the phase of this parity: 0 for the first completion, then 1, 0, ...
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
+  unsigned done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
+}
+
+__device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Copies whole 16-byte units; their arrival counts at the barrier.
+__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
+
+// A slot of the ring and the parity of its barriers, step by step.
+struct Slot {
+  int index = 0, parity = 0;
+  __device__ void advance(int stages) {
+    if (++index == stages) index = 0, parity ^= 1;
+  }
+};
+
+constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
+
+// Words from one row to the next: no two rows share a 128-byte line that both poll and write.
+__host__ __device__ inline int64_t words_per_row(int group) { return (group + 15) / 16 * 16; }
+
+template <typename Pass>
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    stream(typename Pass::Call call, Stream s, uint64_t* words, float* partials) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using T = typename Pass::Element;
+  using Stats = typename Pass::Stats;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ StreamControl<Stats> control;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % s.group, group = blockIdx.x / s.group, groups = gridDim.x / s.group;
+  const int64_t first = int64_t(rank) * s.slice;
+  const int columns = slice_columns(s, call.cols, rank);
+
+  if (threadIdx.x < s.stages) {
+    barrier_init(&control.loaded[threadIdx.x], 1);
+    barrier_init(&control.measured[threadIdx.x], kStreamWarps);
+    barrier_init(&control.known[threadIdx.x], 1);
+    barrier_init(&control.applied[threadIdx.x], kStreamWarps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  auto stage_of = [&](int slot, int tensor) {
+    return ring + (int64_t(slot) * Pass::kTensors + tensor) * s.slice_bytes;
+  };
+  // A slice whose start is not 16-byte aligned is copied from the 16-byte boundary before it.
+  auto misalignment = [&](int tensor, int64_t row) {
+    return int(reinterpret_cast<uintptr_t>(Pass::tensor(call, tensor) + row * call.cols + first) % 16);
+  };
+
+  if (warp == kLoader) {
+    if (lane != 0) return;
+    Slot slot;
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
+      if (row >= int64_t(s.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
+      int bytes[Pass::kTensors], total = 0;
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        bytes[t] = (misalignment(t, row) + columns * int(sizeof(T)) + 15) / 16 * 16;
+        total += bytes[t];
+      }
+      barrier_arrive_expecting(&control.loaded[slot.index], total);
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        const T* slice = Pass::tensor(call, t) + row * call.cols + first;
+        bulk_copy(stage_of(slot.index, t), reinterpret_cast<const char*>(slice) - misalignment(t, row),
+                  bytes[t], &control.loaded[slot.index]);
+      }
+    }
+    return;
+  }
+
+  if (warp == kPublisher) {
+    Slot slot;
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
+      barrier_wait(&control.measured[slot.index], slot.parity);
+      Stats stats = {};
+      if (lane < kStreamWarps) stats = control.partials[slot.index][lane];
+      stats = combine_lanes(stats, kStreamWarps);
+      if (lane != 0) continue;
+      if (s.group == 1) {
+        control.row_stats[slot.index] = Pass::finish(call, stats, row, true);
+        barrier_arrive(&control.known[slot.index]);
+      } else {
+        const float2 pair = Pass::to_publish(stats);
+        const uint64_t word = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
+        const_cast<volatile uint64_t*>(words)[row * words_per_row(s.group) + rank] = word;
+      }
+    }
+    return;
+  }
+
+  if (warp >= kGatherer) {
+    if (s.group == 1) return;
+    Slot slot;
+    int turn = 0;
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
+      const bool mine = turn == warp - kGatherer;
+      turn = turn + 1 == kGatherers ? 0 : turn + 1;
+      if (!mine) continue;
+      Stats total = {};
+      for (int i = lane; i < s.group; i += 32) {
+        uint64_t word = kUnpublished;
+        while (word == kUnpublished)
+          word = const_cast<volatile uint64_t*>(words)[row * words_per_row(s.group) + i];
+        const float2 pair = {__uint_as_float(unsigned(word)), __uint_as_float(unsigned(word >> 32))};
+        total = combine(total, Pass::published(pair, slice_columns(s, call.cols, i)));
+      }
+      total = combine_lanes(total, 32);
+      if (lane != 0) continue;
+      control.row_stats[slot.index] = Pass::finish(call, total, row, rank == 0);
+      barrier_arrive(&control.known[slot.index]);
+    }
+    return;
+  }
+
+  Pass job(call, first, columns, group, groups);
+  auto slices_of = [&](int slot, int64_t row, const T*(&slices)[Pass::kTensors]) {
+    for (int t = 0; t < Pass::kTensors; ++t) {
+      slices[t] = reinterpret_cast<const T*>(stage_of(slot, t) + misalignment(t, row));
+    }
+  };
+  const T* slices[Pass::kTensors];
+  Slot measuring, applying;
+  int64_t row = group;
+  for (int64_t late_row = row - int64_t(s.delay) * groups; late_row < call.rows;
+       late_row += groups, row += groups) {
+    if (row < call.rows) {
+      barrier_wait(&control.loaded[measuring.index], measuring.parity);
+      slices_of(measuring.index, row, slices);
+      const Stats stats = job.measure(call, slices, columns, row);
+      if (lane == 0) {
+        control.partials[measuring.index][warp] = stats;
+        barrier_arrive(&control.measured[measuring.index]);
+      }
+      measuring.advance(s.stages);
+    }
+    if (late_row >= 0) {
+      barrier_wait(&control.known[applying.index], applying.parity);
+      slices_of(applying.index, late_row, slices);
+      job.apply(call, slices, columns, late_row * call.cols + first, control.row_stats[applying.index]);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&control.applied[applying.index]);
+      applying.advance(s.stages);
+    }
+  }
+  job.end(call, partials, first, columns, group, groups);
+#endif
+}
+
 // grad_weight and grad_bias from their partials, (2, partial_rows, cols); blockIdx.y says which.
 constexpr int kSumCols = 32, kSumRows = 16;
 
@@ -728,101 +1162,152 @@ __global__ void zero_affine(Backward call) {
 // ---- Tuning and dispatch ----
 
 struct Tuning {
-  // Elements of a row a thread (half as many doubles): 16 leave registers for 6 warps a scheduler;
-  // backward holds input, grad_output, the next of both, weight and two sums of each, so 8.
-  static constexpr int forward_elements = 16, backward_elements = 8;
-  // Threads that share a row: 1024 is a block's limit; backward needs up to 128 registers each.
-  static constexpr int forward_threads = 1024, backward_threads = 512;
-  // A block of several short rows: enough warps to hide a barrier, small enough to pack an SM.
+  // Forward, rows that a block holds: 64 bytes of a row a thread keep enough bytes in flight at
+  // 16 to 24 warps an SM; a block has up to 1024 threads.
+  static constexpr int forward_loads = 4, forward_scalars = 16, forward_threads = 1024;
+  // Backward holds input and grad_output, the next of both, and of each column weight and two
+  // sums: 8 columns (4 doubles) are what 128 registers hold.
+  static constexpr int backward_columns = 8, backward_threads = 512;
+  // A block of short rows: enough warps to hide a barrier, small enough to pack an SM.
   static constexpr int block_threads = 128, backward_block_threads = 256;
-  // Blocks an SM for the kernels that share rows: several, so that one loads while another waits.
-  static constexpr int blocks_per_sm = 8;
-  // Elements of a row's piece: fewer would make a block's start and end longer than its work.
-  static constexpr int64_t piece = 8192;
+  // The stream takes over where a block would hold too few rows at once to keep loading while
+  // it reduces: from 16 KB of input a row, backward from 8 KB.
+  static constexpr int64_t stream_forward_bytes = 16 << 10, stream_backward_bytes = 8 << 10;
+  // A slice of fewer columns moves in less time than a group's exchange takes.
+  static constexpr int64_t least_slice = 2048;
+  // Spread rows: blocks an SM, so that one loads while another waits; elements of a row's piece:
+  // fewer would make a block's start and end longer than its work.
+  static constexpr int64_t blocks_per_sm = 8, piece = 8192;
   // Bytes that partial sums of grad_weight and grad_bias may take.
   static constexpr int64_t partial_bytes = 32 << 20;
 };
 
-int sm_count() {
-  static const std::vector<int> counts = [] {
-    int devices = 0;
-    cudaGetDeviceCount(&devices);
-    std::vector<int> result(devices);
-    for (int d = 0; d < devices; ++d) {
-      cudaDeviceGetAttribute(&result[d], cudaDevAttrMultiProcessorCount, d);
+struct Device {
+  int sms, major, shared_bytes;  // shared memory that a block can have
+};
+
+const Device& current_device() {
+  static const std::vector<Device> devices = [] {
+    int count = 0;
+    cudaGetDeviceCount(&count);
+    std::vector<Device> found(count);
+    for (int d = 0; d < count; ++d) {
+      cudaDeviceGetAttribute(&found[d].sms, cudaDevAttrMultiProcessorCount, d);
+      cudaDeviceGetAttribute(&found[d].major, cudaDevAttrComputeCapabilityMajor, d);
+      cudaDeviceGetAttribute(&found[d].shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
     }
-    return result;
+    return found;
   }();
   int device = 0;
   cudaGetDevice(&device);
-  return counts[device];
+  return devices[device];
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int power_of_two_at_least(int64_t n) {
-  int p = 1;
-  while (p < n) p *= 2;
-  return p;
+int size_of(DType dtype) { return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2; }
+int64_t size_of_acc(DType dtype) { return dtype == DType::Float64 ? 8 : 4; }
+
+// Threads that share a row of which each takes `each` loads: a power of two up to a warp, or
+// whole warps.
+int row_threads(int64_t loads, int each) {
+  const int64_t threads = ceil_div(loads, each);
+  if (threads > 32) return ceil_div(threads, 32) * 32;
+  int power = 1;
+  while (power < threads) power *= 2;
+  return power;
 }
 
 // Elements a load: 16 bytes where every row of every tensor starts on a 16-byte boundary, else 1.
-template <typename Call>
-int pack_size(const Call& call, std::initializer_list<const void*> pointers) {
-  const int size = call.dtype == DType::Float64 ? 8 : call.dtype == DType::Float32 ? 4 : 2;
-  uintptr_t bits = uintptr_t(call.cols) * size;
+int pack_size(int64_t cols, DType dtype, std::initializer_list<const void*> pointers) {
+  const int size = size_of(dtype);
+  uintptr_t bits = uintptr_t(cols) * size;
   for (const void* p : pointers) bits |= reinterpret_cast<uintptr_t>(p);
   return bits % 16 == 0 ? 16 / size : 1;
 }
-int pack_size(const Forward& c) { return pack_size(c, {c.input, c.weight, c.bias, c.output}); }
-int pack_size(const Backward& c) { return pack_size(c, {c.grad_output, c.input, c.weight, c.grad_input}); }
 
-// How a call is cut up. threads_per_row > 0: a block holds rows; otherwise rows are spread.
+enum class Regime { Rows, Stream, Spread };
+
 struct Plan {
+  Regime regime;
   int pack;                             // elements a load
-  int threads_per_row, rows_per_block;  // rows that one block holds
-  int pieces;                           // spread: blocks a row for the statistics
-  int64_t tiles, row_blocks;            // spread: blocks over columns and over rows for the rest
-  int partial_rows;                     // backward: blocks that leave partial sums
+  int threads_per_row, rows_per_block;  // Rows
+  Stream stream;                        // Stream; where it cannot be launched, Spread
+  int groups;                           //   blocks / stream.group
+  int pieces;                           // Spread: blocks a row for the statistics,
+  int64_t tiles, row_blocks;            //   blocks over columns and over rows for the rest
+  int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias
 };
 
+// One block an SM; the slices of a stage are as long as a block's threads can take, or shorter
+// where there are too few rows to fill the SMs.
+void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, const Device& device) {
+  const int64_t least = ceil_div(cols, kSliceColumns);
+  const int64_t most =
+      std::max(least, std::min(device.sms / std::min<int64_t>(rows, device.sms), cols / Tuning::least_slice));
+  const int unit = 16 / size_of(dtype);  // slices start on 16-byte boundaries where rows do
+  p.regime = Regime::Stream;
+  p.stream.slice = ceil_div(ceil_div(cols, most), unit) * unit;
+  p.stream.group = ceil_div(cols, p.stream.slice);
+  p.groups = std::min<int64_t>(rows, device.sms / p.stream.group);
+  p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + (p.pack == 1 ? 16 : 0), 128) * 128;
+  p.stream.stages =
+      std::min<int64_t>(kMaxStages, (device.shared_bytes - 8192) / (tensors * p.stream.slice_bytes));
+  p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, (p.stream.stages - 1) / 2);
+}
+
+void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
+  const int64_t blocks = Tuning::blocks_per_sm * device.sms;
+  p.pieces = std::min(ceil_div(blocks, rows), ceil_div(cols, Tuning::piece));
+  p.tiles = ceil_div(cols, 256 * 8);
+  p.row_blocks = std::min(rows, ceil_div(blocks, p.tiles));
+}
+
+bool can_stream(int64_t cols, DType dtype, const Device& device) {
+  return device.major >= 9 && dtype != DType::Float64 && cols <= int64_t(kSliceColumns) * device.sms;
+}
+
 Plan plan(const Forward& call) {
+  const Device& device = current_device();
   Plan p = {};
-  p.pack = pack_size(call);
-  const int elements = Tuning::forward_elements / (call.dtype == DType::Float64 ? 2 : 1);
-  if (call.cols <= Tuning::forward_threads * elements) {
-    p.threads_per_row = std::max(power_of_two_at_least(ceil_div(call.cols, elements)),
-                                 std::min(32, power_of_two_at_least(ceil_div(call.cols, p.pack))));
+  p.pack = pack_size(call.cols, call.dtype, {call.input, call.weight, call.bias, call.output});
+  const int each =
+      p.pack > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (call.dtype == DType::Float64 ? 2 : 1);
+  const int64_t loads = ceil_div(call.cols, p.pack);
+  const bool streams = can_stream(call.cols, call.dtype, device);
+  const int64_t held = streams ? Tuning::stream_forward_bytes / size_of(call.dtype) : call.cols;
+  if (call.cols <= held && loads <= each * Tuning::forward_threads) {
+    p.threads_per_row = row_threads(loads, loads < 8 ? 1 : each);
     p.rows_per_block = std::max(1, Tuning::block_threads / p.threads_per_row);
     return p;
   }
-  const int64_t blocks = int64_t(Tuning::blocks_per_sm) * sm_count();
-  p.pieces = std::min(ceil_div(blocks, call.rows), ceil_div(call.cols, Tuning::piece));
-  p.tiles = ceil_div(call.cols, 256 * 8);
-  p.row_blocks = std::min(call.rows, std::max(ceil_div(blocks, p.tiles), ceil_div(call.rows, 65535)));
+  plan_spread(p, call.rows, call.cols, device);
+  p.regime = Regime::Spread;
+  if (streams) plan_stream(p, call.rows, call.cols, call.dtype, 1, device);
   return p;
 }
 
 Plan plan(const Backward& call) {
+  const Device& device = current_device();
   Plan p = {};
   if (call.rows == 0) return p;
-  p.pack = pack_size(call);
-  const int64_t acc = call.dtype == DType::Float64 ? 8 : 4;
-  const int elements = Tuning::backward_elements / (call.dtype == DType::Float64 ? 2 : 1);
-  if (call.cols <= Tuning::backward_threads * elements) {
-    p.threads_per_row = std::max(power_of_two_at_least(ceil_div(call.cols, elements)),
-                                 std::min(32, power_of_two_at_least(ceil_div(call.cols, p.pack))));
+  p.pack = pack_size(call.cols, call.dtype, {call.grad_output, call.input, call.weight, call.grad_input});
+  const int each = Tuning::backward_columns / (call.dtype == DType::Float64 ? 2 : 1);
+  const bool streams = can_stream(call.cols, call.dtype, device);
+  const int64_t held = streams ? Tuning::stream_backward_bytes / size_of(call.dtype) : call.cols;
+  if (call.cols <= held && call.cols <= each * Tuning::backward_threads) {
+    p.threads_per_row = row_threads(call.cols, each);
     p.rows_per_block = std::max(1, Tuning::backward_block_threads / p.threads_per_row);
-    const int threads = p.threads_per_row * p.rows_per_block;
-    p.partial_rows = std::min(ceil_div(call.rows, p.rows_per_block), sm_count() * int64_t(512 / threads));
+    const int64_t resident = device.sms * (512 / (p.threads_per_row * p.rows_per_block));
+    p.partial_rows = std::min(ceil_div(call.rows, p.rows_per_block), resident);
     return p;
   }
-  const int64_t blocks = int64_t(Tuning::blocks_per_sm) * sm_count();
-  p.pieces = std::min(ceil_div(blocks, call.rows), ceil_div(call.cols, Tuning::piece));
-  p.tiles = ceil_div(call.cols, 256 * 8);
-  const int64_t fit = std::max<int64_t>(1, Tuning::partial_bytes / (2 * acc * call.cols));
-  p.row_blocks = std::min({call.rows, ceil_div(blocks, p.tiles), fit});
+  plan_spread(p, call.rows, call.cols, device);
+  p.regime = Regime::Spread;
+  const int64_t fit = Tuning::partial_bytes / (2 * size_of_acc(call.dtype) * call.cols);
+  p.row_blocks = std::max<int64_t>(1, std::min(p.row_blocks, fit));
   p.partial_rows = p.row_blocks > 1 ? p.row_blocks : 0;
+  if (streams) plan_stream(p, call.rows, call.cols, call.dtype, 2, device);
   return p;
 }
 
@@ -838,89 +1323,134 @@ auto with_dtype(DType dtype, F f) {
 
 // f(V) with V elements a load as a compile-time constant: 16 bytes, or one element.
 template <typename T, typename F>
-void with_pack(int pack, F f) {
+auto with_pack(int pack, F f) {
   constexpr int V = 16 / sizeof(T);
-  if (pack == V) {
-    f(std::integral_constant<int, V>());
-  } else {
-    f(std::integral_constant<int, 1>());
-  }
+  return pack == V ? f(std::integral_constant<int, V>()) : f(std::integral_constant<int, 1>());
 }
 
-template <typename T>
-void launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  constexpr int kElements = Tuning::forward_elements / (sizeof(T) == 8 ? 2 : 1);
-  if (p.threads_per_row > 0) {
+// Blocks of a group wait for one another, so all must run at once: a cooperative launch.
+template <typename Pass>
+cudaError_t launch_stream(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
+                          cudaStream_t cuda_stream) {
+  const auto kernel = stream<Pass>;
+  const int shared = p.stream.stages * Pass::kTensors * p.stream.slice_bytes;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  if (p.stream.group > 1) {
+    error = cudaMemsetAsync(words, 0xff, 8 * call.rows * words_per_row(p.stream.group), cuda_stream);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute cooperative = {};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = p.stream.group > 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = p.groups * p.stream.group;
+  config.blockDim = kStreamThreads;
+  config.dynamicSmemBytes = shared;
+  config.stream = cuda_stream;
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, call, p.stream, words, partials);
+}
+
+// True where the device (MPS, MIG) has no room for all blocks at once: spread the rows instead.
+bool refused(cudaError_t error) {
+  if (error != cudaErrorCooperativeLaunchTooLarge) return false;
+  cudaGetLastError();
+  return true;
+}
+
+template <typename T, int V>
+cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+  constexpr int kLoads = V > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (sizeof(T) == 8 ? 2 : 1);
+  if (p.regime == Regime::Rows) {
     const dim3 block(p.threads_per_row, p.rows_per_block);
     const dim3 grid(ceil_div(call.rows, p.rows_per_block));
-    with_pack<T>(p.pack, [&](auto v) {
-      constexpr int V = decltype(v)::value;
-      if constexpr (V > 1) {  // a whole row in one load a thread: fewer registers, more rows in flight
-        if (call.cols <= 32 * V) return layer_norm_rows<T, V, 1><<<grid, block, 0, stream>>>(call);
-      }
-      layer_norm_rows<T, V, kElements / V><<<grid, block, 0, stream>>>(call);
-    });
-    return;
+    if (call.cols <= int64_t(V) * p.threads_per_row) {  // one load: fewer registers, more rows in flight
+      layer_norm_rows<T, V, 1><<<grid, block, 0, stream>>>(call);
+    } else {
+      layer_norm_rows<T, V, kLoads><<<grid, block, 0, stream>>>(call);
+    }
+    return cudaGetLastError();
+  }
+  if constexpr (sizeof(T) < 8) {
+    if (p.regime == Regime::Stream) {
+      const cudaError_t error =
+          launch_stream<ForwardPass<T, V>>(call, p, static_cast<uint64_t*>(scratch), nullptr, stream);
+      if (!refused(error)) return error;
+    }
   }
   auto* moments = static_cast<Moments<Acc<T>>*>(scratch);
-  with_pack<T>(p.pack, [&](auto v) {
-    constexpr int V = decltype(v)::value;
-    partial_moments<T, V, kElements / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
-    normalize_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
-        call, p.pieces, moments, ceil_div(call.rows, p.row_blocks));
-  });
+  partial_moments<T, V, kLoads><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
+  normalize_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
+      call, p.pieces, moments, ceil_div(call.rows, p.row_blocks));
+  return cudaGetLastError();
 }
 
-template <typename T>
-void launch_typed(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  constexpr int kElements = Tuning::backward_elements / (sizeof(T) == 8 ? 2 : 1);
-  auto* partials = static_cast<Acc<T>*>(scratch);
+template <typename T, int V>
+cudaError_t launch_typed(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
   if (call.rows == 0) {
     zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
-    return;
+    return cudaGetLastError();
   }
-  if (p.threads_per_row > 0) {
-    with_pack<T>(p.pack, [&](auto v) {
-      constexpr int V = decltype(v)::value;
-      layer_norm_backward_rows<T, V, kElements / V>
-          <<<p.partial_rows, dim3(p.threads_per_row, p.rows_per_block), 0, stream>>>(call, partials);
-    });
-  } else {
+  auto* partials = static_cast<Acc<T>*>(scratch);
+  int64_t partial_rows = p.partial_rows;
+  bool spread = p.regime == Regime::Spread;
+  if (p.regime == Regime::Rows) {
+    constexpr int kPacks = Tuning::backward_columns / (sizeof(T) == 8 ? 2 : 1) / V;
+    constexpr int kRows = sizeof(T) < 8 && V > 1 ? 2 : 1;
+    layer_norm_backward_rows<T, V, kPacks, kRows>
+        <<<p.partial_rows, dim3(p.threads_per_row, p.rows_per_block), 0, stream>>>(call, partials);
+  }
+  if constexpr (sizeof(T) < 8) {
+    if (p.regime == Regime::Stream) {
+      auto* words = reinterpret_cast<uint64_t*>(partials + 2 * p.groups * call.cols);
+      const cudaError_t error = launch_stream<BackwardPass<T, V>>(call, p, words, partials, stream);
+      spread = refused(error);
+      if (!spread && error != cudaSuccess) return error;
+      if (!spread) partial_rows = p.groups;
+    }
+  }
+  if (spread) {
     auto* sums = reinterpret_cast<Sums<Acc<T>>*>(partials + 2 * p.partial_rows * call.cols);
-    with_pack<T>(p.pack, [&](auto v) {
-      constexpr int V = decltype(v)::value;
-      if (call.grad_input != nullptr) {
-        backward_partial_sums<T, V, 8 / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
-      }
-      backward_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
-          call, p.pieces, sums, ceil_div(call.rows, p.row_blocks), partials);
-    });
+    if (call.grad_input != nullptr) {
+      backward_partial_sums<T, V, 8 / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
+    }
+    backward_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
+        call, p.pieces, sums, ceil_div(call.rows, p.row_blocks), partials);
   }
-  if (p.partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
+  if (partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
     sum_partials<T><<<dim3(ceil_div(call.cols, kSumCols), 2), dim3(kSumCols, kSumRows), 0, stream>>>(
-        call, partials, p.partial_rows);
+        call, partials, partial_rows);
   }
+  return cudaGetLastError();
 }
 
 template <typename Call>
 cudaError_t launch_any(const Call& call, void* scratch, cudaStream_t stream) {
   const Plan p = plan(call);
-  with_dtype(call.dtype, [&](auto t) { launch_typed<decltype(t)>(call, p, scratch, stream); });
-  return cudaGetLastError();
+  return with_dtype(call.dtype, [&](auto t) {
+    using T = decltype(t);
+    return with_pack<T>(
+        p.pack, [&](auto v) { return launch_typed<T, decltype(v)::value>(call, p, scratch, stream); });
+  });
 }
 
 }  // namespace
 
 size_t scratch_bytes(const Forward& call) {
   const Plan p = plan(call);
-  const size_t acc = call.dtype == DType::Float64 ? 8 : 4;
-  return 3 * acc * call.rows * p.pieces;
+  const int64_t words =
+      p.regime == Regime::Stream && p.stream.group > 1 ? call.rows * words_per_row(p.stream.group) : 0;
+  return std::max(8 * words, 3 * size_of_acc(call.dtype) * call.rows * p.pieces);
 }
 
 size_t scratch_bytes(const Backward& call) {
   const Plan p = plan(call);
-  const size_t acc = call.dtype == DType::Float64 ? 8 : 4;
-  return 2 * acc * (p.partial_rows * call.cols + call.rows * p.pieces);
+  const int64_t words =
+      p.regime == Regime::Stream && p.stream.group > 1 ? call.rows * words_per_row(p.stream.group) : 0;
+  const int64_t stream = p.regime == Regime::Stream ? 2 * 4 * p.groups * call.cols + 8 * words : 0;
+  return std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + call.rows * p.pieces));
 }
 
 cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream) {
@@ -971,29 +1501,33 @@ bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 std::string text(SymIntArrayRef sizes) {
   const auto ints = c10::asIntArrayRefSlowOpt(sizes);
   if (!ints.has_value()) return "[symbolic sizes]";
-  std::ostringstream out;
-  out << *ints;
-  return out.str();
+  std::string list;
+  for (const int64_t size : *ints) list += (list.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + list + "]";
 }
 
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
-  TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name, " to be of same shape as normalized_shape, but got ",
-              name, " of shape ", text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
-  TORCH_CHECK(affine->device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
-              input.device(), " and ", name, " is on ", affine->device());
+  TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
+              " to be of same shape as normalized_shape, but got ", name, " of shape ",
+              text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
+  TORCH_CHECK(affine->device() == input.device(),
+              "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
+              name, " is on ", affine->device());
   const auto dtype = affine->scalar_type();
   const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
   TORCH_CHECK(dtype == input.scalar_type() || (half && dtype == at::kFloat), "Expected ", name, " of dtype ",
               input.scalar_type(), half ? " (the input's) or Float" : " (the input's)", ", but got ", dtype);
 }
 
-void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
-  TORCH_CHECK(!shape.empty(), "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
+void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
+           const OptionalTensor& bias) {
+  TORCH_CHECK(!shape.empty(),
+              "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
-              "Given normalized_shape=", text(shape), ", expected input with shape [*, ", text(shape).substr(1),
-              ", but got input of size ", text(sizes));
+              "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
+              text(shape).substr(1), ", but got input of size ", text(sizes));
   const auto dtype = input.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(
       dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
@@ -1143,7 +1677,8 @@ Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const
 }
 
 Outputs backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, const Tensor&, const Tensor&,
-                      const OptionalTensor& weight, const OptionalTensor& bias, std::array<bool, 3> output_mask) {
+                      const OptionalTensor& weight, const OptionalTensor& bias,
+                      std::array<bool, 3> output_mask) {
   return allocate_backward(input, weight, bias, output_mask);
 }
 
@@ -1161,8 +1696,9 @@ auto find_op(const char* name) {
 
 // The gradients written with PyTorch's differentiable operations: what create_graph=True needs.
 // Any order of derivative; several times the memory traffic of the kernels.
-torch::autograd::variable_list differentiable_backward(const Tensor& grad_output, const Tensor& input, int64_t dims,
-                                                       const Tensor& weight, const Tensor& bias, double eps) {
+torch::autograd::variable_list differentiable_backward(const Tensor& grad_output, const Tensor& input,
+                                                       int64_t dims, const Tensor& weight, const Tensor& bias,
+                                                       double eps) {
   const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   std::vector<int64_t> row_dims, batch_dims;
   for (int64_t d = 0; d < input.dim(); ++d) (d < input.dim() - dims ? batch_dims : row_dims).push_back(d);
@@ -1181,12 +1717,14 @@ torch::autograd::variable_list differentiable_backward(const Tensor& grad_output
 }
 
 struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, SymIntArrayRef normalized_shape,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
+                        SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps) {
     static const auto op = find_op<decltype(forward_cuda)>("forward");
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [output, mean, rstd] = op.call(input, normalized_shape, weight, bias, eps);
-    ctx->save_for_backward({input, mean, rstd, present(weight) ? *weight : Tensor(), present(bias) ? *bias : Tensor()});
+    ctx->save_for_backward(
+        {input, mean, rstd, present(weight) ? *weight : Tensor(), present(bias) ? *bias : Tensor()});
     ctx->saved_data["dims"] = static_cast<int64_t>(normalized_shape.size());
     ctx->saved_data["eps"] = eps;
     return output;
@@ -1199,7 +1737,8 @@ struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
     const Tensor &input = saved[0], &mean = saved[1], &rstd = saved[2], &weight = saved[3], &bias = saved[4];
     const int64_t dims = ctx->saved_data["dims"].toInt();
     if (at::GradMode::is_enabled()) {
-      return differentiable_backward(grad_outputs[0], input, dims, weight, bias, ctx->saved_data["eps"].toDouble());
+      return differentiable_backward(grad_outputs[0], input, dims, weight, bias,
+                                     ctx->saved_data["eps"].toDouble());
     }
     size_t edge = 0;  // absent tensors have no edge in the graph
     const bool mask_input = ctx->needs_input_grad(edge++);
@@ -1215,9 +1754,9 @@ struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  const bool needs_grad = at::GradMode::is_enabled() &&
-                          (input.requires_grad() || (present(weight) && weight->requires_grad()) ||
-                           (present(bias) && bias->requires_grad()));
+  const bool needs_grad =
+      at::GradMode::is_enabled() && (input.requires_grad() || (present(weight) && weight->requires_grad()) ||
+                                     (present(bias) && bias->requires_grad()));
   if (needs_grad) return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(input, normalized_shape, weight, bias, eps);
@@ -1229,18 +1768,23 @@ Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape,
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
-                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias), eps);
+                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
+                 eps);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  m.def("layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> Tensor");
-  m.def("forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
-        " -> (Tensor output, Tensor mean, Tensor rstd)");
-  m.def("backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
-        " Tensor? weight, Tensor? bias, bool[3] output_mask)"
-        " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> "
+      "Tensor");
+  m.def(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+      " -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
+      " Tensor? weight, Tensor? bias, bool[3] output_mask)"
+      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
@@ -1330,7 +1874,9 @@ def _compile(name, directory, cuda_flags):
             link_flags = ["-L."]  # ninja links in the build folder
             break
 
-    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(f.split("=")[-1] for f in cuda_flags if "code=" in f)
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(
+        f.split("=")[-1] for f in cuda_flags if "code=" in f
+    )
     print(
         f"layernorm_inline: compiling CUDA kernels for {architectures}, about half a minute, only this once",
         file=sys.stderr,

@@ -222,13 +222,17 @@ def sweep():
         row = sweep_row(*case)
         table.append(row)
         fractions = "  ".join(f"{row['floor'] / row[k]:5.3f}" for k in ("eager", "compile", "ours"))
-        print(f"{row['what']:14}{row['rows']:>11} x {row['cols']:<8} {row['dtype']:5} {row['floor']:9.4f} | {fractions}")
+        print(
+            f"{row['what']:14}{row['rows']:>11} x {row['cols']:<8} {row['dtype']:5} {row['floor']:9.4f} | {fractions}"
+        )
     x = torch.randn(8, 768, device="cuda")
     for grad in (False, True):
         eager = nn.LayerNorm(768, device="cuda")
         with torch.set_grad_enabled(grad):
             times = [host_microseconds(m, x) for m in (eager, replace_layer_norm(copy.deepcopy(eager)))]
-        print(f"host time of a call, 8 x 768 fp32, grad {'on' if grad else 'off'}: eager {times[0]:.1f} us, ours {times[1]:.1f} us")
+        print(
+            f"host time of a call, 8 x 768 fp32, grad {'on' if grad else 'off'}: eager {times[0]:.1f} us, ours {times[1]:.1f} us"
+        )
     return table
 
 
@@ -245,7 +249,9 @@ def plot(table, file):
             rows = [r for r in table if (r["what"], r["dtype"]) == (what, dtype) and r["rows"] * r["cols"] == 2**26]
             for name, color in (("eager", "tab:gray"), ("compile", "tab:orange"), ("ours", "tab:green")):
                 label = f"{'torch.compile' if name == 'compile' else name}, {dtype}"
-                panel.plot([r["cols"] for r in rows], [r["floor"] / r[name] for r in rows], line, color=color, label=label)
+                panel.plot(
+                    [r["cols"] for r in rows], [r["floor"] / r[name] for r in rows], line, color=color, label=label
+                )
         panel.set(title=what, xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("fraction of copy speed")
@@ -385,7 +391,9 @@ def test_misaligned_weight(cols):
 
 
 @gpu
-@pytest.mark.parametrize("mean,std,dtype", [(1e4, 1, torch.float32), (1e6, 1e-1, torch.float32), (1e3, 1, torch.float16)])
+@pytest.mark.parametrize(
+    "mean,std,dtype", [(1e4, 1, torch.float32), (1e6, 1e-1, torch.float32), (1e3, 1, torch.float16)]
+)
 @pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 1048576])
 def test_large_mean(cols, mean, std, dtype):
     assert_no_worse_than_pytorch(*random_case(6, cols, dtype, "both", seed=cols, mean=mean, std=std))
@@ -442,7 +450,9 @@ def test_more_than_2_to_the_31_elements(rows, cols):
 
 
 @gpu
-@pytest.mark.parametrize("shape,normalized", [((3, 4, 5, 6), 1), ((3, 4, 5, 6), 2), ((3, 4, 5, 6), 4), ((6,), 1), ((2, 8, 64, 64), 3)])
+@pytest.mark.parametrize(
+    "shape,normalized", [((3, 4, 5, 6), 1), ((3, 4, 5, 6), 2), ((3, 4, 5, 6), 4), ((6,), 1), ((2, 8, 64, 64), 3)]
+)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "expanded", "sliced"])
 def test_shapes_and_strides(shape, normalized, layout):
     x = torch.randn(shape, device="cuda")
@@ -682,7 +692,9 @@ def test_replace_layer_norm(device):
 
 def test_layer_norm_on_the_cpu():
     x, weight, bias, dy = random_case(4, 6, torch.float64, "both", seed=0, device="cpu")
-    for ours, theirs in zip(run_case(layer_norm, x, weight, bias, dy), run_case(nn.functional.layer_norm, x, weight, bias, dy)):
+    for ours, theirs in zip(
+        run_case(layer_norm, x, weight, bias, dy), run_case(nn.functional.layer_norm, x, weight, bias, dy)
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -748,7 +760,9 @@ def test_static_rules():
 
 
 def test_runs_inside_the_harness_namespace():
-    reserved = "Model get_inputs get_init_inputs batch_size features dim1 dim2 in_channels out_channels D H W kernel_size"
+    reserved = (
+        "Model get_inputs get_init_inputs batch_size features dim1 dim2 in_channels out_channels D H W kernel_size"
+    )
     reserved = dict.fromkeys((reserved + " stride padding bias eps scaling_factor").split(), "reference")
     namespace = dict(reserved)
     exec(compile(open(SOURCE).read(), "<submission>", "exec"), namespace)
@@ -758,7 +772,9 @@ def test_runs_inside_the_harness_namespace():
 
 # ---- Build and import ----
 
-can_build = pytest.mark.skipif(layernorm_inline._op is None, reason="needs CUDA's compiler and a GPU or TORCH_CUDA_ARCH_LIST")
+can_build = pytest.mark.skipif(
+    layernorm_inline._op is None, reason="needs CUDA's compiler and a GPU or TORCH_CUDA_ARCH_LIST"
+)
 
 
 def import_in_subprocess(folder, code="import layernorm_inline", **environment):
@@ -778,7 +794,9 @@ def test_build_once_then_cached_also_for_many_processes(tmp_path):
     commands = [sys.executable, "-c", "import layernorm_inline; assert layernorm_inline._op is not None"]
     import_in_subprocess(tmp_path, "print()")
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
-    processes = [subprocess.Popen(commands, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [
+        subprocess.Popen(commands, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)
+    ]
     messages = "".join(p.communicate(timeout=600)[1] for p in processes)
     assert all(p.returncode == 0 for p in processes), messages
     assert messages.count("layernorm_inline: compiling CUDA kernels") == 1, messages
@@ -834,7 +852,9 @@ def test_without_a_gpu_nothing_is_compiled(tmp_path):
             layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
     """
     done = import_in_subprocess(tmp_path, code, **HIDE_GPU_AND_ARCH)
-    assert re.search(r"RuntimeError: layernorm_inline: cannot run on cuda:0: (no GPU was there|PyTorch)", done.stderr), done.stderr
+    assert re.search(
+        r"RuntimeError: layernorm_inline: cannot run on cuda:0: (no GPU was there|PyTorch)", done.stderr
+    ), done.stderr
     assert not (tmp_path / "cache").exists()
 
 
