@@ -109,6 +109,7 @@ CUDA_SOURCE = (
     _INTERFACE
     + r"""
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 #include <cuda_bf16.h>
@@ -123,9 +124,13 @@ namespace {
 template <typename T>
 using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// 16-bit elements are kept by twos in 32-bit registers: one by one, taking them apart and putting
+// them together would be half of all instructions.
 template <typename T, int V>
 struct alignas(sizeof(T) * V) Pack {
-  T at[V];
+  static constexpr bool kPairs = sizeof(T) == 2 && V > 1;
+  using Unit = std::conditional_t<kPairs, uint32_t, T>;
+  Unit at[kPairs ? V / 2 : V];
 };
 
 __device__ inline float widen(float x) { return x; }
@@ -143,11 +148,54 @@ __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
 }
 
+template <typename T>
+__device__ float2 widen_pair(uint32_t bits) {
+  if constexpr (std::is_same_v<T, __half>) {
+    __half2 pair;
+    memcpy(&pair, &bits, 4);
+    return __half22float2(pair);
+  } else {
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+  }
+}
+
+template <typename T>
+__device__ uint32_t narrow_pair(float x, float y) {
+  std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> pair;
+  if constexpr (std::is_same_v<T, __half>) {
+    pair = __floats2half2_rn(x, y);
+  } else {
+    pair = __floats2bfloat162_rn(x, y);
+  }
+  uint32_t bits;
+  memcpy(&bits, &pair, 4);
+  return bits;
+}
+
+template <typename T, int V>
+__device__ void unpack(const Pack<T, V>& pack, Acc<T> (&x)[V]) {
+  if constexpr (Pack<T, V>::kPairs) {
+#pragma unroll
+    for (int v = 0; v < V; v += 2) {
+      const float2 two = widen_pair<T>(pack.at[v / 2]);
+      x[v] = two.x, x[v + 1] = two.y;
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; ++v) x[v] = widen(pack.at[v]);
+  }
+}
+
 template <typename T, int V>
 __device__ void store(T* p, const Acc<T> (&x)[V]) {
   Pack<T, V> pack;
+  if constexpr (Pack<T, V>::kPairs) {
 #pragma unroll
-  for (int v = 0; v < V; ++v) narrow(x[v], pack.at[v]);
+    for (int v = 0; v < V; v += 2) pack.at[v / 2] = narrow_pair<T>(x[v], x[v + 1]);
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; ++v) narrow(x[v], pack.at[v]);
+  }
   *reinterpret_cast<Pack<T, V>*>(p) = pack;
 }
 
@@ -167,9 +215,7 @@ __device__ void load_affine(Acc<T> (&w)[V], const void* affine, bool affine_floa
       for (int v = 0; v < F; ++v) w[f + v] = pack.at[v];
     }
   } else {
-    const Pack<T, V> pack = load<T, V>(static_cast<const T*>(affine) + col);
-#pragma unroll
-    for (int v = 0; v < V; ++v) w[v] = widen(pack.at[v]);
+    unpack(load<T, V>(static_cast<const T*>(affine) + col), w);
   }
 }
 
@@ -275,7 +321,7 @@ constexpr int kMaxWarps = 32;
 // once, and the statistics are the textbook ones (mean first, then distances from it).
 
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(1024) layer_norm_rows(Forward call) {
+__global__ void __launch_bounds__(512, sizeof(T) == 4 && V > 1 ? 3 : 2) layer_norm_rows(Forward call) {
   using A = Acc<T>;
   __shared__ A slots[2][kMaxWarps][1];
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -295,8 +341,10 @@ __global__ void __launch_bounds__(1024) layer_norm_rows(Forward call) {
   for (int i = 0; i < PACKS; ++i) {
     const int col = (i * blockDim.x + threadIdx.x) * V;
     if (live && col < cols) {
+      A values[V];
+      unpack(x[i], values);
 #pragma unroll
-      for (int v = 0; v < V; ++v) sum += widen(x[i].at[v]);
+      for (int v = 0; v < V; ++v) sum += values[v];
     }
   }
   const A mean = combine_row(sum, slots[0]) / A(cols);
@@ -306,11 +354,10 @@ __global__ void __launch_bounds__(1024) layer_norm_rows(Forward call) {
   for (int i = 0; i < PACKS; ++i) {
     const int col = (i * blockDim.x + threadIdx.x) * V;
     if (live && col < cols) {
+      A values[V];
+      unpack(x[i], values);
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const A distance = widen(x[i].at[v]) - mean;
-        m2 += distance * distance;
-      }
+      for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
     }
   }
   const A rstd = rsqrt(combine_row(m2, slots[1]) / A(cols) + A(call.eps));
@@ -321,24 +368,38 @@ __global__ void __launch_bounds__(1024) layer_norm_rows(Forward call) {
     static_cast<A*>(call.rstd)[row] = rstd;
   }
   T* output = static_cast<T*>(call.output) + row * cols;
+  auto normalize = [&](auto usual_affine) {
 #pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int col = (i * blockDim.x + threadIdx.x) * V;
-    if (col < cols) {
+    for (int i = 0; i < PACKS; ++i) {
+      const int col = (i * blockDim.x + threadIdx.x) * V;
+      if (col >= cols) continue;
       A weight[V], bias[V], y[V];
-      load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
-      load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+      if constexpr (decltype(usual_affine)::value) {
+        unpack(load<T, V>(static_cast<const T*>(call.weight) + col), weight);
+        unpack(load<T, V>(static_cast<const T*>(call.bias) + col), bias);
+      } else {
+        load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
+        load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+      }
+      unpack(x[i], y);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = (widen(x[i].at[v]) - mean) * rstd * weight[v] + bias[v];
+      for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
       store<T, V>(output + col, y);
     }
+  };
+  // Asking what weight and bias are at every load would be a fifth of a 16-bit row's instructions.
+  if (call.weight != nullptr && call.bias != nullptr && !call.affine_float32) {
+    normalize(std::true_type());
+  } else {
+    normalize(std::false_type());
   }
 }
 
-// ---- Forward, rows spread over many blocks: two kernels ----
-// The first reads input and leaves the moments of each piece of a row in scratch. The second
-// goes down the rows with weight and bias of its columns in registers: for 16 long rows,
-// reading them again for each row would move as many bytes as input and output together.
+// ---- Forward, rows spread over many blocks: three kernels ----
+// The first reads input, column range by column range, and leaves the moments of each piece of
+// a row; the second makes a row's statistics of them. The third goes down the rows with weight
+// and bias of its columns in registers: for 16 long rows, reading them again for each row would
+// move as many bytes as input and output together.
 
 // Piece number `piece` of a row: whole packs, so that all but the row's end are 16-byte aligned.
 __host__ __device__ inline int64_t piece_begin(int64_t cols, int pieces, int piece, int V) {
@@ -350,8 +411,8 @@ template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(256) partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
   using A = Acc<T>;
   __shared__ Moments<A> slots[kMaxWarps][1];
-  const int64_t row = blockIdx.x / pieces;
-  const int piece = blockIdx.x % pieces;
+  const int64_t row = blockIdx.x % call.rows;
+  const int piece = blockIdx.x / call.rows;
   const int64_t begin = piece_begin(call.cols, pieces, piece, V);
   const int64_t end = piece_begin(call.cols, pieces, piece + 1, V);
   const T* input = static_cast<const T*>(call.input) + row * call.cols;
@@ -369,36 +430,57 @@ __global__ void __launch_bounds__(256) partial_moments(Forward call, int pieces,
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
+        Acc<T> values[V];
+        unpack(x[i], values);
 #pragma unroll
-        for (int v = 0; v < V; ++v) sum += widen(x[i].at[v]);
+        for (int v = 0; v < V; ++v) sum += values[v];
       }
     }
     const A mean = sum / A(max(count, 1));
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
+        Acc<T> values[V];
+        unpack(x[i], values);
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const A distance = widen(x[i].at[v]) - mean;
-          m2 += distance * distance;
-        }
+        for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
       }
     }
     moments = combine(moments, Moments<A>{A(count), mean, m2});
   }
   moments = combine_row(moments, slots);
-  if (threadIdx.x == 0) scratch[blockIdx.x] = moments;
+  if (threadIdx.x == 0) scratch[row * pieces + piece] = moments;
 }
 
-constexpr int kRowsAtOnce = 32;  // whose statistics a block holds in shared memory
+// row_stats: {mean, rstd} of each row.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    finish_moments(Forward call, int pieces, const Moments<Acc<T>>* scratch, Acc<T> (*row_stats)[2]) {
+  using A = Acc<T>;
+  __shared__ Moments<A> slots[kMaxWarps][1];
+  const int64_t row = blockIdx.x;
+  Moments<A> moments = {0, 0, 0};
+  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+    moments = combine(moments, scratch[row * pieces + piece]);
+  }
+  moments = combine_row(moments, slots);
+  if (threadIdx.x != 0) return;
+  const A rstd = rsqrt(moments.m2 / A(call.cols) + A(call.eps));
+  row_stats[row][0] = moments.mean;
+  row_stats[row][1] = rstd;
+  if (call.mean != nullptr) {
+    static_cast<A*>(call.mean)[row] = moments.mean;
+    static_cast<A*>(call.rstd)[row] = rstd;
+  }
+}
 
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(256)
-    normalize_columns(Forward call, int pieces, const Moments<Acc<T>>* scratch, int64_t rows_per_block) {
+    normalize_columns(Forward call, const Acc<T> (*row_stats)[2], int64_t rows_per_block) {
   using A = Acc<T>;
-  __shared__ A means[kRowsAtOnce], rstds[kRowsAtOnce];
   const int64_t cols = call.cols;
-  const int64_t first_col = int64_t(blockIdx.x) * PACKS * V * blockDim.x + threadIdx.x * V;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
+  const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
 
   A weight[PACKS][V], bias[PACKS][V];
 #pragma unroll
@@ -410,50 +492,26 @@ __global__ void __launch_bounds__(256)
     }
   }
 
-  // From the last row back: what partial_moments read last is what L2 still holds.
-  const int64_t first_row = blockIdx.y * rows_per_block;
-  for (int64_t end = min(call.rows, first_row + rows_per_block); end > first_row; end -= kRowsAtOnce) {
-    const int64_t begin = max(first_row, end - kRowsAtOnce);
-    __syncthreads();  // the statistics of the rows before are no longer read
-    for (int64_t row = begin + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
-      Moments<A> moments = {0, 0, 0};
-      for (int piece = threadIdx.x % 32; piece < pieces; piece += 32) {
-        moments = combine(moments, scratch[row * pieces + piece]);
-      }
-      moments = combine_lanes(moments, 32);
-      const A rstd = rsqrt(moments.m2 / A(cols) + A(call.eps));
-      if (threadIdx.x % 32 == 0) {
-        means[row - begin] = moments.mean;
-        rstds[row - begin] = rstd;
-        if (call.mean != nullptr && blockIdx.x == 0) {
-          static_cast<A*>(call.mean)[row] = moments.mean;
-          static_cast<A*>(call.rstd)[row] = rstd;
-        }
-      }
+  const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const A mean = row_stats[row][0], rstd = row_stats[row][1];
+    const T* input = static_cast<const T*>(call.input) + row * cols;
+    T* output = static_cast<T*>(call.output) + row * cols;
+    Pack<T, V> x[PACKS];
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first_col + i * V * blockDim.x;
+      if (col < cols) x[i] = load<T, V>(input + col);
     }
-    __syncthreads();
-    for (int64_t row = end - 1; row >= begin; --row) {
-      const A mean = means[row - begin], rstd = rstds[row - begin];
-      const T* input = static_cast<const T*>(call.input) + row * cols;
-      T* output = static_cast<T*>(call.output) + row * cols;
-      Pack<T, V> x[PACKS];
 #pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        const int64_t col = first_col + i * V * blockDim.x;
-        if (col < cols) x[i] = load<T, V>(input + col);
-      }
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first_col + i * V * blockDim.x;
+      if (col >= cols) continue;
+      A y[V];
+      unpack(x[i], y);
 #pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        const int64_t col = first_col + i * V * blockDim.x;
-        if (col < cols) {
-          A y[V];
-#pragma unroll
-          for (int v = 0; v < V; ++v) {
-            y[v] = (widen(x[i].at[v]) - mean) * rstd * weight[i][v] + bias[i][v];
-          }
-          store<T, V>(output + col, y);
-        }
-      }
+      for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
+      store<T, V>(output + col, y);
     }
   }
 }
@@ -482,79 +540,83 @@ __global__ void __launch_bounds__(512) layer_norm_backward_rows(Backward call, A
     if (col < cols) load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
   }
 
+  bool live_col[PACKS];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) live_col[i] = (i * blockDim.x + threadIdx.x) * V < cols;
+
+  // Rows row + r * blockDim.y; offset is of this thread's first element in the first of them.
   Pack<T, V> next_x[ROWS][PACKS], next_dy[ROWS][PACKS];
   A next_mean[ROWS], next_rstd[ROWS];
-  auto fetch = [&](int64_t first_row) {
+  const int row_step = blockDim.y * cols, pack_step = blockDim.x * V;
+  auto fetch = [&](int64_t row, int64_t offset) {
+    const T* x = static_cast<const T*>(call.input) + offset;
+    const T* dy = static_cast<const T*>(call.grad_output) + offset;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const int64_t row = first_row + r * blockDim.y;
-      if (row >= call.rows) continue;
-      next_mean[r] = static_cast<const A*>(call.mean)[row];
-      next_rstd[r] = static_cast<const A*>(call.rstd)[row];
+      if (row + r * blockDim.y >= call.rows) continue;
+      next_mean[r] = static_cast<const A*>(call.mean)[row + r * blockDim.y];
+      next_rstd[r] = static_cast<const A*>(call.rstd)[row + r * blockDim.y];
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        const int col = (i * blockDim.x + threadIdx.x) * V;
-        if (col < cols) {
-          next_x[r][i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
-          next_dy[r][i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
-        }
+        if (!live_col[i]) continue;
+        next_x[r][i] = load<T, V>(x + r * row_step + i * pack_step);
+        next_dy[r][i] = load<T, V>(dy + r * row_step + i * pack_step);
       }
     }
   };
 
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y * ROWS;
-  int64_t first_row = int64_t(blockIdx.x) * blockDim.y * ROWS;
-  fetch(first_row + threadIdx.y);
+  const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = row_stride * cols;
+  int64_t row = int64_t(blockIdx.x) * blockDim.y * ROWS + threadIdx.y;
+  int64_t offset = row * cols + threadIdx.x * V;
+  const A per_col = A(1) / A(cols);
+  fetch(row, offset);
   int turn = 0;  // of the two sets of slots: one barrier a turn is enough
-  for (; first_row < call.rows; first_row += stride, turn ^= 1) {
-    Pack<T, V> x[ROWS][PACKS], dy[ROWS][PACKS];
-    A mean[ROWS], rstd[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      mean[r] = next_mean[r], rstd[r] = next_rstd[r];
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) x[r][i] = next_x[r][i], dy[r][i] = next_dy[r][i];
-    }
-    fetch(first_row + stride + threadIdx.y);
-
+  for (; row - threadIdx.y < call.rows; row += row_stride, offset += stride, turn ^= 1) {
+    A xhat[ROWS][PACKS][V], rstd[ROWS];
+    Pack<T, V> dy[ROWS][PACKS];
     Sums<A> sums[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       sums[r] = {0, 0};
-      if (first_row + threadIdx.y + r * blockDim.y >= call.rows) continue;
+      rstd[r] = next_rstd[r];
+      if (row + r * blockDim.y >= call.rows) continue;
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        if ((i * blockDim.x + threadIdx.x) * V >= cols) continue;
+        if (!live_col[i]) continue;
+        A grad[V];
+        dy[r][i] = next_dy[r][i];
+        unpack(next_x[r][i], xhat[r][i]);
+        unpack(dy[r][i], grad);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const A xhat = (widen(x[r][i].at[v]) - mean[r]) * rstd[r];
-          const A grad = widen(dy[r][i].at[v]);
-          const A wdy = product(weight[i][v], grad);
+          xhat[r][i][v] = (xhat[r][i][v] - next_mean[r]) * rstd[r];
+          const A wdy = product(weight[i][v], grad[v]);
           sums[r].wdy += wdy;
-          sums[r].wdy_xhat += wdy * xhat;
-          grad_weight[i][v] += grad * xhat;
-          grad_bias[i][v] += grad;
+          sums[r].wdy_xhat += wdy * xhat[r][i][v];
+          grad_weight[i][v] += grad[v] * xhat[r][i][v];
+          grad_bias[i][v] += grad[v];
         }
       }
     }
+    fetch(row + row_stride, offset + stride);
     if (call.grad_input == nullptr) continue;
     combine_row(sums, slots[turn]);
+    T* grad_input = static_cast<T*>(call.grad_input) + offset;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const int64_t row = first_row + threadIdx.y + r * blockDim.y;
-      if (row >= call.rows) continue;
-      const A mean_wdy = sums[r].wdy / A(cols), mean_wdy_xhat = sums[r].wdy_xhat / A(cols);
+      if (row + r * blockDim.y >= call.rows) continue;
+      const A mean_wdy = sums[r].wdy * per_col, mean_wdy_xhat = sums[r].wdy_xhat * per_col;
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        const int col = (i * blockDim.x + threadIdx.x) * V;
-        if (col >= cols) continue;
-        A dx[V];
+        if (!live_col[i]) continue;
+        A grad[V], dx[V];
+        unpack(dy[r][i], grad);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const A xhat = (widen(x[r][i].at[v]) - mean[r]) * rstd[r];
-          dx[v] = rstd[r] * (product(weight[i][v], widen(dy[r][i].at[v])) - mean_wdy - xhat * mean_wdy_xhat);
+          const A wdy = product(weight[i][v], grad[v]);
+          dx[v] = rstd[r] * (wdy - mean_wdy - xhat[r][i][v] * mean_wdy_xhat);
         }
-        store<T, V>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
+        store<T, V>(grad_input + r * row_step + i * pack_step, dx);
       }
     }
   }
@@ -597,8 +659,8 @@ __global__ void __launch_bounds__(256)
     backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
   using A = Acc<T>;
   __shared__ Sums<A> slots[kMaxWarps][1];
-  const int64_t row = blockIdx.x / pieces;
-  const int piece = blockIdx.x % pieces;
+  const int64_t row = blockIdx.x % call.rows;
+  const int piece = blockIdx.x / call.rows;
   const int64_t begin = piece_begin(call.cols, pieces, piece, V);
   const int64_t end = piece_begin(call.cols, pieces, piece + 1, V);
   const T* input = static_cast<const T*>(call.input) + row * call.cols;
@@ -612,21 +674,37 @@ __global__ void __launch_bounds__(256)
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
       if (col < end) {
-        const Pack<T, V> x = load<T, V>(input + col), dy = load<T, V>(grad_output + col);
-        A weight[V];
+        A x[V], dy[V], weight[V];
+        unpack(load<T, V>(input + col), x);
+        unpack(load<T, V>(grad_output + col), dy);
         load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const A wdy = product(weight[v], widen(dy.at[v]));
+          const A wdy = product(weight[v], dy[v]);
           here.wdy += wdy;
-          here.wdy_xhat += wdy * ((widen(x.at[v]) - mean) * rstd);
+          here.wdy_xhat += wdy * ((x[v] - mean) * rstd);
         }
       }
     }
     sums = combine(sums, here);
   }
   sums = combine_row(sums, slots);
-  if (threadIdx.x == 0) scratch[blockIdx.x] = sums;
+  if (threadIdx.x == 0) scratch[row * pieces + piece] = sums;
+}
+
+// then their means over the row,
+template <typename T>
+__global__ void __launch_bounds__(256)
+    finish_sums(Backward call, int pieces, const Sums<Acc<T>>* scratch, Sums<Acc<T>>* row_means) {
+  using A = Acc<T>;
+  __shared__ Sums<A> slots[kMaxWarps][1];
+  const int64_t row = blockIdx.x;
+  Sums<A> sums = {0, 0};
+  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+    sums = combine(sums, scratch[row * pieces + piece]);
+  }
+  sums = combine_row(sums, slots);
+  if (threadIdx.x == 0) row_means[row] = {sums.wdy / A(call.cols), sums.wdy_xhat / A(call.cols)};
 }
 
 // then the gradients, going down the rows with the columns' weight, grad_weight and grad_bias in
@@ -634,13 +712,11 @@ __global__ void __launch_bounds__(256)
 // once; otherwise they go to partials, (2, gridDim.y, cols), for sum_partials.
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(256)
-    backward_columns(Backward call, int pieces, const Sums<Acc<T>>* scratch, int64_t rows_per_block,
-                     Acc<T>* partials) {
+    backward_columns(Backward call, const Sums<Acc<T>>* row_means, int64_t rows_per_block, Acc<T>* partials) {
   using A = Acc<T>;
-  __shared__ A means[kRowsAtOnce], rstds[kRowsAtOnce];
-  __shared__ Sums<A> row_sums[kRowsAtOnce];
   const int64_t cols = call.cols;
-  const int64_t first_col = int64_t(blockIdx.x) * PACKS * V * blockDim.x + threadIdx.x * V;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
+  const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
 
   A weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
 #pragma unroll
@@ -649,55 +725,35 @@ __global__ void __launch_bounds__(256)
     if (col < cols) load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
   }
 
-  const int64_t first_row = blockIdx.y * rows_per_block;
-  for (int64_t end = min(call.rows, first_row + rows_per_block); end > first_row; end -= kRowsAtOnce) {
-    const int64_t begin = max(first_row, end - kRowsAtOnce);
-    __syncthreads();  // the sums of the rows before are no longer read
-    for (int64_t row = begin + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
-      Sums<A> sums = {0, 0};
-      if (call.grad_input != nullptr) {
-        for (int piece = threadIdx.x % 32; piece < pieces; piece += 32) {
-          sums = combine(sums, scratch[row * pieces + piece]);
-        }
-        sums = combine_lanes(sums, 32);
-      }
-      if (threadIdx.x % 32 == 0) {
-        row_sums[row - begin] = {sums.wdy / A(cols), sums.wdy_xhat / A(cols)};
-        means[row - begin] = static_cast<const A*>(call.mean)[row];
-        rstds[row - begin] = static_cast<const A*>(call.rstd)[row];
+  const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
+    Sums<A> means = {0, 0};
+    if (call.grad_input != nullptr) means = row_means[row];
+    Pack<T, V> x[PACKS], dy[PACKS];
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first_col + i * V * blockDim.x;
+      if (col < cols) {
+        x[i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
+        dy[i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
       }
     }
-    __syncthreads();
-    for (int64_t row = end - 1; row >= begin; --row) {
-      const A mean = means[row - begin], rstd = rstds[row - begin];
-      const Sums<A> means_of_row = row_sums[row - begin];
-      Pack<T, V> x[PACKS], dy[PACKS];
 #pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        const int64_t col = first_col + i * V * blockDim.x;
-        if (col < cols) {
-          x[i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
-          dy[i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
-        }
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first_col + i * V * blockDim.x;
+      if (col >= cols) continue;
+      A xhat[V], grad[V], dx[V];
+      unpack(x[i], xhat);
+      unpack(dy[i], grad);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        xhat[v] = (xhat[v] - mean) * rstd;
+        dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
+        grad_weight[i][v] += grad[v] * xhat[v];
+        grad_bias[i][v] += grad[v];
       }
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        const int64_t col = first_col + i * V * blockDim.x;
-        if (col < cols) {
-          A dx[V];
-#pragma unroll
-          for (int v = 0; v < V; ++v) {
-            const A xhat = (widen(x[i].at[v]) - mean) * rstd;
-            const A grad = widen(dy[i].at[v]);
-            dx[v] = rstd * (product(weight[i][v], grad) - means_of_row.wdy - xhat * means_of_row.wdy_xhat);
-            grad_weight[i][v] += grad * xhat;
-            grad_bias[i][v] += grad;
-          }
-          if (call.grad_input != nullptr) {
-            store<T, V>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
-          }
-        }
-      }
+      if (call.grad_input != nullptr) store<T, V>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
     }
   }
 
@@ -790,8 +846,10 @@ struct ForwardPass {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
         x[i] = load<T, V>(slices[0] + col);
+        Acc<T> values[V];
+        unpack(x[i], values);
 #pragma unroll
-        for (int v = 0; v < V; ++v) sum += widen(x[i].at[v]);
+        for (int v = 0; v < V; ++v) sum += values[v];
       }
       count += max(0, min(32 * V, columns - (i * 32 * kStreamWarps + int(threadIdx.x) / 32 * 32) * V));
     }
@@ -800,11 +858,10 @@ struct ForwardPass {
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
+        Acc<T> values[V];
+        unpack(x[i], values);
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const float distance = widen(x[i].at[v]) - mean;
-          m2 += distance * distance;
-        }
+        for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
       }
     }
     return {float(count), mean, combine_lanes(m2, 32)};
@@ -830,10 +887,10 @@ struct ForwardPass {
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
-        const Pack<T, V> x = load<T, V>(slices[0] + col);
         float y[V];
+        unpack(load<T, V>(slices[0] + col), y);
 #pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = (widen(x.at[v]) - mean) * rstd * weight[i][v] + bias[i][v];
+        for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
         store<T, V>(output + col, y);
       }
     }
@@ -881,16 +938,17 @@ struct BackwardPass {
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
-        const Pack<T, V> x = load<T, V>(slices[0] + col), dy = load<T, V>(slices[1] + col);
+        float x[V], dy[V];
+        unpack(load<T, V>(slices[0] + col), x);
+        unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const float xhat = (widen(x.at[v]) - mean) * rstd;
-          const float grad = widen(dy.at[v]);
-          const float wdy = product(weight[i][v], grad);
+          const float xhat = (x[v] - mean) * rstd;
+          const float wdy = product(weight[i][v], dy[v]);
           sums.wdy += wdy;
           sums.wdy_xhat += wdy * xhat;
-          grad_weight[i][v] += grad * xhat;
-          grad_bias[i][v] += grad;
+          grad_weight[i][v] += dy[v] * xhat;
+          grad_bias[i][v] += dy[v];
         }
       }
     }
@@ -901,9 +959,8 @@ struct BackwardPass {
   static __device__ Stats published(float2 pair, int) { return {pair.x, pair.y}; }
 
   static __device__ float4 finish(const Call& call, const Stats& row_total, int64_t row, bool) {
-    const float cols = call.cols;
-    return {row_total.wdy / cols, row_total.wdy_xhat / cols, static_cast<const float*>(call.mean)[row],
-            static_cast<const float*>(call.rstd)[row]};
+    return {row_total.wdy / float(call.cols), row_total.wdy_xhat / float(call.cols),
+            static_cast<const float*>(call.mean)[row], static_cast<const float*>(call.rstd)[row]};
   }
 
   __device__ void apply(const Call& call, const T* const (&slices)[kTensors], int columns, int64_t offset,
@@ -915,12 +972,13 @@ struct BackwardPass {
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
-        const Pack<T, V> x = load<T, V>(slices[0] + col), dy = load<T, V>(slices[1] + col);
-        float dx[V];
+        float x[V], dy[V], dx[V];
+        unpack(load<T, V>(slices[0] + col), x);
+        unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const float xhat = (widen(x.at[v]) - mean) * rstd;
-          dx[v] = rstd * (product(weight[i][v], widen(dy.at[v])) - mean_wdy - xhat * mean_wdy_xhat);
+          const float xhat = (x[v] - mean) * rstd;
+          dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
         }
         store<T, V>(grad_input + col, dx);
       }
@@ -994,8 +1052,18 @@ struct Slot {
 
 constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
 
-// Words from one row to the next: no two rows share a 128-byte line that both poll and write.
+// From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
 __host__ __device__ inline int64_t words_per_row(int group) { return (group + 15) / 16 * 16; }
+
+__device__ inline void publish(uint64_t* word, float2 pair) {
+  *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
+}
+
+__device__ inline float2 await_published(const uint64_t* word) {
+  uint64_t bits = kUnpublished;
+  while (bits == kUnpublished) bits = *const_cast<const volatile uint64_t*>(word);
+  return {__uint_as_float(unsigned(bits)), __uint_as_float(unsigned(bits >> 32))};
+}
 
 template <typename Pass>
 __global__ void __launch_bounds__(kStreamThreads, 1)
@@ -1030,9 +1098,13 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
   if (warp == kLoader) {
     if (lane != 0) return;
-    Slot slot;
+    Slot slot, before;  // before: two stages behind
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
       if (row >= int64_t(s.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
+      // Two stages on their way keep the memory busy. More would only queue up, and what the
+      // group publishes would queue behind them: half the speed for rows of two slices.
+      if (row >= 2 * int64_t(groups)) barrier_wait(&control.loaded[before.index], before.parity);
+      if (row >= 2 * int64_t(groups)) before.advance(s.stages);
       int bytes[Pass::kTensors], total = 0;
       for (int t = 0; t < Pass::kTensors; ++t) {
         bytes[t] = (misalignment(t, row) + columns * int(sizeof(T)) + 15) / 16 * 16;
@@ -1060,9 +1132,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         control.row_stats[slot.index] = Pass::finish(call, stats, row, true);
         barrier_arrive(&control.known[slot.index]);
       } else {
-        const float2 pair = Pass::to_publish(stats);
-        const uint64_t word = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
-        const_cast<volatile uint64_t*>(words)[row * words_per_row(s.group) + rank] = word;
+        publish(words + row * words_per_row(s.group) + rank, Pass::to_publish(stats));
       }
     }
     return;
@@ -1078,10 +1148,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       if (!mine) continue;
       Stats total = {};
       for (int i = lane; i < s.group; i += 32) {
-        uint64_t word = kUnpublished;
-        while (word == kUnpublished)
-          word = const_cast<volatile uint64_t*>(words)[row * words_per_row(s.group) + i];
-        const float2 pair = {__uint_as_float(unsigned(word)), __uint_as_float(unsigned(word >> 32))};
+        const float2 pair = await_published(words + row * words_per_row(s.group) + i);
         total = combine(total, Pass::published(pair, slice_columns(s, call.cols, i)));
       }
       total = combine_lanes(total, 32);
@@ -1162,22 +1229,22 @@ __global__ void zero_affine(Backward call) {
 // ---- Tuning and dispatch ----
 
 struct Tuning {
-  // Forward, rows that a block holds: 64 bytes of a row a thread keep enough bytes in flight at
-  // 16 to 24 warps an SM; a block has up to 1024 threads.
-  static constexpr int forward_loads = 4, forward_scalars = 16, forward_threads = 1024;
-  // Backward holds input and grad_output, the next of both, and of each column weight and two
-  // sums: 8 columns (4 doubles) are what 128 registers hold.
-  static constexpr int backward_columns = 8, backward_threads = 512;
+  // Forward, rows that a block holds: 64 bytes of a row a thread. The longest rows, 32 KB in 512
+  // threads, still leave room for three blocks an SM (two of 16-bit rows): one loads, one stores.
+  static constexpr int forward_loads = 4, forward_scalars = 16, forward_threads = 512;
+  // Backward holds input and grad_output of two rows (16-bit: of one row), the next of both, and
+  // of each column weight and two sums, in 128 registers: 8 columns, 16 of 16 bits, 4 doubles.
+  static constexpr int backward_bytes = 32, backward_threads = 512;
   // A block of short rows: enough warps to hide a barrier, small enough to pack an SM.
   static constexpr int block_threads = 128, backward_block_threads = 256;
-  // The stream takes over where a block would hold too few rows at once to keep loading while
-  // it reduces: from 16 KB of input a row, backward from 8 KB.
-  static constexpr int64_t stream_forward_bytes = 16 << 10, stream_backward_bytes = 8 << 10;
+  // The stream takes over where an SM would hold too few rows at once to keep loading while it
+  // reduces: beyond 32 KB of input a row, backward beyond 8 KB.
+  static constexpr int64_t stream_forward_bytes = 32 << 10, stream_backward_bytes = 8 << 10;
   // A slice of fewer columns moves in less time than a group's exchange takes.
   static constexpr int64_t least_slice = 2048;
-  // Spread rows: blocks an SM, so that one loads while another waits; elements of a row's piece:
-  // fewer would make a block's start and end longer than its work.
-  static constexpr int64_t blocks_per_sm = 8, piece = 8192;
+  // Spread rows: elements of a row's piece, few enough that the blocks that run last have read
+  // neighbouring columns, which L2 then still holds; and blocks an SM where rows are few.
+  static constexpr int64_t piece = 8192, blocks_per_sm = 8;
   // Bytes that partial sums of grad_weight and grad_bias may take.
   static constexpr int64_t partial_bytes = 32 << 20;
 };
@@ -1253,14 +1320,13 @@ void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, 
   p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + (p.pack == 1 ? 16 : 0), 128) * 128;
   p.stream.stages =
       std::min<int64_t>(kMaxStages, (device.shared_bytes - 8192) / (tensors * p.stream.slice_bytes));
-  p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, (p.stream.stages - 1) / 2);
+  p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, p.stream.stages - 2);
 }
 
 void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
-  const int64_t blocks = Tuning::blocks_per_sm * device.sms;
-  p.pieces = std::min(ceil_div(blocks, rows), ceil_div(cols, Tuning::piece));
+  p.pieces = ceil_div(cols, Tuning::piece);
   p.tiles = ceil_div(cols, 256 * 8);
-  p.row_blocks = std::min(rows, ceil_div(blocks, p.tiles));
+  p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
 }
 
 bool can_stream(int64_t cols, DType dtype, const Device& device) {
@@ -1292,7 +1358,7 @@ Plan plan(const Backward& call) {
   Plan p = {};
   if (call.rows == 0) return p;
   p.pack = pack_size(call.cols, call.dtype, {call.grad_output, call.input, call.weight, call.grad_input});
-  const int each = Tuning::backward_columns / (call.dtype == DType::Float64 ? 2 : 1);
+  const int each = std::min(Tuning::backward_bytes / size_of(call.dtype), p.pack > 1 ? 16 : 8);
   const bool streams = can_stream(call.cols, call.dtype, device);
   const int64_t held = streams ? Tuning::stream_backward_bytes / size_of(call.dtype) : call.cols;
   if (call.cols <= held && call.cols <= each * Tuning::backward_threads) {
@@ -1328,29 +1394,35 @@ auto with_pack(int pack, F f) {
   return pack == V ? f(std::integral_constant<int, V>()) : f(std::integral_constant<int, 1>());
 }
 
-// Blocks of a group wait for one another, so all must run at once: a cooperative launch.
+// Where blocks wait for one another, all must run at once: a cooperative launch. The words through
+// which they tell one another what they have measured start as unpublished.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_together(void (*kernel)(Parameters...), int blocks, int threads, int shared, bool together,
+                            uint64_t* words, int64_t word_count, cudaStream_t stream,
+                            Arguments... arguments) {
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error == cudaSuccess && together) error = cudaMemsetAsync(words, 0xff, 8 * word_count, stream);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cooperative = {};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = together;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 template <typename Pass>
 cudaError_t launch_stream(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                           cudaStream_t cuda_stream) {
-  const auto kernel = stream<Pass>;
   const int shared = p.stream.stages * Pass::kTensors * p.stream.slice_bytes;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) return error;
-  if (p.stream.group > 1) {
-    error = cudaMemsetAsync(words, 0xff, 8 * call.rows * words_per_row(p.stream.group), cuda_stream);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchAttribute cooperative = {};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = p.stream.group > 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = p.groups * p.stream.group;
-  config.blockDim = kStreamThreads;
-  config.dynamicSmemBytes = shared;
-  config.stream = cuda_stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, call, p.stream, words, partials);
+  return launch_together(stream<Pass>, p.groups * p.stream.group, kStreamThreads, shared, p.stream.group > 1,
+                         words, call.rows * words_per_row(p.stream.group), cuda_stream, call, p.stream, words,
+                         partials);
 }
 
 // True where the device (MPS, MIG) has no room for all blocks at once: spread the rows instead.
@@ -1381,9 +1453,11 @@ cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cuda
     }
   }
   auto* moments = static_cast<Moments<Acc<T>>*>(scratch);
+  auto* row_stats = reinterpret_cast<Acc<T>(*)[2]>(moments + call.rows * p.pieces);
   partial_moments<T, V, kLoads><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
-  normalize_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
-      call, p.pieces, moments, ceil_div(call.rows, p.row_blocks));
+  finish_moments<T><<<call.rows, 256, 0, stream>>>(call, p.pieces, moments, row_stats);
+  normalize_columns<T, V, 8 / V>
+      <<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(call, row_stats, ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -1397,8 +1471,8 @@ cudaError_t launch_typed(const Backward& call, const Plan& p, void* scratch, cud
   int64_t partial_rows = p.partial_rows;
   bool spread = p.regime == Regime::Spread;
   if (p.regime == Regime::Rows) {
-    constexpr int kPacks = Tuning::backward_columns / (sizeof(T) == 8 ? 2 : 1) / V;
-    constexpr int kRows = sizeof(T) < 8 && V > 1 ? 2 : 1;
+    constexpr int kColumns = std::min<int>(Tuning::backward_bytes / sizeof(T), V > 1 ? 16 : 8);
+    constexpr int kPacks = kColumns / V, kRows = sizeof(T) == 4 && V > 1 ? 2 : 1;
     layer_norm_backward_rows<T, V, kPacks, kRows>
         <<<p.partial_rows, dim3(p.threads_per_row, p.rows_per_block), 0, stream>>>(call, partials);
   }
@@ -1413,11 +1487,13 @@ cudaError_t launch_typed(const Backward& call, const Plan& p, void* scratch, cud
   }
   if (spread) {
     auto* sums = reinterpret_cast<Sums<Acc<T>>*>(partials + 2 * p.partial_rows * call.cols);
+    Sums<Acc<T>>* row_means = sums + call.rows * p.pieces;
     if (call.grad_input != nullptr) {
       backward_partial_sums<T, V, 8 / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
+      finish_sums<T><<<call.rows, 256, 0, stream>>>(call, p.pieces, sums, row_means);
     }
     backward_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
-        call, p.pieces, sums, ceil_div(call.rows, p.row_blocks), partials);
+        call, row_means, ceil_div(call.rows, p.row_blocks), partials);
   }
   if (partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
     sum_partials<T><<<dim3(ceil_div(call.cols, kSumCols), 2), dim3(kSumCols, kSumRows), 0, stream>>>(
@@ -1440,17 +1516,16 @@ cudaError_t launch_any(const Call& call, void* scratch, cudaStream_t stream) {
 
 size_t scratch_bytes(const Forward& call) {
   const Plan p = plan(call);
-  const int64_t words =
-      p.regime == Regime::Stream && p.stream.group > 1 ? call.rows * words_per_row(p.stream.group) : 0;
-  return std::max(8 * words, 3 * size_of_acc(call.dtype) * call.rows * p.pieces);
+  const int64_t words = p.regime == Regime::Stream ? call.rows * words_per_row(p.stream.group) : 0;
+  return std::max(8 * words, size_of_acc(call.dtype) * call.rows * (3 * p.pieces + (p.pieces > 0 ? 2 : 0)));
 }
 
 size_t scratch_bytes(const Backward& call) {
   const Plan p = plan(call);
-  const int64_t words =
-      p.regime == Regime::Stream && p.stream.group > 1 ? call.rows * words_per_row(p.stream.group) : 0;
+  const int64_t words = p.regime == Regime::Stream ? call.rows * words_per_row(p.stream.group) : 0;
   const int64_t stream = p.regime == Regime::Stream ? 2 * 4 * p.groups * call.cols + 8 * words : 0;
-  return std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + call.rows * p.pieces));
+  const int64_t spread_sums = p.pieces > 0 ? call.rows * (p.pieces + 1) : 0;
+  return std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + spread_sums));
 }
 
 cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream) {
