@@ -186,7 +186,8 @@ __device__ void unpack(const Pack<T, V>& pack, Acc<T> (&x)[V]) {
   }
 }
 
-template <typename T, int V>
+// STREAMING: nobody reads it again before it has left L2, so that it should be the first to leave.
+template <typename T, int V, bool STREAMING = false>
 __device__ void store(T* p, const Acc<T> (&x)[V]) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
@@ -196,7 +197,13 @@ __device__ void store(T* p, const Acc<T> (&x)[V]) {
 #pragma unroll
     for (int v = 0; v < V; ++v) narrow(x[v], pack.at[v]);
   }
-  *reinterpret_cast<Pack<T, V>*>(p) = pack;
+  if constexpr (STREAMING && sizeof(pack) == 16) {
+    uint4 bits;
+    memcpy(&bits, &pack, 16);
+    __stcs(reinterpret_cast<uint4*>(p), bits);
+  } else {
+    *reinterpret_cast<Pack<T, V>*>(p) = pack;
+  }
 }
 
 // weight[col .. col + V) or bias[...]; `absent` where the tensor is null.
@@ -320,8 +327,17 @@ constexpr int kMaxWarps = 32;
 // blockDim.x threads share a row and keep it in registers: input is read once, output written
 // once, and the statistics are the textbook ones (mean first, then distances from it).
 
+// Blocks of 512 threads that an SM should hold: what registers allow without spilling.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1200)
+constexpr int kRowBlocks = 2;
+#else
+constexpr int kRowBlocks = 3;
+#endif
+
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(512, sizeof(T) == 4 && V > 1 ? 3 : 2) layer_norm_rows(Forward call) {
+__global__ void __launch_bounds__(512, V == 1           ? 1
+                                       : sizeof(T) == 4 ? kRowBlocks
+                                                        : 2) layer_norm_rows(Forward call) {
   using A = Acc<T>;
   __shared__ A slots[2][kMaxWarps][1];
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -493,6 +509,7 @@ __global__ void __launch_bounds__(256)
   }
 
   const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
+#pragma unroll 1  // unrolled, fewer blocks fit an SM, and it is their number that keeps loads in flight
   for (int64_t row = first_row; row < end_row; ++row) {
     const A mean = row_stats[row][0], rstd = row_stats[row][1];
     const T* input = static_cast<const T*>(call.input) + row * cols;
@@ -511,7 +528,7 @@ __global__ void __launch_bounds__(256)
       unpack(x[i], y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
-      store<T, V>(output + col, y);
+      store<T, V, true>(output + col, y);
     }
   }
 }
@@ -726,6 +743,7 @@ __global__ void __launch_bounds__(256)
   }
 
   const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
+#pragma unroll 1
   for (int64_t row = first_row; row < end_row; ++row) {
     const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
     Sums<A> means = {0, 0};
@@ -753,7 +771,8 @@ __global__ void __launch_bounds__(256)
         grad_weight[i][v] += grad[v] * xhat[v];
         grad_bias[i][v] += grad[v];
       }
-      if (call.grad_input != nullptr) store<T, V>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
+      if (call.grad_input != nullptr)
+        store<T, V, true>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
     }
   }
 
@@ -789,7 +808,8 @@ __global__ void __launch_bounds__(256)
 // publishes them to the group; two take turns to gather what the group has published, as a
 // look at another block's words takes about as long as a row.
 
-constexpr int kStreamWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18, kGatherers = 2;
+[[maybe_unused]] constexpr int kStreamWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18,
+                               kGatherers = 2;
 constexpr int kStreamThreads = 32 * (kStreamWarps + 2 + kGatherers);
 constexpr int kStreamColumns = 16;                                 // of a thread
 constexpr int kSliceColumns = 32 * kStreamWarps * kStreamColumns;  // of a block, at most: 8192
@@ -802,10 +822,6 @@ struct Stream {
   int delay;        // rows between measuring and applying, less than stages
   int slice_bytes;  // room for one tensor's slice in a stage, a multiple of 128
 };
-
-__host__ __device__ inline int slice_columns(const Stream& s, int64_t cols, int rank) {
-  return int(min(int64_t(s.slice), cols - int64_t(rank) * s.slice));
-}
 
 template <typename Stats>
 struct StreamControl {
@@ -1001,6 +1017,9 @@ struct BackwardPass {
   }
 };
 
+// From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
+__host__ __device__ inline int64_t words_per_row(int group) { return (group + 15) / 16 * 16; }
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
@@ -1040,7 +1059,10 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
-#endif
+
+__device__ inline int slice_columns(const Stream& s, int64_t cols, int rank) {
+  return int(min(int64_t(s.slice), cols - int64_t(rank) * s.slice));
+}
 
 // A slot of the ring and the parity of its barriers, step by step.
 struct Slot {
@@ -1052,9 +1074,6 @@ struct Slot {
 
 constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
 
-// From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
-__host__ __device__ inline int64_t words_per_row(int group) { return (group + 15) / 16 * 16; }
-
 __device__ inline void publish(uint64_t* word, float2 pair) {
   *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
@@ -1064,6 +1083,8 @@ __device__ inline float2 await_published(const uint64_t* word) {
   while (bits == kUnpublished) bits = *const_cast<const volatile uint64_t*>(word);
   return {__uint_as_float(unsigned(bits)), __uint_as_float(unsigned(bits >> 32))};
 }
+
+#endif
 
 template <typename Pass>
 __global__ void __launch_bounds__(kStreamThreads, 1)
@@ -1240,11 +1261,13 @@ struct Tuning {
   // The stream takes over where an SM would hold too few rows at once to keep loading while it
   // reduces: beyond 32 KB of input a row, backward beyond 8 KB.
   static constexpr int64_t stream_forward_bytes = 32 << 10, stream_backward_bytes = 8 << 10;
+  // Rows between measuring and applying in a group of blocks.
+  static constexpr int forward_delay = 5, backward_delay = 3;
   // A slice of fewer columns moves in less time than a group's exchange takes.
   static constexpr int64_t least_slice = 2048;
-  // Spread rows: elements of a row's piece, few enough that the blocks that run last have read
-  // neighbouring columns, which L2 then still holds; and blocks an SM where rows are few.
-  static constexpr int64_t piece = 8192, blocks_per_sm = 8;
+  // Spread rows: elements of a row's piece (8192 instead would cost 8% of the main shape: a block's
+  // start and end show), the least where rows are few, and blocks an SM.
+  static constexpr int64_t piece = 65536, least_piece = 8192, blocks_per_sm = 8;
   // Bytes that partial sums of grad_weight and grad_bias may take.
   static constexpr int64_t partial_bytes = 32 << 20;
 };
@@ -1320,11 +1343,16 @@ void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, 
   p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + (p.pack == 1 ? 16 : 0), 128) * 128;
   p.stream.stages =
       std::min<int64_t>(kMaxStages, (device.shared_bytes - 8192) / (tensors * p.stream.slice_bytes));
-  p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, p.stream.stages - 2);
+  // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
+  const int delay =
+      std::min(p.stream.stages - 2, tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay);
+  p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, delay);
 }
 
 void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
-  p.pieces = ceil_div(cols, Tuning::piece);
+  const int64_t for_all_sms = ceil_div(Tuning::blocks_per_sm * device.sms, 2 * rows);
+  p.pieces =
+      std::min(ceil_div(cols, Tuning::least_piece), std::max(ceil_div(cols, Tuning::piece), for_all_sms));
   p.tiles = ceil_div(cols, 256 * 8);
   p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
 }
@@ -1338,7 +1366,7 @@ Plan plan(const Forward& call) {
   Plan p = {};
   p.pack = pack_size(call.cols, call.dtype, {call.input, call.weight, call.bias, call.output});
   const int each =
-      p.pack > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (call.dtype == DType::Float64 ? 2 : 1);
+      p.pack > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (call.dtype == DType::Float64 ? 4 : 1);
   const int64_t loads = ceil_div(call.cols, p.pack);
   const bool streams = can_stream(call.cols, call.dtype, device);
   const int64_t held = streams ? Tuning::stream_forward_bytes / size_of(call.dtype) : call.cols;
@@ -1434,7 +1462,7 @@ bool refused(cudaError_t error) {
 
 template <typename T, int V>
 cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  constexpr int kLoads = V > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (sizeof(T) == 8 ? 2 : 1);
+  constexpr int kLoads = V > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (sizeof(T) == 8 ? 4 : 1);
   if (p.regime == Regime::Rows) {
     const dim3 block(p.threads_per_row, p.rows_per_block);
     const dim3 grid(ceil_div(call.rows, p.rows_per_block));
