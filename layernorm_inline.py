@@ -1267,7 +1267,8 @@ struct Tuning {
   static constexpr int64_t least_slice = 2048;
   // Spread rows: elements of a row's piece (8192 instead would cost 8% of the main shape: a block's
   // start and end show), the least where rows are few, and blocks an SM.
-  static constexpr int64_t piece = 65536, least_piece = 8192, blocks_per_sm = 8;
+  static constexpr int64_t forward_piece = 65536, backward_piece = 16384, least_piece = 8192,
+                           blocks_per_sm = 8;
   // Bytes that partial sums of grad_weight and grad_bias may take.
   static constexpr int64_t partial_bytes = 32 << 20;
 };
@@ -1329,10 +1330,24 @@ struct Plan {
   int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias
 };
 
-// One block an SM; the slices of a stage are as long as a block's threads can take, or shorter
-// where there are too few rows to fill the SMs.
+constexpr int kControlBytes = 8192;  // of shared memory, beside the ring
+static_assert(sizeof(StreamControl<Moments<float>>) <= kControlBytes, "the ring would not fit");
+
+// Columns of the longest slice: what a block's threads can take, and of which three stages fit, one
+// to load, one to measure, one to wait for its statistics.
+int64_t longest_slice(DType dtype, int tensors, const Device& device) {
+  const int64_t bytes = (device.shared_bytes - kControlBytes) / (3 * tensors) / 128 * 128 - 128;
+  return std::min<int64_t>(kSliceColumns, bytes / size_of(dtype));
+}
+
+bool can_stream(int64_t cols, DType dtype, int tensors, const Device& device) {
+  return device.major >= 9 && dtype != DType::Float64 &&
+         cols <= longest_slice(dtype, tensors, device) * device.sms;
+}
+
+// One block an SM; slices are as long as can be, or shorter where there are too few rows for all SMs.
 void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, const Device& device) {
-  const int64_t least = ceil_div(cols, kSliceColumns);
+  const int64_t least = ceil_div(cols, longest_slice(dtype, tensors, device));
   const int64_t most =
       std::max(least, std::min(device.sms / std::min<int64_t>(rows, device.sms), cols / Tuning::least_slice));
   const int unit = 16 / size_of(dtype);  // slices start on 16-byte boundaries where rows do
@@ -1342,23 +1357,18 @@ void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, 
   p.groups = std::min<int64_t>(rows, device.sms / p.stream.group);
   p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + (p.pack == 1 ? 16 : 0), 128) * 128;
   p.stream.stages =
-      std::min<int64_t>(kMaxStages, (device.shared_bytes - 8192) / (tensors * p.stream.slice_bytes));
+      std::min<int64_t>(kMaxStages, (device.shared_bytes - kControlBytes) / (tensors * p.stream.slice_bytes));
   // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
   const int delay =
       std::min(p.stream.stages - 2, tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay);
   p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, delay);
 }
 
-void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
+void plan_spread(Plan& p, int64_t rows, int64_t cols, int64_t piece, const Device& device) {
   const int64_t for_all_sms = ceil_div(Tuning::blocks_per_sm * device.sms, 2 * rows);
-  p.pieces =
-      std::min(ceil_div(cols, Tuning::least_piece), std::max(ceil_div(cols, Tuning::piece), for_all_sms));
+  p.pieces = std::min(ceil_div(cols, Tuning::least_piece), std::max(ceil_div(cols, piece), for_all_sms));
   p.tiles = ceil_div(cols, 256 * 8);
   p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
-}
-
-bool can_stream(int64_t cols, DType dtype, const Device& device) {
-  return device.major >= 9 && dtype != DType::Float64 && cols <= int64_t(kSliceColumns) * device.sms;
 }
 
 Plan plan(const Forward& call) {
@@ -1368,14 +1378,14 @@ Plan plan(const Forward& call) {
   const int each =
       p.pack > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (call.dtype == DType::Float64 ? 4 : 1);
   const int64_t loads = ceil_div(call.cols, p.pack);
-  const bool streams = can_stream(call.cols, call.dtype, device);
+  const bool streams = can_stream(call.cols, call.dtype, 1, device);
   const int64_t held = streams ? Tuning::stream_forward_bytes / size_of(call.dtype) : call.cols;
   if (call.cols <= held && loads <= each * Tuning::forward_threads) {
     p.threads_per_row = row_threads(loads, loads < 8 ? 1 : each);
     p.rows_per_block = std::max(1, Tuning::block_threads / p.threads_per_row);
     return p;
   }
-  plan_spread(p, call.rows, call.cols, device);
+  plan_spread(p, call.rows, call.cols, Tuning::forward_piece, device);
   p.regime = Regime::Spread;
   if (streams) plan_stream(p, call.rows, call.cols, call.dtype, 1, device);
   return p;
@@ -1387,7 +1397,7 @@ Plan plan(const Backward& call) {
   if (call.rows == 0) return p;
   p.pack = pack_size(call.cols, call.dtype, {call.grad_output, call.input, call.weight, call.grad_input});
   const int each = std::min(Tuning::backward_bytes / size_of(call.dtype), p.pack > 1 ? 16 : 8);
-  const bool streams = can_stream(call.cols, call.dtype, device);
+  const bool streams = can_stream(call.cols, call.dtype, 2, device);
   const int64_t held = streams ? Tuning::stream_backward_bytes / size_of(call.dtype) : call.cols;
   if (call.cols <= held && call.cols <= each * Tuning::backward_threads) {
     p.threads_per_row = row_threads(call.cols, each);
@@ -1396,7 +1406,7 @@ Plan plan(const Backward& call) {
     p.partial_rows = std::min(ceil_div(call.rows, p.rows_per_block), resident);
     return p;
   }
-  plan_spread(p, call.rows, call.cols, device);
+  plan_spread(p, call.rows, call.cols, Tuning::backward_piece, device);
   p.regime = Regime::Spread;
   const int64_t fit = Tuning::partial_bytes / (2 * size_of_acc(call.dtype) * call.cols);
   p.row_blocks = std::max<int64_t>(1, std::min(p.row_blocks, fit));
