@@ -1864,20 +1864,13 @@ struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
   }
 };
 
-// A tensor with a forward-mode tangent goes through the autograd function too, which refuses it:
-// called below autograd, the kernel would drop the tangent without a word.
-bool is_differentiated(const Tensor& t) {
-  return (at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(0).defined();
-}
-
-bool is_differentiated(const OptionalTensor& t) { return present(t) && is_differentiated(*t); }
-
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  if (is_differentiated(input) || is_differentiated(weight) || is_differentiated(bias)) {
-    return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps);
-  }
+  const bool needs_grad =
+      at::GradMode::is_enabled() && (input.requires_grad() || (present(weight) && weight->requires_grad()) ||
+                                     (present(bias) && bias->requires_grad()));
+  if (needs_grad) return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(input, normalized_shape, weight, bias, eps);
 }

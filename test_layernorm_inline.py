@@ -243,7 +243,7 @@ def plot(table, file):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for panel, what in zip(panels, ("forward", "backward")):
         for dtype, line in (("fp32", "-"), ("bf16", "--")):
             rows = [r for r in table if (r["what"], r["dtype"]) == (what, dtype) and r["rows"] * r["cols"] == 2**26]
@@ -255,7 +255,7 @@ def plot(table, file):
         panel.set(title=what, xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("fraction of copy speed")
-    panels[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    panels[1].legend(fontsize=8)
     figure.suptitle(versions())
     figure.tight_layout()
     figure.savefig(file, dpi=110)
@@ -545,16 +545,6 @@ def test_autocast(dtype):
     torch.testing.assert_close(y, expected)
     y.sum().backward()
     assert x.grad.dtype == dtype
-
-
-@gpu
-def test_forward_mode_is_refused():
-    x = torch.randn(3, 8, device="cuda")
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(RuntimeError, match="jvp"):
-            layer_norm(dual, (8,))
-    assert torch.isfinite(layer_norm(x, (8,))).all()
 
 
 # ---- Streams, graphs, devices ----
