@@ -110,8 +110,9 @@ CUDA_SOURCE = (
     + r"""
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <type_traits>
-#include <vector>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -1018,7 +1019,9 @@ struct BackwardPass {
 };
 
 // From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
-__host__ __device__ inline int64_t words_per_row(int group) { return (group + 15) / 16 * 16; }
+__host__ __device__ inline int64_t words_per_row(int group) {
+  return group == 1 ? 0 : (group + 15) / 16 * 16;
+}
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
@@ -1211,6 +1214,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     }
   }
   job.end(call, partials, first, columns, group, groups);
+#else
+  __trap();  // can_stream keeps calls away from code without these instructions
 #endif
 }
 
@@ -1274,24 +1279,31 @@ struct Tuning {
 };
 
 struct Device {
-  int sms, major, shared_bytes;  // shared memory that a block can have
+  std::once_flag asked;
+  int sms, shared_bytes;  // shared memory that a block can have
+  // Architecture that the code which runs here was compiled for, 90 for sm_90. It is older than
+  // the device where only PTX of an older one was built: its newer instructions are then missing.
+  int code;
 };
 
 const Device& current_device() {
-  static const std::vector<Device> devices = [] {
-    int count = 0;
-    cudaGetDeviceCount(&count);
-    std::vector<Device> found(count);
-    for (int d = 0; d < count; ++d) {
-      cudaDeviceGetAttribute(&found[d].sms, cudaDevAttrMultiProcessorCount, d);
-      cudaDeviceGetAttribute(&found[d].major, cudaDevAttrComputeCapabilityMajor, d);
-      cudaDeviceGetAttribute(&found[d].shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
-    }
-    return found;
+  static const int count = [] {
+    int devices = 0;
+    cudaGetDeviceCount(&devices);
+    return devices;
   }();
-  int device = 0;
-  cudaGetDevice(&device);
-  return devices[device];
+  static const std::unique_ptr<Device[]> devices(new Device[count]);
+  int d = 0;
+  cudaGetDevice(&d);
+  Device& device = devices[d];
+  std::call_once(device.asked, [&] {  // now, not for all devices at first: code is asked of the current one
+    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, d);
+    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
+    cudaFuncAttributes attributes = {};
+    cudaFuncGetAttributes(&attributes, sum_partials<float>);
+    device.code = attributes.ptxVersion;
+  });
+  return device;
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -1341,7 +1353,7 @@ int64_t longest_slice(DType dtype, int tensors, const Device& device) {
 }
 
 bool can_stream(int64_t cols, DType dtype, int tensors, const Device& device) {
-  return device.major >= 9 && dtype != DType::Float64 &&
+  return device.code >= 90 && dtype != DType::Float64 &&
          cols <= longest_slice(dtype, tensors, device) * device.sms;
 }
 
@@ -1864,13 +1876,20 @@ struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
   }
 };
 
+// A tensor with a forward-mode tangent goes through the autograd function too, which refuses it:
+// called below autograd, the kernel would drop the tangent without a word.
+bool is_differentiated(const Tensor& t) {
+  return (at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(0).defined();
+}
+
+bool is_differentiated(const OptionalTensor& t) { return present(t) && is_differentiated(*t); }
+
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  const bool needs_grad =
-      at::GradMode::is_enabled() && (input.requires_grad() || (present(weight) && weight->requires_grad()) ||
-                                     (present(bias) && bias->requires_grad()));
-  if (needs_grad) return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps);
+  if (is_differentiated(input) || is_differentiated(weight) || is_differentiated(bias)) {
+    return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps);
+  }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(input, normalized_shape, weight, bias, eps);
 }

@@ -547,6 +547,18 @@ def test_autocast(dtype):
     assert x.grad.dtype == dtype
 
 
+@kernels
+def test_forward_mode_is_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.autograd.forward_ad.dual_level():
+        x = torch.empty(3, 8, device="cuda")
+        dual = torch.autograd.forward_ad.make_dual(x, torch.empty_like(x))
+        with pytest.raises(RuntimeError, match="jvp"):
+            layer_norm(dual, (8,))
+        assert layer_norm(x, (8,)).shape == (3, 8)
+
+
 # ---- Streams, graphs, devices ----
 
 
@@ -828,6 +840,22 @@ def test_two_versions_and_two_names_in_one_process(tmp_path):
     """
     shared = os.path.dirname(os.environ.get("TORCH_EXTENSIONS_DIR", "")) and os.environ["TORCH_EXTENSIONS_DIR"]
     done = import_in_subprocess(tmp_path, code, **({"TORCH_EXTENSIONS_DIR": shared} if shared else {}))
+    assert done.returncode == 0, done.stderr
+
+
+@gpu
+def test_ptx_of_an_older_architecture_runs(tmp_path):
+    code = """
+        import torch, layernorm_inline
+        for cols in (768, 8192, 20000, 262144):
+            x = torch.randn(5, cols, device="cuda", requires_grad=True)
+            layer_norm = (layernorm_inline.layer_norm, torch.nn.functional.layer_norm)
+            y, expected = (f(x, (cols,)) for f in layer_norm)
+            torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+            (dx,), (expected_dx,) = (torch.autograd.grad(t.sin().sum(), x) for t in (y, expected))
+            torch.testing.assert_close(dx, expected_dx, atol=1e-5, rtol=1e-5)
+    """
+    done = import_in_subprocess(tmp_path, code, TORCH_CUDA_ARCH_LIST="7.5+PTX")
     assert done.returncode == 0, done.stderr
 
 
