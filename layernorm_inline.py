@@ -271,6 +271,35 @@ __device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
+// Distances from a mean: the sum of their squares and, where input has digits to lose (float32,
+// double), their own sum, which tells how far the mean was off by rounding.
+template <typename A>
+struct Distances {
+  A squares, sum;
+};
+
+template <typename A>
+__device__ void add_distance(Distances<A>& d, A distance) {
+  d.squares += distance * distance;
+  d.sum += distance;
+}
+__device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
+
+// The sum of squares about the true mean; corrects `mean` to it. The sum of squares falls by the
+// same amount in exact arithmetic, and by rounding never below 0.
+template <typename A>
+__device__ A settle(const Distances<A>& d, A& mean, A per_col) {
+  const A off = d.sum * per_col;
+  mean += off;
+  return max(A(0), d.squares - off * d.sum);
+}
+__device__ inline float settle(float squares, float&, float) { return squares; }
+
+template <typename A>
+__device__ Distances<A> combine(const Distances<A>& a, const Distances<A>& b) {
+  return {a.squares + b.squares, a.sum + b.sum};
+}
+
 __device__ inline float combine(float a, float b) { return a + b; }
 __device__ inline double combine(double a, double b) { return a + b; }
 
@@ -281,38 +310,50 @@ __device__ Moments<A> exchange(const Moments<A>& x, int offset) {
   return {exchange(x.count, offset), exchange(x.mean, offset), exchange(x.m2, offset)};
 }
 template <typename A>
+__device__ Distances<A> exchange(const Distances<A>& x, int offset) {
+  return {exchange(x.squares, offset), exchange(x.sum, offset)};
+}
+template <typename A>
 __device__ Sums<A> exchange(const Sums<A>& x, int offset) {
   return {exchange(x.wdy, offset), exchange(x.wdy_xhat, offset)};
 }
 
-// Combines x over groups of `width` neighbouring lanes (a power of two up to 32). Every lane
+// Combines x[r] over groups of `width` neighbouring lanes (a power of two up to 32). Every lane
 // gets the result; the order is fixed, so results repeat bit for bit.
+template <typename X, int R>
+__device__ void combine_lanes(X (&x)[R], int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) x[r] = combine(x[r], exchange(x[r], offset));
+  }
+}
+
 template <typename X>
 __device__ X combine_lanes(X x, int width) {
-  for (int offset = width / 2; offset > 0; offset /= 2) x = combine(x, exchange(x, offset));
-  return x;
+  X values[1] = {x};
+  combine_lanes(values, width);
+  return values[0];
 }
+
+constexpr int kMaxWarps = 16;  // of a block
 
 // Combines x[r] over the blockDim.x threads of a row: a power of two up to 32, or whole warps. A
 // block holds blockDim.y rows. `slots` is shared memory, one slot a warp and r. Two calls in a
 // row need different slots: a fast warp may write for the second while a slow one still reads.
 template <typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
-#pragma unroll
-  for (int r = 0; r < R; ++r) x[r] = combine_lanes(x[r], min(int(blockDim.x), 32));
+  combine_lanes(x, min(int(blockDim.x), 32));
   if (blockDim.x <= 32) return;
-  const int warps = blockDim.x / 32;  // of this row
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
   X(*row_slots)[R] = slots + threadIdx.y * warps;
-  if (threadIdx.x % 32 == 0) {
+  if (lane == 0) {
 #pragma unroll
     for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
   }
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
-    x[r] = row_slots[0][r];
-    for (int w = 1; w < warps; ++w) x[r] = combine(x[r], row_slots[w][r]);
-  }
+  for (int r = 0; r < R; ++r) x[r] = lane % kMaxWarps < warps ? row_slots[lane % kMaxWarps][r] : X{};
+  combine_lanes(x, kMaxWarps);
 }
 
 template <typename X>
@@ -322,11 +363,99 @@ __device__ X combine_row(X x, X (*slots)[1]) {
   return values[0];
 }
 
-constexpr int kMaxWarps = 32;
+// ---- Rows that do not all start on a 16-byte boundary ----
+// Such a row is cut at the 16-byte boundaries of its output into whole packs, and up to V - 1 elements
+// before and after them, one for each of a row's first 2 V threads. What else it needs is loaded
+// from wherever it lies.
 
-// ---- Forward, rows that one block holds ----
-// blockDim.x threads share a row and keep it in registers: input is read once, output written
-// once, and the statistics are the textbook ones (mean first, then distances from it).
+struct Cut {
+  int begin, end;  // columns of the whole packs
+  int extra;       // column of this thread's single element, or -1
+
+  // misalignment: elements between a 16-byte boundary and the row's start.
+  __device__ Cut(int misalignment, int cols, int V) {
+    begin = min(cols, misalignment == 0 ? 0 : V - misalignment);
+    end = begin + (cols - begin) / V * V;
+    const int thread = threadIdx.x;
+    extra = thread < V ? (thread < begin ? thread : -1) : (end + thread - V < cols ? end + thread - V : -1);
+  }
+};
+
+// V elements from anywhere, as the whole 32-bit words (64-bit for double) that hold them. get() puts
+// them together later, so that several loads can be on their way.
+template <typename T, int V>
+struct Unaligned {
+  using Word = typename Pack<T, V>::Unit;
+  static constexpr int kWords = sizeof(Pack<T, V>) / sizeof(Word);
+  static constexpr bool kPairs = Pack<T, V>::kPairs;
+  Word words[kWords + 1];
+  unsigned odd;  // 1 where they start in the middle of a word
+
+  __device__ void load(const T* p) {
+    odd = kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
+    const Word* from = reinterpret_cast<const Word*>(p - odd);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = from[w];
+    if (odd != 0) words[kWords] = from[kWords];
+  }
+
+  __device__ Pack<T, V> get() const {
+    Pack<T, V> pack;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kPairs) {
+        pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * odd);
+      } else {
+        pack.at[w] = words[w];
+      }
+    }
+    return pack;
+  }
+};
+
+// weight[col .. col + V) and bias[...]. USUAL: neither is absent, both are of input's dtype. Asking
+// what they are at every load would be a fifth of a 16-bit row's instructions.
+template <typename T, int V, bool SHIFTED, bool USUAL>
+__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col) {
+  const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
+  if constexpr (USUAL && SHIFTED && V > 1) {
+    Unaligned<T, V> weight_words, bias_words;
+    weight_words.load(w + col);
+    bias_words.load(b + col);
+    unpack(weight_words.get(), weight);
+    unpack(bias_words.get(), bias);
+  } else if constexpr (USUAL) {
+    unpack(load<T, V>(w + col), weight);
+    unpack(load<T, V>(b + col), bias);
+  } else {
+    constexpr int F = SHIFTED ? 1 : V;
+#pragma unroll
+    for (int v = 0; v < V; v += F) {
+      Acc<T> part[F];
+      load_affine<T, F>(part, call.weight, call.affine_float32, col + v, 1);
+#pragma unroll
+      for (int f = 0; f < F; ++f) weight[v + f] = part[f];
+      load_affine<T, F>(part, call.bias, call.affine_float32, col + v, 0);
+#pragma unroll
+      for (int f = 0; f < F; ++f) bias[v + f] = part[f];
+    }
+  }
+}
+
+__device__ inline bool has_usual_affine(const Forward& call) {
+  return call.weight != nullptr && call.bias != nullptr && !call.affine_float32;
+}
+
+// What all rows share, computed once on the host.
+template <typename A>
+struct RowConstants {
+  A eps, per_col;  // per_col: 1 / cols
+};
+
+// ---- Forward, rows that a block holds in registers ----
+// blockDim.x threads share a row: input is read once, output written once, and the statistics are
+// the textbook ones (mean first, then distances from it). A thread takes PACKS loads of each of ROWS
+// rows, which lie 2^step_log2 rows apart, and loads weight and bias once for all of them.
 
 // Blocks of 512 threads that an SM should hold: what registers allow without spilling.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1200)
@@ -334,82 +463,301 @@ constexpr int kRowBlocks = 2;
 #else
 constexpr int kRowBlocks = 3;
 #endif
+constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
-template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(512, V == 1           ? 1
-                                       : sizeof(T) == 4 ? kRowBlocks
-                                                        : 2) layer_norm_rows(Forward call) {
+template <typename T, int PACKS, int ROWS, bool SHIFTED>
+__global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, ROWS > 1 || sizeof(T) == 8   ? 1
+                                                                   : sizeof(T) == 4 && !SHIFTED ? kRowBlocks
+                                                                                                : 2)
+    layer_norm_rows(Forward call, RowConstants<Acc<T>> constants, int step_log2) {
   using A = Acc<T>;
-  __shared__ A slots[2][kMaxWarps][1];
-  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool live = row < call.rows;
-  const int cols = call.cols;
-  const T* input = static_cast<const T*>(call.input) + row * cols;
+  using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
+  constexpr int V = 16 / sizeof(T);
+  __shared__ A sum_slots[kMaxWarps][ROWS];
+  __shared__ Spread spread_slots[kMaxWarps][ROWS];
 
-  Pack<T, V> x[PACKS];
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int col = (i * blockDim.x + threadIdx.x) * V;
-    if (live && col < cols) x[i] = load<T, V>(input + col);
-  }
+  // The block's first row; a thread's are threadIdx.y + r * step after it. Offsets from it are ints.
+  const int cols = call.cols, step = 1 << step_log2;
+  int64_t block_row = int64_t(blockIdx.x) * blockDim.y;
+  if (ROWS > 1) block_row = ((block_row >> step_log2) * ROWS << step_log2) + (block_row & (step - 1));
+  const int rows = min(call.rows - block_row, int64_t(ROWS) << step_log2), row_step = cols << step_log2;
+  const T* input = static_cast<const T*>(call.input) + block_row * cols + threadIdx.y * cols;
+  T* output = static_cast<T*>(call.output) + block_row * cols + threadIdx.y * cols;
 
-  A sum = 0;
+  // Where rows lie a multiple of V apart, all have the same misalignment.
+  const Cut cut(SHIFTED ? reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T) : 0, cols, V);
+  const bool has_extra = SHIFTED && cut.extra >= 0;
+  const int first_col = cut.begin + int(threadIdx.x) * V, pack_step = blockDim.x * V;
+  // live(r, i) implies live(0, i); asked without branches, so that loads follow one another.
+  const int end = int(threadIdx.y) < rows ? cut.end : 0;
+  auto live_row = [&](int r) { return int(threadIdx.y) + r * step < rows; };
+  auto live = [&](int r, int i) {
+    const bool live_pack = first_col + i * pack_step < end;
+    return r == 0 ? live_pack : bool(live_pack & live_row(r));
+  };
+
+  Pack<T, V> x[ROWS][PACKS] = {};
+  A extra_x[ROWS] = {};
+  if (!SHIFTED || (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0) {
 #pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int col = (i * blockDim.x + threadIdx.x) * V;
-    if (live && col < cols) {
-      A values[V];
-      unpack(x[i], values);
+    for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) sum += values[v];
+      for (int i = 0; i < PACKS; ++i) {
+        if (live(r, i)) {
+          x[r][i] = load<T, V>(input + (first_col + r * row_step + i * pack_step));
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      Unaligned<T, V> words[PACKS] = {};
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) {
+        if (live(r, i)) words[i].load(input + (first_col + r * row_step + i * pack_step));
+      }
+#pragma unroll
+      for (int i = 0; i < PACKS; ++i) x[r][i] = words[i].get();
     }
   }
-  const A mean = combine_row(sum, slots[0]) / A(cols);
-
-  A m2 = 0;
 #pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int col = (i * blockDim.x + threadIdx.x) * V;
-    if (live && col < cols) {
-      A values[V];
-      unpack(x[i], values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
-    }
+  for (int r = 0; r < ROWS; ++r) {
+    if (has_extra && live_row(r)) extra_x[r] = widen(input[cut.extra + r * row_step]);
   }
-  const A rstd = rsqrt(combine_row(m2, slots[1]) / A(cols) + A(call.eps));
 
-  if (!live) return;
-  if (call.mean != nullptr && threadIdx.x == 0) {
-    static_cast<A*>(call.mean)[row] = mean;
-    static_cast<A*>(call.rstd)[row] = rstd;
-  }
-  T* output = static_cast<T*>(call.output) + row * cols;
-  auto normalize = [&](auto usual_affine) {
+  A mean[ROWS], rstd[ROWS];
+  Spread spread[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    mean[r] = extra_x[r];
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
-      const int col = (i * blockDim.x + threadIdx.x) * V;
-      if (col >= cols) continue;
-      A weight[V], bias[V], y[V];
-      if constexpr (decltype(usual_affine)::value) {
-        unpack(load<T, V>(static_cast<const T*>(call.weight) + col), weight);
-        unpack(load<T, V>(static_cast<const T*>(call.bias) + col), bias);
-      } else {
-        load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
-        load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
-      }
-      unpack(x[i], y);
+      A values[V];
+      unpack(x[r][i], values);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
-      store<T, V>(output + col, y);
+      for (int v = 0; v < V; ++v) mean[r] += values[v];  // zeros where the pack is not live
+    }
+  }
+  combine_row(mean, sum_slots);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    mean[r] *= constants.per_col;
+    spread[r] = {};
+    if (has_extra) add_distance(spread[r], extra_x[r] - mean[r]);
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      A values[V];
+      unpack(x[r][i], values);
+      Spread here = {};
+#pragma unroll
+      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean[r]);
+      if (live(0, i)) spread[r] = combine(spread[r], here);
+    }
+  }
+  combine_row(spread, spread_slots);
+
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    rstd[r] = rsqrt(settle(spread[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
+    if (call.mean != nullptr && threadIdx.x == 0 && live_row(r)) {
+      static_cast<A*>(call.mean)[block_row + int(threadIdx.y) + r * step] = mean[r];
+      static_cast<A*>(call.rstd)[block_row + int(threadIdx.y) + r * step] = rstd[r];
+    }
+  }
+  auto normalize = [&](auto usual_affine) {
+    constexpr bool kUsual = decltype(usual_affine)::value;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      if (!live(0, i)) continue;
+      const int col = first_col + i * pack_step;
+      A weight[V], bias[V];
+      load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        A y[V];
+        unpack(x[r][i], y);
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[v] = (y[v] - mean[r]) * rstd[r] * weight[v] + bias[v];
+        if (r == 0 || live_row(r)) store<T, V>(output + (col + r * row_step), y);
+      }
+    }
+    if (has_extra) {
+      A weight[1], bias[1];
+      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const A y = (extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0];
+        if (live_row(r)) narrow(y, output[cut.extra + r * row_step]);
+      }
     }
   };
-  // Asking what weight and bias are at every load would be a fifth of a 16-bit row's instructions.
-  if (call.weight != nullptr && call.bias != nullptr && !call.affine_float32) {
+  if (has_usual_affine(call)) {
     normalize(std::true_type());
   } else {
     normalize(std::false_type());
   }
+}
+
+// ---- Bulk copies and the barriers that count them in (sm_90 and up) ----
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+
+__device__ inline void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Waits for the phase of this parity: 0 for the first completion, then 1, 0, ...
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
+  unsigned done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
+}
+
+__device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Copies whole 16-byte units; their arrival counts at the barrier.
+__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
+
+// ---- Forward, rows that a block holds in shared memory (sm_90 and up) ----
+// For rows too long for the registers of a block: one bulk copy brings the row, so that as much as
+// fits an SM is on its way at once, whatever the number of threads.
+
+template <typename T, bool SHIFTED>
+__global__ void __launch_bounds__(512, SHIFTED ? 2 : 3)
+    layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using A = Acc<T>;
+  constexpr int V = 16 / sizeof(T);
+  extern __shared__ __align__(128) unsigned char held[];
+  __shared__ uint64_t loaded;
+  using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
+  __shared__ A sum_slots[kMaxWarps][1];
+  __shared__ Spread spread_slots[kMaxWarps][1];
+  const int cols = call.cols;
+  const T* input = static_cast<const T*>(call.input) + blockIdx.x * call.cols;
+  T* output = static_cast<T*>(call.output) + blockIdx.x * call.cols;
+
+  // A row whose start is not 16-byte aligned is copied from the 16-byte boundary before it.
+  const int early = reinterpret_cast<uintptr_t>(input) % 16;
+  if (threadIdx.x == 0) {
+    barrier_init(&loaded, 1);
+    const int bytes = (early + cols * int(sizeof(T)) + 15) / 16 * 16;
+    barrier_arrive_expecting(&loaded, bytes);
+    bulk_copy(held, reinterpret_cast<const char*>(input) - early, bytes, &loaded);
+  }
+  __syncthreads();
+  barrier_wait(&loaded, 0);
+
+  const T* x = reinterpret_cast<const T*>(held + early);
+  const Cut cut(SHIFTED ? reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T) : 0, cols, V);
+  const bool aligned =
+      !SHIFTED || (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0;
+  const A extra_x = SHIFTED && cut.extra >= 0 ? widen(x[cut.extra]) : A(0);
+  const int first_col = cut.begin + int(threadIdx.x) * V, pack_step = blockDim.x * V;
+  const int packs = (cut.end - first_col + pack_step - 1) / pack_step;  // of this thread
+  auto get = [&](int col, A(&values)[V]) {
+    if (aligned) {
+      unpack(load<T, V>(x + col), values);
+    } else {
+      Unaligned<T, V> words;
+      words.load(x + col);
+      unpack(words.get(), values);
+    }
+  };
+
+  A sum = extra_x;
+#pragma unroll 4
+  for (int i = 0; i < packs; ++i) {
+    A values[V], here = 0;  // short sums first, which need not wait for one another
+    get(first_col + i * pack_step, values);
+#pragma unroll
+    for (int v = 0; v < V; ++v) here += values[v];
+    sum += here;
+  }
+  A mean = combine_row(sum, sum_slots) * constants.per_col;
+  Spread spread = {};
+  if (SHIFTED && cut.extra >= 0) add_distance(spread, extra_x - mean);
+#pragma unroll 4
+  for (int i = 0; i < packs; ++i) {
+    A values[V];
+    Spread here = {};
+    get(first_col + i * pack_step, values);
+#pragma unroll
+    for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
+    spread = combine(spread, here);
+  }
+  spread = combine_row(spread, spread_slots);
+  const A rstd = rsqrt(settle(spread, mean, constants.per_col) * constants.per_col + constants.eps);
+  if (call.mean != nullptr && threadIdx.x == 0) {
+    static_cast<A*>(call.mean)[blockIdx.x] = mean;
+    static_cast<A*>(call.rstd)[blockIdx.x] = rstd;
+  }
+
+  auto normalize = [&](auto usual_affine) {
+    constexpr bool kUsual = decltype(usual_affine)::value;
+#pragma unroll 2
+    for (int i = 0; i < packs; ++i) {
+      const int col = first_col + i * pack_step;
+      A weight[V], bias[V], y[V];
+      load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col);
+      get(col, y);
+#pragma unroll
+      for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
+      store<T, V>(output + col, y);
+    }
+    if (SHIFTED && cut.extra >= 0) {
+      A weight[1], bias[1];
+      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra);
+      narrow((extra_x - mean) * rstd * weight[0] + bias[0], output[cut.extra]);
+    }
+  };
+  if (has_usual_affine(call)) {
+    normalize(std::true_type());
+  } else {
+    normalize(std::false_type());
+  }
+#else
+  __trap();  // plan keeps calls away from code without these instructions
+#endif
+}
+
+// ---- Kernels that follow one another (sm_90 and up: programmatic dependent launch) ----
+// The blocks of the next kernel of a call take their places while the last ones of this kernel still
+// run, do what needs no result of it, and wait.
+
+__device__ inline void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // ---- Forward, rows spread over many blocks: three kernels ----
@@ -427,6 +775,7 @@ __host__ __device__ inline int64_t piece_begin(int64_t cols, int pieces, int pie
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(256) partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
   using A = Acc<T>;
+  let_next_start();
   __shared__ Moments<A> slots[kMaxWarps][1];
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
@@ -475,6 +824,8 @@ __global__ void __launch_bounds__(256)
     finish_moments(Forward call, int pieces, const Moments<Acc<T>>* scratch, Acc<T> (*row_stats)[2]) {
   using A = Acc<T>;
   __shared__ Moments<A> slots[kMaxWarps][1];
+  let_next_start();
+  wait_for_previous();
   const int64_t row = blockIdx.x;
   Moments<A> moments = {0, 0, 0};
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
@@ -509,6 +860,7 @@ __global__ void __launch_bounds__(256)
     }
   }
 
+  wait_for_previous();
   const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
 #pragma unroll 1  // unrolled, fewer blocks fit an SM, and it is their number that keeps loads in flight
   for (int64_t row = first_row; row < end_row; ++row) {
@@ -677,6 +1029,7 @@ __global__ void __launch_bounds__(256)
     backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
   using A = Acc<T>;
   __shared__ Sums<A> slots[kMaxWarps][1];
+  let_next_start();
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
   const int64_t begin = piece_begin(call.cols, pieces, piece, V);
@@ -716,6 +1069,8 @@ __global__ void __launch_bounds__(256)
     finish_sums(Backward call, int pieces, const Sums<Acc<T>>* scratch, Sums<Acc<T>>* row_means) {
   using A = Acc<T>;
   __shared__ Sums<A> slots[kMaxWarps][1];
+  let_next_start();
+  wait_for_previous();
   const int64_t row = blockIdx.x;
   Sums<A> sums = {0, 0};
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
@@ -732,6 +1087,8 @@ template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(256)
     backward_columns(Backward call, const Sums<Acc<T>>* row_means, int64_t rows_per_block, Acc<T>* partials) {
   using A = Acc<T>;
+  wait_for_previous();  // also for weight: where grad_input is not wanted, its writer may be the previous
+                        // kernel
   const int64_t cols = call.cols;
   const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
   const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
@@ -1024,45 +1381,6 @@ __host__ __device__ inline int64_t words_per_row(int group) {
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
-__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
-}
-
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Waits for the phase of this parity: 0 for the first completion, then 1, 0, ...
-__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
-  unsigned done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p; }\n"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
-// Copies whole 16-byte units; their arrival counts at the barrier.
-__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
-
 __device__ inline int slice_columns(const Stream& s, int64_t cols, int rank) {
   return int(min(int64_t(s.slice), cols - int64_t(rank) * s.slice));
 }
@@ -1215,7 +1533,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
   job.end(call, partials, first, columns, group, groups);
 #else
-  __trap();  // can_stream keeps calls away from code without these instructions
+  __trap();  // plan keeps calls away from code without these instructions
 #endif
 }
 
@@ -1228,17 +1546,17 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   using A = Acc<T>;
   __shared__ A share[kSumRows][kSumCols];
   void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
-  if (grad == nullptr) return;
   const int64_t col = int64_t(blockIdx.x) * kSumCols + threadIdx.x;
+  wait_for_previous();
   A sum = 0;
-  if (col < call.cols) {
+  if (grad != nullptr && col < call.cols) {
     for (int row = threadIdx.y; row < partial_rows; row += kSumRows) {
       sum += partials[(int64_t(blockIdx.y) * partial_rows + row) * call.cols + col];
     }
   }
   share[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  if (threadIdx.y != 0 || col >= call.cols) return;
+  if (grad == nullptr || threadIdx.y != 0 || col >= call.cols) return;
   for (int y = 1; y < kSumRows; ++y) sum += share[y][threadIdx.x];
   store_affine<T>(grad, call.affine_float32, col, sum);
 }
@@ -1255,17 +1573,22 @@ __global__ void zero_affine(Backward call) {
 // ---- Tuning and dispatch ----
 
 struct Tuning {
-  // Forward, rows that a block holds: 64 bytes of a row a thread. The longest rows, 32 KB in 512
-  // threads, still leave room for three blocks an SM (two of 16-bit rows): one loads, one stores.
-  static constexpr int forward_loads = 4, forward_scalars = 16, forward_threads = 512;
+  // Forward, rows that a block or a cluster holds: 64 bytes a thread, four packs of one row, two of
+  // two or one of four. Blocks of 512 threads still leave room for three an SM (two of 16-bit
+  // rows): one loads, one stores.
+  static constexpr int forward_packs = 4, forward_threads = 512;
+  // Longer rows stay in shared memory, up to where an SM would hold fewer than three of them and
+  // load too little while it computes: 0.60 of copy speed, where the stream has 0.89. Rows that are
+  // not aligned, where the stream has 0.54: up to two of them, 0.67.
+  static constexpr int64_t shared_row_bytes = 72 << 10, shared_unaligned_row_bytes = 112 << 10;
   // Backward holds input and grad_output of two rows (16-bit: of one row), the next of both, and
   // of each column weight and two sums, in 128 registers: 8 columns, 16 of 16 bits, 4 doubles.
   static constexpr int backward_bytes = 32, backward_threads = 512;
   // A block of short rows: enough warps to hide a barrier, small enough to pack an SM.
   static constexpr int block_threads = 128, backward_block_threads = 256;
-  // The stream takes over where an SM would hold too few rows at once to keep loading while it
-  // reduces: beyond 32 KB of input a row, backward beyond 8 KB.
-  static constexpr int64_t stream_forward_bytes = 32 << 10, stream_backward_bytes = 8 << 10;
+  // Backward, rows that a block holds: beyond 8 KB of input an SM would hold too few rows at once
+  // to keep loading while it reduces.
+  static constexpr int64_t stream_backward_bytes = 8 << 10;
   // Rows between measuring and applying in a group of blocks.
   static constexpr int forward_delay = 5, backward_delay = 3;
   // A slice of fewer columns moves in less time than a group's exchange takes.
@@ -1329,12 +1652,13 @@ int pack_size(int64_t cols, DType dtype, std::initializer_list<const void*> poin
   return bits % 16 == 0 ? 16 / size : 1;
 }
 
-enum class Regime { Rows, Stream, Spread };
+enum class Regime { Rows, SharedRows, Stream, Spread };
 
 struct Plan {
   Regime regime;
-  int pack;                             // elements a load
-  int threads_per_row, rows_per_block;  // Rows
+  int pack;                             // elements a load; forward Rows: 1 where rows are not aligned
+  int threads_per_row, rows_per_block;  // Rows: threads of a block on one row, and their rows
+  int packs, rows, step_log2;           //   forward: a thread's loads, rows and how far those lie apart
   Stream stream;                        // Stream; where it cannot be launched, Spread
   int groups;                           //   blocks / stream.group
   int pieces;                           // Spread: blocks a row for the statistics,
@@ -1383,18 +1707,34 @@ void plan_spread(Plan& p, int64_t rows, int64_t cols, int64_t piece, const Devic
   p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
 }
 
+void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const Device& device) {
+  const int V = 16 / size_of(call.dtype);
+  const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
+  p.packs = loads <= (few_rows ? threads : 16) ? 1 : Tuning::forward_packs;
+  p.rows = few_rows ? 1 : Tuning::forward_packs / p.packs;
+  p.threads_per_row = row_threads(loads, p.packs);
+  if (p.pack == 1) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
+  p.rows_per_block = std::max(1, Tuning::block_threads / p.threads_per_row);
+  // A thread's rows are those of neighbouring blocks, or where rows are not aligned of blocks that
+  // have the same misalignment. Both are powers of two.
+  const int step = p.pack > 1 || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
+  while (1 << p.step_log2 < step) ++p.step_log2;
+}
+
 Plan plan(const Forward& call) {
   const Device& device = current_device();
   Plan p = {};
   p.pack = pack_size(call.cols, call.dtype, {call.input, call.weight, call.bias, call.output});
-  const int each =
-      p.pack > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (call.dtype == DType::Float64 ? 4 : 1);
-  const int64_t loads = ceil_div(call.cols, p.pack);
   const bool streams = can_stream(call.cols, call.dtype, 1, device);
-  const int64_t held = streams ? Tuning::stream_forward_bytes / size_of(call.dtype) : call.cols;
-  if (call.cols <= held && loads <= each * Tuning::forward_threads) {
-    p.threads_per_row = row_threads(loads, loads < 8 ? 1 : each);
-    p.rows_per_block = std::max(1, Tuning::block_threads / p.threads_per_row);
+  const int64_t loads = std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16);  // whole packs
+  const int threads = p.pack > 1 ? Tuning::forward_threads : kShiftedThreads;
+  if (loads <= Tuning::forward_packs * threads) {
+    plan_rows(p, call, loads, threads, device);
+    return p;
+  }
+  const int64_t fits = p.pack > 1 ? Tuning::shared_row_bytes : Tuning::shared_unaligned_row_bytes;
+  if (device.code >= 90 && 16 * loads <= fits && call.rows >= device.sms) {
+    p.regime = Regime::SharedRows;
     return p;
   }
   plan_spread(p, call.rows, call.cols, Tuning::forward_piece, device);
@@ -1444,6 +1784,23 @@ auto with_pack(int pack, F f) {
   return pack == V ? f(std::integral_constant<int, V>()) : f(std::integral_constant<int, 1>());
 }
 
+// Launches a kernel that waits for the one before it in the stream by itself.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                        Arguments... arguments) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &early;
+  // CUDA graphs take such launches from 12.3 on.
+  config.numAttrs = CUDART_VERSION >= 12030 && current_device().code >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 // Where blocks wait for one another, all must run at once: a cooperative launch. The words through
 // which they tell one another what they have measured start as unpublished.
 template <typename... Parameters, typename... Arguments>
@@ -1482,17 +1839,36 @@ bool refused(cudaError_t error) {
   return true;
 }
 
+template <typename A>
+RowConstants<A> row_constants(const Forward& call) {
+  return {A(call.eps), A(1) / A(call.cols)};
+}
+
+template <typename A>
+cudaError_t launch_rows(void (*kernel)(Forward, RowConstants<A>, int), const Forward& call, const Plan& p,
+                        cudaStream_t stream) {
+  const int64_t step = int64_t(1) << p.step_log2;
+  const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // of blockDim.x threads and p.rows rows
+  const dim3 block(p.threads_per_row, p.rows_per_block);
+  kernel<<<ceil_div(units, p.rows_per_block), block, 0, stream>>>(call, row_constants<A>(call), p.step_log2);
+  return cudaGetLastError();
+}
+
 template <typename T, int V>
 cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  constexpr int kLoads = V > 1 ? Tuning::forward_loads : Tuning::forward_scalars / (sizeof(T) == 8 ? 4 : 1);
   if (p.regime == Regime::Rows) {
-    const dim3 block(p.threads_per_row, p.rows_per_block);
-    const dim3 grid(ceil_div(call.rows, p.rows_per_block));
-    if (call.cols <= int64_t(V) * p.threads_per_row) {  // one load: fewer registers, more rows in flight
-      layer_norm_rows<T, V, 1><<<grid, block, 0, stream>>>(call);
-    } else {
-      layer_norm_rows<T, V, kLoads><<<grid, block, 0, stream>>>(call);
-    }
+    constexpr int kPacks = Tuning::forward_packs;
+    if (p.packs == kPacks) return launch_rows(layer_norm_rows<T, kPacks, 1, V == 1>, call, p, stream);
+    if (p.rows == 1) return launch_rows(layer_norm_rows<T, 1, 1, V == 1>, call, p, stream);
+    return launch_rows(layer_norm_rows<T, 1, kPacks, V == 1>, call, p, stream);
+  }
+  if (p.regime == Regime::SharedRows) {
+    const auto kernel = layer_norm_shared_rows<T, V == 1>;
+    const int shared = ceil_div(call.cols * sizeof(T) + 16, 16) * 16;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+    kernel<<<call.rows, 512, shared, stream>>>(call, row_constants<Acc<T>>(call));
     return cudaGetLastError();
   }
   if constexpr (sizeof(T) < 8) {
@@ -1504,10 +1880,11 @@ cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cuda
   }
   auto* moments = static_cast<Moments<Acc<T>>*>(scratch);
   auto* row_stats = reinterpret_cast<Acc<T>(*)[2]>(moments + call.rows * p.pieces);
-  partial_moments<T, V, kLoads><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
-  finish_moments<T><<<call.rows, 256, 0, stream>>>(call, p.pieces, moments, row_stats);
-  normalize_columns<T, V, 8 / V>
-      <<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(call, row_stats, ceil_div(call.rows, p.row_blocks));
+  constexpr int kPacks = V > 1 ? 4 : sizeof(T) == 8 ? 4 : 16;
+  partial_moments<T, V, kPacks><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
+  launch_next(finish_moments<T>, call.rows, 256, stream, call, p.pieces, moments, row_stats);
+  launch_next(normalize_columns<T, V, 8 / V>, dim3(p.tiles, p.row_blocks), 256, stream, call, row_stats,
+              ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -1540,14 +1917,14 @@ cudaError_t launch_typed(const Backward& call, const Plan& p, void* scratch, cud
     Sums<Acc<T>>* row_means = sums + call.rows * p.pieces;
     if (call.grad_input != nullptr) {
       backward_partial_sums<T, V, 8 / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
-      finish_sums<T><<<call.rows, 256, 0, stream>>>(call, p.pieces, sums, row_means);
+      launch_next(finish_sums<T>, call.rows, 256, stream, call, p.pieces, sums, row_means);
     }
-    backward_columns<T, V, 8 / V><<<dim3(p.tiles, p.row_blocks), 256, 0, stream>>>(
-        call, row_means, ceil_div(call.rows, p.row_blocks), partials);
+    launch_next(backward_columns<T, V, 8 / V>, dim3(p.tiles, p.row_blocks), 256, stream, call, row_means,
+                ceil_div(call.rows, p.row_blocks), partials);
   }
   if (partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
-    sum_partials<T><<<dim3(ceil_div(call.cols, kSumCols), 2), dim3(kSumCols, kSumRows), 0, stream>>>(
-        call, partials, partial_rows);
+    launch_next(sum_partials<T>, dim3(ceil_div(call.cols, kSumCols), 2), dim3(kSumCols, kSumRows), stream,
+                call, partials, partial_rows);
   }
   return cudaGetLastError();
 }
