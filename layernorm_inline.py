@@ -344,15 +344,19 @@ template <typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
   combine_lanes(x, min(int(blockDim.x), 32));
   if (blockDim.x <= 32) return;
-  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int warps = blockDim.x / 32;
   X(*row_slots)[R] = slots + threadIdx.y * warps;
-  if (lane == 0) {
+  if (threadIdx.x % 32 == 0) {
 #pragma unroll
     for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
   }
   __syncthreads();
+  const int slot = threadIdx.x % kMaxWarps;
 #pragma unroll
-  for (int r = 0; r < R; ++r) x[r] = lane % kMaxWarps < warps ? row_slots[lane % kMaxWarps][r] : X{};
+  for (int r = 0; r < R; ++r) {
+    x[r] = row_slots[min(slot, warps - 1)][r];
+    if (slot >= warps) x[r] = X{};
+  }
   combine_lanes(x, kMaxWarps);
 }
 
@@ -466,9 +470,10 @@ constexpr int kRowBlocks = 3;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED>
-__global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, ROWS > 1 || sizeof(T) == 8   ? 1
-                                                                   : sizeof(T) == 4 && !SHIFTED ? kRowBlocks
-                                                                                                : 2)
+__global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, ROWS > 1 || sizeof(T) == 8 ? 1
+                                                                   : sizeof(T) == 4 && !SHIFTED
+                                                                       ? kRowBlocks
+                                                                       : kRowBlocks - 1)
     layer_norm_rows(Forward call, RowConstants<Acc<T>> constants, int step_log2) {
   using A = Acc<T>;
   using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
@@ -646,7 +651,7 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
 // fits an SM is on its way at once, whatever the number of threads.
 
 template <typename T, bool SHIFTED>
-__global__ void __launch_bounds__(512, SHIFTED ? 2 : 3)
+__global__ void __launch_bounds__(512, SHIFTED ? kRowBlocks - 1 : kRowBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using A = Acc<T>;
