@@ -17,8 +17,10 @@ How to use it
         replace_layer_norm(model)                     # every nn.LayerNorm inside, in place
 
 API
-    layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5) -> Tensor
+    layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5,
+               activation=None, scale=1.0) -> Tensor
     class ModelNew(nn.LayerNorm)
+    class ConvTranspose3dLayerNormGELUScaling(nn.Module)
     replace_layer_norm(module) -> module
     CUDA_SOURCE, CPP_SOURCE                           the two sources, as compiled
 
@@ -46,7 +48,14 @@ import torch
 from torch import nn
 
 __version__ = "0.1.0"
-__all__ = ["CPP_SOURCE", "CUDA_SOURCE", "ModelNew", "layer_norm", "replace_layer_norm"]
+__all__ = [
+    "CPP_SOURCE",
+    "CUDA_SOURCE",
+    "ConvTranspose3dLayerNormGELUScaling",
+    "ModelNew",
+    "layer_norm",
+    "replace_layer_norm",
+]
 
 # ============================================================================
 # 1  Interface between the kernels and the binding
@@ -61,6 +70,7 @@ _INTERFACE = r"""
 namespace TORCH_EXTENSION_NAME {
 
 enum class DType { Float32, Float16, BFloat16, Float64 };
+enum class Activation { None, Gelu, GeluTanh };
 
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
 // mean and rstd are float32, and float64 for float64 input. A null pointer is a tensor
@@ -76,6 +86,8 @@ struct Forward {
   double eps;
   DType dtype;
   bool affine_float32;
+  Activation activation;  // output = scale * activation(layer norm)
+  double scale;
 };
 
 struct Backward {
@@ -90,13 +102,33 @@ struct Backward {
   int64_t rows, cols;
   DType dtype;
   bool affine_float32;
+  const void* bias;  // as weight; read only where there is an activation
+  Activation activation;
+  double scale;
+};
+
+// ConvTranspose3d (32 to 64 channels, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
+// the 64 columns of its output, exact GELU and scaling. All float32 and contiguous.
+struct Convolution {
+  const float* input;        // (batch, 32, depth, height, 32)
+  const float* conv_weight;  // (32, 64, 4, 4, 4)
+  const float* weight;       // (64) or null
+  const float* bias;         // (64) or null
+  float* output;             // (batch, 64, 2 depth, 2 height, 64)
+  int64_t batch;
+  int depth, height;
+  double eps, scale;
+  bool tf32;
 };
 
 // Each call needs that many bytes of device memory until the stream has run it.
 size_t scratch_bytes(const Forward& call);
 size_t scratch_bytes(const Backward& call);
+size_t scratch_bytes(const Convolution& call);
 cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream);
 cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream);
+cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream);
+bool fits_convolution();  // the current device has the shared memory that it takes
 
 }  // namespace TORCH_EXTENSION_NAME
 """
@@ -235,6 +267,111 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, Acc
   } else {
     narrow(x, static_cast<T*>(affine)[col]);
   }
+}
+
+// ---- Epilogue: scale * activation(z), z the layer norm ----
+// gelu(z) = z Phi(z), Phi the normal distribution function, or with its tanh form (Hendrycks, Gimpel:
+// Gaussian Error Linear Units, 2016, arXiv:1606.08415).
+
+template <typename A>
+struct Epilogue {
+  Activation activation;
+  A scale;
+};
+
+template <typename Call>
+bool is_fused(const Call& call) {
+  return call.activation != Activation::None || call.scale != 1;
+}
+
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The tail 1 - Phi(|z|), as t exp(-z^2 / 2 + polynomial of t) with t = 1 / (1 + |z| / sqrt(8)): within 2.4e-7
+// of itself, where 1 + erf(z) has lost its digits (Press et al.: Numerical Recipes, erfcc; here in
+// powers of two), and with erff's 40 instructions rows of 64 took 13% longer than plain ones.
+__device__ inline float gelu(float z) {
+  const float t = fast_reciprocal(1 + 0.35355339f * fabsf(z));
+  float power = 0.24651729f;
+  power = power * t - 1.18611497f;
+  power = power * t + 2.14747456f;
+  power = power * t - 1.63775313f;
+  power = power * t + 0.40232177f;
+  power = power * t - 0.26875686f;
+  power = power * t + 0.13963006f;
+  power = power * t + 0.53970062f;
+  power = power * t + 1.44272921f;
+  power = power * t - 2.82574821f;
+  const float tail = t * fast_exp2(power - 0.72134752f * z * z);
+  return fmaxf(z, 0) - fabsf(z) * tail;
+}
+__device__ inline double gelu(double z) { return 0.5 * z * (1 + erf(z * 0.7071067811865476)); }
+
+// For 16-bit output: the tail within 8e-8 (Abramowitz, Stegun: 7.1.26).
+__device__ inline float coarse_gelu(float z) {
+  const float t = fast_reciprocal(1 + 0.2316419f * fabsf(z));
+  const float poly =
+      t *
+      (0.127414796f + t * (-0.142248368f + t * (0.7107068705f + t * (-0.7265760135f + t * 0.5307027145f))));
+  return fmaxf(z, 0) - fabsf(z) * (poly * fast_exp2(-0.72134752f * z * z));
+}
+
+// z (1 + tanh(u)) / 2 = z / (1 + exp(-2 u)) with u = sqrt(2 / pi) (z + 0.044715 z^3)
+template <typename A>
+__device__ A twice_tanh_argument(A z) {
+  return z * (A(1.5957691216057308) + A(0.07135481282553858) * z * z);
+}
+
+__device__ inline float gelu_tanh(float z) {
+  return z * fast_reciprocal(1 + fast_exp2(-1.44269504f * twice_tanh_argument(z)));
+}
+__device__ inline double gelu_tanh(double z) { return z / (1 + exp(-twice_tanh_argument(z))); }
+
+// FUSED is known when the kernel is compiled: plain LayerNorm asks nothing.
+template <typename T, bool FUSED, int V>
+__device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue) {
+  if constexpr (FUSED) {
+    if (epilogue.activation == Activation::Gelu) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        if constexpr (sizeof(T) == 2) {
+          z[v] = coarse_gelu(z[v]);
+        } else {
+          z[v] = gelu(z[v]);
+        }
+      }
+    } else if (epilogue.activation == Activation::GeluTanh) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        z[v] = gelu_tanh(z[v]);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) z[v] *= epilogue.scale;
+  }
+}
+
+// d activation / dz
+template <typename A>
+__device__ A derivative(Activation activation, A z) {
+  if (activation == Activation::Gelu) {
+    return A(0.5) * (1 + erf(z * A(0.7071067811865476))) + z * A(0.3989422804014327) * exp(A(-0.5) * z * z);
+  }
+  if (activation == Activation::GeluTanh) {
+    const A sigmoid = 1 / (1 + exp(-twice_tanh_argument(z)));
+    const A slope = A(1.5957691216057308) + 3 * A(0.07135481282553858) * z * z;
+    return sigmoid + z * slope * sigmoid * (1 - sigmoid);
+  }
+  return 1;
 }
 
 // ---- Statistics: (count, mean, m2) combine as in Chan, Golub, LeVeque (1979) ----
@@ -454,6 +591,7 @@ __device__ inline bool has_usual_affine(const Forward& call) {
 template <typename A>
 struct RowConstants {
   A eps, per_col;  // per_col: 1 / cols
+  Epilogue<A> epilogue;
 };
 
 // ---- Forward, rows that a block holds in registers ----
@@ -469,7 +607,7 @@ constexpr int kRowBlocks = 3;
 #endif
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED>
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool FUSED>
 __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, ROWS > 1 || sizeof(T) == 8 ? 1
                                                                    : sizeof(T) == 4 && !SHIFTED
                                                                        ? kRowBlocks
@@ -583,6 +721,7 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, ROWS > 1 || s
         unpack(x[r][i], y);
 #pragma unroll
         for (int v = 0; v < V; ++v) y[v] = (y[v] - mean[r]) * rstd[r] * weight[v] + bias[v];
+        apply_epilogue<T, FUSED>(y, constants.epilogue);
         if (r == 0 || live_row(r)) store<T, V>(output + (col + r * row_step), y);
       }
     }
@@ -591,8 +730,9 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, ROWS > 1 || s
       load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const A y = (extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0];
-        if (live_row(r)) narrow(y, output[cut.extra + r * row_step]);
+        A y[1] = {(extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0]};
+        apply_epilogue<T, FUSED>(y, constants.epilogue);
+        if (live_row(r)) narrow(y[0], output[cut.extra + r * row_step]);
       }
     }
   };
@@ -650,7 +790,7 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
 // For rows too long for the registers of a block: one bulk copy brings the row, so that as much as
 // fits an SM is on its way at once, whatever the number of threads.
 
-template <typename T, bool SHIFTED>
+template <typename T, bool SHIFTED, bool FUSED>
 __global__ void __launch_bounds__(512, SHIFTED ? kRowBlocks - 1 : kRowBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -731,12 +871,15 @@ __global__ void __launch_bounds__(512, SHIFTED ? kRowBlocks - 1 : kRowBlocks)
       get(col, y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
+      apply_epilogue<T, FUSED>(y, constants.epilogue);
       store<T, V>(output + col, y);
     }
     if (SHIFTED && cut.extra >= 0) {
       A weight[1], bias[1];
       load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra);
-      narrow((extra_x - mean) * rstd * weight[0] + bias[0], output[cut.extra]);
+      A y[1] = {(extra_x - mean) * rstd * weight[0] + bias[0]};
+      apply_epilogue<T, FUSED>(y, constants.epilogue);
+      narrow(y[0], output[cut.extra]);
     }
   };
   if (has_usual_affine(call)) {
@@ -847,7 +990,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-template <typename T, int V, int PACKS>
+template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(256)
     normalize_columns(Forward call, const Acc<T> (*row_stats)[2], int64_t rows_per_block) {
   using A = Acc<T>;
@@ -886,6 +1029,7 @@ __global__ void __launch_bounds__(256)
       unpack(x[i], y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
+      apply_epilogue<T, FUSED>(y, Epilogue<A>{call.activation, A(call.scale)});
       store<T, V, true>(output + col, y);
     }
   }
@@ -1194,7 +1338,7 @@ struct StreamControl {
 };
 
 // Forward as the stream sees it: row statistics are {mean, rstd}.
-template <typename T, int V>
+template <typename T, int V, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
@@ -1270,6 +1414,7 @@ struct ForwardPass {
         unpack(load<T, V>(slices[0] + col), y);
 #pragma unroll
         for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
+        apply_epilogue<T, FUSED>(y, Epilogue<float>{call.activation, float(call.scale)});
         store<T, V>(output + col, y);
       }
     }
@@ -1566,6 +1711,31 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   store_affine<T>(grad, call.affine_float32, col, sum);
 }
 
+// The gradient of the layer norm inside scale * activation(layer norm): the backward kernels then take
+// it for grad_output. It moves input and grad_output once more, but keeps bias and a second copy of
+// the activation out of every backward kernel.
+template <typename T, int V>
+__global__ void __launch_bounds__(256) activation_backward(Backward call, T* grad) {
+  using A = Acc<T>;
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, cols = call.cols;
+  if (row >= call.rows) return;
+  const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
+  const A scale = call.scale;
+  const int64_t col_step = int64_t(gridDim.y) * blockDim.x * V;
+  for (int64_t col = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * V; col < cols; col += col_step) {
+    A x[V], dy[V], weight[V], bias[V];
+    unpack(load<T, V>(static_cast<const T*>(call.input) + row * cols + col), x);
+    unpack(load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col), dy);
+    load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
+    load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      dy[v] *= scale * derivative(call.activation, (x[v] - mean) * rstd * weight[v] + bias[v]);
+    }
+    store<T, V>(grad + row * cols + col, dy);
+  }
+}
+
 // No rows: the gradients of weight and bias are sums of nothing.
 template <typename T>
 __global__ void zero_affine(Backward call) {
@@ -1573,6 +1743,254 @@ __global__ void zero_affine(Backward call) {
   if (col >= call.cols) return;
   if (call.grad_weight != nullptr) store_affine<T>(call.grad_weight, call.affine_float32, col, 0);
   if (call.grad_bias != nullptr) store_affine<T>(call.grad_bias, call.affine_float32, col, 0);
+}
+
+// ---- ConvTranspose3d with LayerNorm, GELU and scaling in its epilogue (sm_80 and up) ----
+// For kernel 4, stride 2, padding 1, output position o gets input positions (o + 1 - k) / 2 for the two
+// k of the parity of o + 1. So outputs of one parity per dimension, o = 2 q + p, are a dense
+// convolution with two taps t a dimension: k = 1 - p + 2 t reads input q + p - t.
+//
+// An output line (all w' of one d', h' for 64 channels) is a matrix product: channels x (taps, input
+// channels) x w'. A block keeps the weights of one (parity of d', parity of h') in shared memory for
+// its whole run and takes 8 lines a round, h' two apart; a warp has 32 channels of two of them. As the
+// last dimension is what LayerNorm normalizes, each of its rows is in the accumulators of four lanes.
+
+[[maybe_unused]] constexpr int kConvIn = 32, kConvOut = 64,
+                               kConvWidth = 32;  // channels in and out, input width
+constexpr int kConvLines = 8, kConvThreads = 256;
+// A slab: the input lines of one depth that a round needs, each channel with room for the zeros beside
+// it. A pitch of 8 banks more than a multiple of 32 spreads a fragment's 4 channels x 8 columns.
+[[maybe_unused]] constexpr int kSlabRows = kConvLines + 1, kSlabPitch = 40, kSlabLeft = 4;
+constexpr int kSlabFloats = kSlabRows * kConvIn * kSlabPitch;
+constexpr int kConvWeights = 2 * 2 * (kConvIn / 8) * 2 * 2 * (kConvOut / 16) * 128;  // floats of a block
+constexpr int kConvShared = 4 * (kConvWeights + 2 * kSlabFloats + 2 * kConvOut);
+
+// Rounds to the 10 bits of mantissa that tensor cores read; they ignore the others.
+__device__ inline float round_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
+
+// The weights in the order in which lanes take them: (parity of d, of h, taps of d, h, 8 input channels,
+// parity of w, tap of w, 16 output channels, lane, register).
+__global__ void __launch_bounds__(256) arrange_weights(Convolution call, float* arranged) {
+  const int index = blockIdx.x * 256 + threadIdx.x;
+  int rest = index;
+  auto digit = [&](int base) {
+    const int d = rest % base;
+    rest /= base;
+    return d;
+  };
+  const int reg = digit(4), lane = digit(32), tile = digit(kConvOut / 16), tap_w = digit(2),
+            parity_w = digit(2);
+  const int chunk = digit(kConvIn / 8), tap_h = digit(2), tap_d = digit(2), parity_h = digit(2),
+            parity_d = rest;
+  const int out = tile * 16 + lane / 4 + reg % 2 * 8, in = chunk * 8 + lane % 4 + reg / 2 * 4;
+  const int d = 1 - parity_d + 2 * tap_d, h = 1 - parity_h + 2 * tap_h, w = 1 - parity_w + 2 * tap_w;
+  const float weight = call.conv_weight[(((in * kConvOut + out) * 4 + d) * 4 + h) * 4 + w];
+  arranged[index] = call.tf32 ? round_to_tf32(weight) : weight;
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+__device__ inline void multiply_add(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+
+// Copies 16 bytes, or writes zeros where there is nothing to read.
+__device__ inline void copy_or_zero(float* shared, const float* global, bool exists) {
+  const unsigned to = unsigned(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+// x - round_to_tf32(x), rounded likewise. Volatile: found again at every use, as keeping it for all
+// weights would take more registers than there are.
+__device__ inline float tf32_rest(float x) {
+  unsigned seen;
+  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(seen) : "r"(__float_as_uint(round_to_tf32(x))));
+  return round_to_tf32(x - __uint_as_float(seen));
+}
+#endif
+
+// TF32: inputs rounded to TF32, as PyTorch does where it is allowed. Otherwise each product is three,
+// of the leading and the remaining bits of both factors (Ootomo, Yokota, 2022, arXiv:2203.03341), and
+// tensor cores, which truncate sums, add no more than 6 of them before a rounded addition.
+template <bool TF32>
+__global__ void __launch_bounds__(kConvThreads, 1)
+    conv_transpose_layer_norm_gelu(Convolution call, const float* arranged) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(128) unsigned char conv_shared[];
+  float* weights = reinterpret_cast<float*>(conv_shared);
+  float* slabs = weights + kConvWeights;
+  float* affine = slabs + 2 * kSlabFloats;
+
+  const int parity = blockIdx.x % 4, parity_d = parity / 2, parity_h = parity % 2;
+  const int groups = (call.height + kConvLines - 1) / kConvLines;
+  const int64_t rounds = call.batch * call.depth * groups;
+  const int64_t first_round = blockIdx.x / 4, round_step = gridDim.x / 4;
+
+  for (int i = threadIdx.x * 4; i < kConvWeights; i += kConvThreads * 4) {
+    *reinterpret_cast<float4*>(weights + i) =
+        *reinterpret_cast<const float4*>(arranged + parity * kConvWeights + i);
+  }
+  for (int i = threadIdx.x; i < 2 * kSlabFloats; i += kConvThreads) slabs[i] = 0;
+  if (threadIdx.x < kConvOut) {
+    affine[threadIdx.x] = call.weight == nullptr ? 1 : call.weight[threadIdx.x];
+    affine[kConvOut + threadIdx.x] = call.bias == nullptr ? 0 : call.bias[threadIdx.x];
+  }
+  __syncthreads();
+
+  struct Place {
+    int64_t batch;
+    int d, h;  // of the first line, in steps of two
+  };
+  auto place_of = [&](int64_t round) {
+    return Place{round / groups / call.depth, int(round / groups % call.depth),
+                 int(round % groups) * kConvLines};
+  };
+  // The lines that tap `tap` of the depth reads; the last round's successor copies nothing.
+  auto fetch = [&](int64_t round, int tap) {
+    if (round < rounds) {
+      const Place p = place_of(round);
+      const int d = p.d + parity_d - tap;
+#pragma unroll 1  // unrolled, its addresses would take the registers of sums
+      for (int i = threadIdx.x; i < kSlabRows * kConvIn * (kConvWidth / 4); i += kConvThreads) {
+        const int quarter = i % (kConvWidth / 4), in = i / (kConvWidth / 4) % kConvIn;
+        const int row = i / (kConvWidth / 4) / kConvIn, h = p.h + parity_h - 1 + row;
+        const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
+        const int64_t line =
+            ((p.batch * kConvIn + in) * call.depth + (exists ? d : 0)) * call.height + (exists ? h : 0);
+        copy_or_zero(slabs + tap * kSlabFloats + (row * kConvIn + in) * kSlabPitch + kSlabLeft + 4 * quarter,
+                     call.input + line * kConvWidth + 4 * quarter, exists);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_tile = warp % 2 * 2, first_line = warp / 2 * 2;  // this warp's two of each
+  const float scale = call.scale, eps = call.eps;
+
+  fetch(first_round, 0);
+  fetch(first_round, 1);
+  for (int64_t round = first_round; round < rounds; round += round_step) {
+    float sums[2][2][4][2][4] = {};  // tile, line, 8 columns, parity of w, register
+#pragma unroll 1
+    for (int tap_d = 0; tap_d < 2; ++tap_d) {
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      __syncthreads();
+      const float* slab = slabs + tap_d * kSlabFloats;
+#pragma unroll 1
+      for (int step = 0; step < 2 * (kConvIn / 8); ++step) {
+        const int tap_h = step / (kConvIn / 8), chunk = step % (kConvIn / 8);
+        float a[2][2][2][4];  // parity of w, tap of w, tile
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int at = ((tap_d * 2 + tap_h) * (kConvIn / 8) + chunk) * 4 + i / 2;
+          const float4 four = reinterpret_cast<const float4*>(
+              weights)[(at * (kConvOut / 16) + first_tile + i % 2) * 32 + lane];
+          float(&to)[4] = a[i / 4][i / 2 % 2][i % 2];
+          to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        }
+#pragma unroll
+        for (int line = 0; line < 2; ++line) {
+          const int row = first_line + line + 1 - tap_h;
+          const float* from =
+              slab + (row * kConvIn + chunk * 8 + lane % 4) * kSlabPitch + kSlabLeft + lane / 4;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            float b[3][2];  // shifted by -1, 0, 1
+#pragma unroll
+            for (int i = 0; i < 6; ++i) {
+              const float x = from[8 * j + i / 2 - 1 + i % 2 * 4 * kSlabPitch];
+              b[i / 2][i % 2] = TF32 ? round_to_tf32(x) : x;
+            }
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+              for (int parity_w = 0; parity_w < 2; ++parity_w) {
+                float(&sum)[4] = sums[tile][line][j][parity_w];
+                if constexpr (TF32) {
+                  multiply_add(sum, a[parity_w][0][tile], b[1 + parity_w]);
+                  multiply_add(sum, a[parity_w][1][tile], b[parity_w]);
+                } else {
+                  float part[4] = {};
+#pragma unroll
+                  for (int tap_w = 0; tap_w < 2; ++tap_w) {
+                    float whole_a[4], rest_a[4], whole_b[2], rest_b[2];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                      whole_a[i] = round_to_tf32(a[parity_w][tap_w][tile][i]);
+                      rest_a[i] = tf32_rest(a[parity_w][tap_w][tile][i]);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                      whole_b[i] = round_to_tf32(b[1 + parity_w - tap_w][i]);
+                      rest_b[i] = tf32_rest(b[1 + parity_w - tap_w][i]);
+                    }
+                    multiply_add(part, rest_a, whole_b);
+                    multiply_add(part, whole_a, rest_b);
+                    multiply_add(part, whole_a, whole_b);
+                  }
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) sum[i] += part[i];
+                }
+              }
+            }
+          }
+        }
+      }
+      __syncthreads();
+      fetch(round + round_step, tap_d);
+    }
+
+    // The convolution's bias is one number a row: it leaves with the mean.
+    const Place p = place_of(round);
+#pragma unroll
+    for (int line = 0; line < 2; ++line) {
+      const int h = p.h + first_line + line;
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float mean = 0, m2 = 0;
+#pragma unroll
+          for (int i = 0; i < 16; ++i) mean += sums[tile][line][i / 4][i / 2 % 2][2 * half + i % 2];
+          mean = combine_lanes(mean, 4) * (1.0f / kConvOut);
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            const float distance = sums[tile][line][i / 4][i / 2 % 2][2 * half + i % 2] - mean;
+            m2 += distance * distance;
+          }
+          const float rstd = rsqrtf(combine_lanes(m2, 4) * (1.0f / kConvOut) + eps);
+          if (h >= call.height) continue;
+          const int out = (first_tile + tile) * 16 + lane / 4 + 8 * half;
+          float* output =
+              call.output +
+              ((((p.batch * kConvOut + out) * call.depth + p.d) * 2 + parity_d) * call.height + h) * 2 *
+                  kConvOut +
+              parity_h * kConvOut;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int col = 16 * j + 4 * (lane % 4);
+            float y[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float xhat = (sums[tile][line][j][i % 2][2 * half + i / 2] - mean) * rstd;
+              const float z = xhat * affine[col + i] + affine[kConvOut + col + i];
+              y[i] = scale * (TF32 ? coarse_gelu(z) : gelu(z));
+            }
+            store<float, 4, true>(output + col, y);
+          }
+        }
+      }
+    }
+  }
+#else
+  __trap();  // fits keeps calls away from code without these instructions
+#endif
 }
 
 // ---- Tuning and dispatch ----
@@ -1752,7 +2170,8 @@ Plan plan(const Backward& call) {
   const Device& device = current_device();
   Plan p = {};
   if (call.rows == 0) return p;
-  p.pack = pack_size(call.cols, call.dtype, {call.grad_output, call.input, call.weight, call.grad_input});
+  p.pack = pack_size(call.cols, call.dtype,
+                     {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
   const int each = std::min(Tuning::backward_bytes / size_of(call.dtype), p.pack > 1 ? 16 : 8);
   const bool streams = can_stream(call.cols, call.dtype, 2, device);
   const int64_t held = streams ? Tuning::stream_backward_bytes / size_of(call.dtype) : call.cols;
@@ -1846,7 +2265,7 @@ bool refused(cudaError_t error) {
 
 template <typename A>
 RowConstants<A> row_constants(const Forward& call) {
-  return {A(call.eps), A(1) / A(call.cols)};
+  return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}};
 }
 
 template <typename A>
@@ -1859,16 +2278,16 @@ cudaError_t launch_rows(void (*kernel)(Forward, RowConstants<A>, int), const For
   return cudaGetLastError();
 }
 
-template <typename T, int V>
-cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+template <typename T, int V, bool FUSED>
+cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
   if (p.regime == Regime::Rows) {
     constexpr int kPacks = Tuning::forward_packs;
-    if (p.packs == kPacks) return launch_rows(layer_norm_rows<T, kPacks, 1, V == 1>, call, p, stream);
-    if (p.rows == 1) return launch_rows(layer_norm_rows<T, 1, 1, V == 1>, call, p, stream);
-    return launch_rows(layer_norm_rows<T, 1, kPacks, V == 1>, call, p, stream);
+    if (p.packs == kPacks) return launch_rows(layer_norm_rows<T, kPacks, 1, V == 1, FUSED>, call, p, stream);
+    if (p.rows == 1) return launch_rows(layer_norm_rows<T, 1, 1, V == 1, FUSED>, call, p, stream);
+    return launch_rows(layer_norm_rows<T, 1, kPacks, V == 1, FUSED>, call, p, stream);
   }
   if (p.regime == Regime::SharedRows) {
-    const auto kernel = layer_norm_shared_rows<T, V == 1>;
+    const auto kernel = layer_norm_shared_rows<T, V == 1, FUSED>;
     const int shared = ceil_div(call.cols * sizeof(T) + 16, 16) * 16;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -1879,7 +2298,7 @@ cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cuda
   if constexpr (sizeof(T) < 8) {
     if (p.regime == Regime::Stream) {
       const cudaError_t error =
-          launch_stream<ForwardPass<T, V>>(call, p, static_cast<uint64_t*>(scratch), nullptr, stream);
+          launch_stream<ForwardPass<T, V, FUSED>>(call, p, static_cast<uint64_t*>(scratch), nullptr, stream);
       if (!refused(error)) return error;
     }
   }
@@ -1888,16 +2307,37 @@ cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cuda
   constexpr int kPacks = V > 1 ? 4 : sizeof(T) == 8 ? 4 : 16;
   partial_moments<T, V, kPacks><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
   launch_next(finish_moments<T>, call.rows, 256, stream, call, p.pieces, moments, row_stats);
-  launch_next(normalize_columns<T, V, 8 / V>, dim3(p.tiles, p.row_blocks), 256, stream, call, row_stats,
-              ceil_div(call.rows, p.row_blocks));
+  launch_next(normalize_columns<T, V, 8 / V, FUSED>, dim3(p.tiles, p.row_blocks), 256, stream, call,
+              row_stats, ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
 template <typename T, int V>
-cudaError_t launch_typed(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+  return is_fused(call) ? launch_fused<T, V, true>(call, p, scratch, stream)
+                        : launch_fused<T, V, false>(call, p, scratch, stream);
+}
+
+// Bytes for the gradient inside the activation, at the start of scratch.
+size_t activation_bytes(const Backward& call) {
+  return is_fused(call) ? ceil_div(call.rows * call.cols * size_of(call.dtype), 256) * 256 : 0;
+}
+
+template <typename T, int V>
+cudaError_t launch_typed(Backward call, const Plan& p, void* scratch, cudaStream_t stream) {
   if (call.rows == 0) {
     zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
     return cudaGetLastError();
+  }
+  if (is_fused(call)) {
+    const int64_t loads = ceil_div(call.cols, V);
+    const dim3 block(row_threads(std::min<int64_t>(loads, 256), 1), 1);
+    const dim3 rows_and_tiles(ceil_div(call.rows, 256 / block.x),
+                              std::min<int64_t>(65535, ceil_div(loads, 1024)));
+    activation_backward<T, V>
+        <<<rows_and_tiles, dim3(block.x, 256 / block.x), 0, stream>>>(call, static_cast<T*>(scratch));
+    call.grad_output = scratch;
+    scratch = static_cast<char*>(scratch) + activation_bytes(call);
   }
   auto* partials = static_cast<Acc<T>*>(scratch);
   int64_t partial_rows = p.partial_rows;
@@ -1957,7 +2397,8 @@ size_t scratch_bytes(const Backward& call) {
   const int64_t words = p.regime == Regime::Stream ? call.rows * words_per_row(p.stream.group) : 0;
   const int64_t stream = p.regime == Regime::Stream ? 2 * 4 * p.groups * call.cols + 8 * words : 0;
   const int64_t spread_sums = p.pieces > 0 ? call.rows * (p.pieces + 1) : 0;
-  return std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + spread_sums));
+  return activation_bytes(call) +
+         std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + spread_sums));
 }
 
 cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream) {
@@ -1966,6 +2407,25 @@ cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream) {
 
 cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream) {
   return launch_any(call, scratch, stream);
+}
+
+bool fits_convolution() {
+  return current_device().code >= 80 && current_device().shared_bytes >= kConvShared;
+}
+
+size_t scratch_bytes(const Convolution&) { return 4 * sizeof(float) * kConvWeights; }
+
+cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream) {
+  auto* arranged = static_cast<float*>(scratch);
+  arrange_weights<<<4 * kConvWeights / 256, 256, 0, stream>>>(call, arranged);
+  const auto kernel =
+      call.tf32 ? conv_transpose_layer_norm_gelu<true> : conv_transpose_layer_norm_gelu<false>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kConvShared);
+  if (error != cudaSuccess) return error;
+  const int blocks = std::max(1, current_device().sms / 4) * 4;  // of each parity as many
+  kernel<<<blocks, kConvThreads, kConvShared, stream>>>(call, arranged);
+  return cudaGetLastError();
 }
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -1983,8 +2443,11 @@ CPP_SOURCE = (
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/conv_transpose3d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
 #include <c10/core/GradMode.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -2108,7 +2571,8 @@ void run(const Call& call, const Tensor& input) {
 }
 
 Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, bool save_statistics) {
+                       const OptionalTensor& bias, double eps, int64_t activation, double scale,
+                       bool save_statistics) {
   check(input, shape, weight, bias);
   const c10::cuda::CUDAGuard guard(input.device());
   Outputs outputs = allocate_forward(input, shape, save_statistics);
@@ -2129,28 +2593,31 @@ Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const Optional
   call.eps = eps;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  call.activation = static_cast<Activation>(activation);
+  call.scale = scale;
   run(call, input);
   return outputs;
 }
 
 Tensor layer_norm_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps) {
-  return std::get<0>(forward_kernel(input, normalized_shape, weight, bias, eps, false));
+                       const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  return std::get<0>(forward_kernel(input, normalized_shape, weight, bias, eps, activation, scale, false));
 }
 
 Outputs forward_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                     const OptionalTensor& bias, double eps) {
-  return forward_kernel(input, normalized_shape, weight, bias, eps, true);
+                     const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  return forward_kernel(input, normalized_shape, weight, bias, eps, activation, scale, true);
 }
 
 Outputs backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                       const Tensor& mean, const Tensor& rstd, const OptionalTensor& weight,
-                      const OptionalTensor& bias, std::array<bool, 3> output_mask) {
+                      const OptionalTensor& bias, int64_t activation, double scale,
+                      std::array<bool, 3> output_mask) {
   const c10::cuda::CUDAGuard guard(input.device());
   Outputs gradients = allocate_backward(input, weight, bias, output_mask);
   const Tensor dy = grad_output.contiguous(), x = input.contiguous();
-  const OptionalTensor w = contiguous(weight);
-  const auto& affine = present(weight) ? weight : bias;
+  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+  const auto& affine = present(w) ? w : b;
   Backward call = {};
   call.grad_output = dy.data_ptr();
   call.input = x.data_ptr();
@@ -2165,28 +2632,90 @@ Outputs backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArra
   call.rows = input.numel() / call.cols;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  call.activation = static_cast<Activation>(activation);
+  call.scale = scale;
+  if (call.activation != Activation::None) call.bias = read(b);
   run(call, input);
   return gradients;
+}
+
+void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& weight,
+                       const OptionalTensor& bias) {
+  TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
+              "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
+  const std::vector<SymInt> conv_shape = {32, 64, 4, 4, 4}, shape = {64};
+  TORCH_CHECK(conv_weight.sym_sizes().equals(conv_shape),
+              "Expected conv_weight of shape [32, 64, 4, 4, 4], but got ", text(conv_weight.sym_sizes()));
+  TORCH_CHECK(input.scalar_type() == at::kFloat && conv_weight.scalar_type() == at::kFloat,
+              "Expected input and conv_weight of dtype Float, but got ", input.scalar_type(), " and ",
+              conv_weight.scalar_type());
+  check_affine("weight", weight, input, shape);
+  check_affine("bias", bias, input, shape);
+}
+
+Tensor allocate_convolution(const Tensor& input) {
+  return at::empty_symint({input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64},
+                          input.options());
+}
+
+Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale,
+                        bool tf32) {
+  check_convolution(input, conv_weight, weight, bias);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (!fits_convolution()) {
+    const Tensor y =
+        at::conv_transpose3d(input, conv_weight, present(conv_bias) ? *conv_bias : Tensor(), 2, 1);
+    const std::vector<SymInt> shape = {64};
+    const auto gelu = static_cast<int64_t>(Activation::Gelu);
+    return std::get<0>(forward_kernel(y, shape, weight, bias, eps, gelu, scale, false));
+  }
+  const Tensor output = allocate_convolution(input);
+  if (output.numel() == 0) return output;
+  Tensor x = input.contiguous();
+  if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 != 0) x = x.clone();
+  const Tensor conv = conv_weight.contiguous();
+  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+  Convolution call = {};
+  call.input = static_cast<const float*>(x.data_ptr());
+  call.conv_weight = static_cast<const float*>(conv.data_ptr());
+  call.weight = static_cast<const float*>(read(w));
+  call.bias = static_cast<const float*>(read(b));
+  call.output = static_cast<float*>(output.data_ptr());
+  call.batch = input.size(0);
+  call.depth = input.size(2);
+  call.height = input.size(3);
+  call.eps = eps;
+  call.scale = scale;
+  call.tf32 = tf32;
+  run(call, input);
+  return output;
 }
 
 // ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
 
 Tensor layer_norm_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double) {
+                       const OptionalTensor& bias, double, int64_t, double) {
   check(input, normalized_shape, weight, bias);
   return std::get<0>(allocate_forward(input, normalized_shape, false));
 }
 
 Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                     const OptionalTensor& bias, double) {
+                     const OptionalTensor& bias, double, int64_t, double) {
   check(input, normalized_shape, weight, bias);
   return allocate_forward(input, normalized_shape, true);
 }
 
 Outputs backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, const Tensor&, const Tensor&,
-                      const OptionalTensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& weight, const OptionalTensor& bias, int64_t, double,
                       std::array<bool, 3> output_mask) {
   return allocate_backward(input, weight, bias, output_mask);
+}
+
+Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor&,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double, double, bool) {
+  check_convolution(input, conv_weight, weight, bias);
+  return allocate_convolution(input);
 }
 
 // ---- Autograd ----
@@ -2201,39 +2730,75 @@ auto find_op(const char* name) {
       .typed<F>();
 }
 
-// The gradients written with PyTorch's differentiable operations: what create_graph=True needs.
-// Any order of derivative; several times the memory traffic of the kernels.
-torch::autograd::variable_list differentiable_backward(const Tensor& grad_output, const Tensor& input,
-                                                       int64_t dims, const Tensor& weight, const Tensor& bias,
-                                                       double eps) {
-  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+const char* gelu_form(int64_t activation) {
+  return static_cast<Activation>(activation) == Activation::GeluTanh ? "tanh" : "none";
+}
+
+// Layer norm and its gradients written with PyTorch's differentiable operations, in several times the
+// memory traffic of the kernels: what create_graph=True, forward mode and torch.func need.
+struct Composed {
+  Tensor x, xhat, rstd, weight;  // x in the dtype of the arithmetic, the others also
   std::vector<int64_t> row_dims, batch_dims;
-  for (int64_t d = 0; d < input.dim(); ++d) (d < input.dim() - dims ? batch_dims : row_dims).push_back(d);
-  const Tensor x = input.to(dtype), dy = grad_output.to(dtype);
-  const Tensor distance = x - x.mean(row_dims, true);
-  const Tensor rstd = ((distance * distance).mean(row_dims, true) + eps).rsqrt();
-  const Tensor xhat = distance * rstd;
-  const Tensor wdy = weight.defined() ? dy * weight.to(dtype) : dy;
-  const Tensor grad_input =
-      rstd * (wdy - wdy.mean(row_dims, true) - xhat * (wdy * xhat).mean(row_dims, true));
-  auto over_rows = [&](const Tensor& t) { return batch_dims.empty() ? t : t.sum(batch_dims); };
+
+  Composed(const Tensor& input, int64_t dims, const OptionalTensor& affine_weight, double eps) {
+    const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    for (int64_t d = 0; d < input.dim(); ++d) (d < input.dim() - dims ? batch_dims : row_dims).push_back(d);
+    x = input.to(dtype);
+    const Tensor distance = x - x.mean(row_dims, true);
+    rstd = ((distance * distance).mean(row_dims, true) + eps).rsqrt();
+    xhat = distance * rstd;
+    if (present(affine_weight)) weight = affine_weight->to(dtype);
+  }
+
+  Tensor layer_norm(const OptionalTensor& bias) const {
+    const Tensor z = weight.defined() ? xhat * weight : xhat;
+    return present(bias) ? z + bias->to(x.scalar_type()) : z;
+  }
+
+  Tensor over_rows(const Tensor& t) const { return batch_dims.empty() ? t : t.sum(batch_dims); }
+};
+
+Tensor composed_forward(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  check(input, shape, weight, bias);
+  const Composed composed(input, shape.size(), weight, eps);
+  Tensor y = composed.layer_norm(bias);
+  if (static_cast<Activation>(activation) != Activation::None) y = at::gelu(y, gelu_form(activation));
+  return (scale == 1 ? y : y * scale).to(input.scalar_type());
+}
+
+torch::autograd::variable_list composed_backward(const Tensor& grad_output, const Tensor& input, int64_t dims,
+                                                 const Tensor& weight, const Tensor& bias, double eps,
+                                                 int64_t activation, double scale) {
+  const Composed composed(input, dims, weight, eps);
+  const Tensor &xhat = composed.xhat, &rstd = composed.rstd;
+  Tensor dy = grad_output.to(xhat.scalar_type());
+  if (scale != 1) dy = dy * scale;
+  if (static_cast<Activation>(activation) != Activation::None) {
+    dy = at::gelu_backward(dy, composed.layer_norm(bias), gelu_form(activation));
+  }
+  const Tensor wdy = weight.defined() ? dy * composed.weight : dy;
+  auto row_mean = [&](const Tensor& t) { return t.mean(composed.row_dims, true); };
+  const Tensor grad_input = rstd * (wdy - row_mean(wdy) - xhat * row_mean(wdy * xhat));
   Tensor grad_weight, grad_bias;
-  if (weight.defined()) grad_weight = over_rows(dy * xhat).to(weight.scalar_type());
-  if (bias.defined()) grad_bias = over_rows(dy).to(bias.scalar_type());
-  return {grad_input.to(input.scalar_type()), Tensor(), grad_weight, grad_bias, Tensor()};
+  if (weight.defined()) grad_weight = composed.over_rows(dy * xhat).to(weight.scalar_type());
+  if (bias.defined()) grad_bias = composed.over_rows(dy).to(bias.scalar_type());
+  return {grad_input.to(input.scalar_type()), Tensor(), grad_weight, grad_bias, Tensor(), Tensor(), Tensor()};
 }
 
 struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
                         SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps) {
+                        const OptionalTensor& bias, double eps, int64_t activation, double scale) {
     static const auto op = find_op<decltype(forward_cuda)>("forward");
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [output, mean, rstd] = op.call(input, normalized_shape, weight, bias, eps);
+    auto [output, mean, rstd] = op.call(input, normalized_shape, weight, bias, eps, activation, scale);
     ctx->save_for_backward(
         {input, mean, rstd, present(weight) ? *weight : Tensor(), present(bias) ? *bias : Tensor()});
     ctx->saved_data["dims"] = static_cast<int64_t>(normalized_shape.size());
     ctx->saved_data["eps"] = eps;
+    ctx->saved_data["activation"] = activation;
+    ctx->saved_data["scale"] = scale;
     return output;
   }
 
@@ -2242,10 +2807,11 @@ struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
     static const auto op = find_op<decltype(backward_cuda)>("backward");
     const auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &mean = saved[1], &rstd = saved[2], &weight = saved[3], &bias = saved[4];
-    const int64_t dims = ctx->saved_data["dims"].toInt();
+    const int64_t dims = ctx->saved_data["dims"].toInt(), activation = ctx->saved_data["activation"].toInt();
+    const double scale = ctx->saved_data["scale"].toDouble();
     if (at::GradMode::is_enabled()) {
-      return differentiable_backward(grad_outputs[0], input, dims, weight, bias,
-                                     ctx->saved_data["eps"].toDouble());
+      return composed_backward(grad_outputs[0], input, dims, weight, bias, ctx->saved_data["eps"].toDouble(),
+                               activation, scale);
     }
     size_t edge = 0;  // absent tensors have no edge in the graph
     const bool mask_input = ctx->needs_input_grad(edge++);
@@ -2253,64 +2819,73 @@ struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
     const bool mask_bias = bias.defined() && ctx->needs_input_grad(edge++);
     auto [grad_input, grad_weight, grad_bias] =
         op.call(grad_outputs[0], input, input.sym_sizes().slice(input.dim() - dims), mean, rstd, weight, bias,
-                {mask_input, mask_weight, mask_bias});
-    return {grad_input, Tensor(), grad_weight, grad_bias, Tensor()};
+                activation, scale, {mask_input, mask_weight, mask_bias});
+    return {grad_input, Tensor(), grad_weight, grad_bias, Tensor(), Tensor(), Tensor()};
   }
 };
 
-// A tensor with a forward-mode tangent goes through the autograd function too, which refuses it:
-// called below autograd, the kernel would drop the tangent without a word.
-bool is_differentiated(const Tensor& t) {
-  return (at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(0).defined();
-}
-
-bool is_differentiated(const OptionalTensor& t) { return present(t) && is_differentiated(*t); }
+bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps) {
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  if (is_differentiated(input) || is_differentiated(weight) || is_differentiated(bias)) {
-    return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps);
+  auto any = [&](bool (*has)(const Tensor&)) {
+    return has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias));
+  };
+  // A C++ autograd function knows neither tangents nor torch.func's levels.
+  const bool in_transform =
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+  if (in_transform || any(has_tangent)) {
+    return composed_forward(input, normalized_shape, weight, bias, eps, activation, scale);
+  }
+  if (at::GradMode::is_enabled() && any(requires_grad)) {
+    return LayerNormFunction::apply(input, normalized_shape, weight, bias, eps, activation, scale);
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(input, normalized_shape, weight, bias, eps);
+  return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
 }
 
 // As nn.LayerNorm under autocast: computed in, and returned as, float32.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps) {
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
                  at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
-                 eps);
+                 eps, activation, scale);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   m.def(
-      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> "
-      "Tensor");
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation, float scale) -> Tensor");
   m.def(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
-      " -> (Tensor output, Tensor mean, Tensor rstd)");
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation, float scale) -> (Tensor output, Tensor mean, Tensor rstd)");
   m.def(
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
-      " Tensor? weight, Tensor? bias, bool[3] output_mask)"
+      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
       " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "conv_transpose3d_layer_norm_gelu(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? weight,"
+      " Tensor? bias, float eps, float scale, bool tf32) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
   m.impl("layer_norm", layer_norm_cuda);
   m.impl("forward", forward_cuda);
   m.impl("backward", backward_cuda);
+  m.impl("conv_transpose3d_layer_norm_gelu", convolution_cuda);
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
   m.impl("layer_norm", layer_norm_meta);
   m.impl("forward", forward_meta);
   m.impl("backward", backward_meta);
+  m.impl("conv_transpose3d_layer_norm_gelu", convolution_meta);
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
@@ -2413,7 +2988,7 @@ def _compile(name, directory, cuda_flags):
 
 
 def _load():
-    """Returns (op, None), or (None, why) where there is nothing to compile for."""
+    """Returns (ops, None), or (None, why) where there is nothing to compile for."""
     if torch.version.cuda is None:
         return None, f"PyTorch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
@@ -2427,7 +3002,7 @@ def _load():
     name = "layernorm_inline_" + hashlib.sha256(key.encode()).hexdigest()[:12]
     ops = getattr(torch.ops, name)
     if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
-        return ops.layer_norm.default, None
+        return ops, None
 
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
@@ -2441,27 +3016,33 @@ def _load():
                 _compile(name, directory, cuda_flags)
                 open(complete, "w").close()
     torch.ops.load_library(os.path.join(directory, name + ".so"))
-    return ops.layer_norm.default, None
+    return ops, None
 
 
-_op, _why_not = _load()
+_ops, _why_not = _load()
 
 # ============================================================================
 # 5  Python API
 # ============================================================================
 
 
-def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+_ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2}  # as enum class Activation
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activation=None, scale=1.0):
     """Layer normalization over the trailing dimensions `normalized_shape`, as F.layer_norm.
 
-    output = (input - mean) / sqrt(variance + eps) * weight + bias, with mean and biased variance
-    over the trailing dimensions (https://arxiv.org/abs/1607.06450). Differentiable, to any order.
+    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with mean and
+    biased variance over the trailing dimensions (https://arxiv.org/abs/1607.06450), in one reading of
+    input and one writing of output. Differentiable, to any order without an activation and twice with one.
 
     Args:
         input: (*, *normalized_shape), float32, float16, bfloat16 or float64; any strides.
         normalized_shape: sequence of ints, at least one.
         weight, bias: normalized_shape, of input's dtype (or float32 with a 16-bit input), or None.
         eps: added to the variance, in units of input squared.
+        activation: None, "gelu" (exact, with erf) or "gelu_tanh" (https://arxiv.org/abs/1606.08415).
+        scale: a number.
 
     Returns:
         Tensor of input's shape and dtype, contiguous. Statistics and arithmetic are float32
@@ -2470,12 +3051,18 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
             input is a CUDA tensor and the kernels could not be built for lack of CUDA.
+        ValueError: activation is none of the three.
     """
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
     if isinstance(input, torch.Tensor) and input.is_cuda:
-        if _op is None:
+        if _ops is None:
             raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
-        return _op(input, normalized_shape, weight, bias, eps)
-    return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+        return _ops.layer_norm.default(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
+    output = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+    if activation is not None:
+        output = torch.ops.aten.gelu(output, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return output if scale == 1 else output * scale
 
 
 class ModelNew(nn.LayerNorm):
@@ -2508,3 +3095,60 @@ def replace_layer_norm(module):
         if type(child) is nn.LayerNorm:
             child.__class__ = ModelNew
     return module
+
+
+class ConvTranspose3dLayerNormGELUScaling(nn.Module):
+    """scaling_factor * GELU(LayerNorm(ConvTranspose3d(x))), KernelBench's level 2 problem 34.
+
+    LayerNorm normalizes the last dimension, the output's width W', which therefore must equal
+    out_channels. Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d
+    `conv_transpose` and an nn.LayerNorm(out_channels) `layer_norm`.
+
+    For 32 to 64 channels, kernel 4, stride 2, padding 1, width 32 and float32, where no gradient is
+    asked for, one kernel does everything: in TF32 where torch.backends.cudnn.allow_tf32 is set, else
+    in float32. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling in one kernel.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, bias: as nn.ConvTranspose3d.
+        eps: as nn.LayerNorm.
+        scaling_factor: a number.
+    """
+
+    def __init__(
+        self, in_channels, out_channels, kernel_size, stride, padding, bias=True, eps=1e-5, scaling_factor=1.0
+    ):
+        super().__init__()
+        self.conv_transpose = nn.ConvTranspose3d(
+            in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
+        )
+        self.layer_norm = ModelNew(out_channels, eps=eps)
+        self.scaling_factor = scaling_factor
+
+    def _in_one_kernel(self, x):
+        conv = self.conv_transpose
+        tensors = [x, *self.parameters()]
+        return (
+            _ops is not None
+            and all(t.is_cuda and t.dtype == torch.float32 for t in tensors)
+            and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+            and not torch.is_autocast_enabled()
+            and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
+            and conv.weight.shape == (32, 64, 4, 4, 4)
+            and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))
+        )
+
+    def forward(self, x):
+        """x: (batch, in_channels, D, H, W). Returns (batch, out_channels, D', H', W'), of x's dtype.
+
+        Raises RuntimeError, as nn.LayerNorm does, where W' is not out_channels.
+        """
+        conv, norm = self.conv_transpose, self.layer_norm
+        if self._in_one_kernel(x):
+            return _ops.conv_transpose3d_layer_norm_gelu.default(
+                x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor,
+                torch.backends.cudnn.allow_tf32,
+            )  # fmt: skip
+        y = conv(x)
+        return layer_norm(
+            y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, activation="gelu", scale=self.scaling_factor
+        )

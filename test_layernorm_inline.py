@@ -94,7 +94,7 @@ def main_job():
         if not torch.allclose(new(x), expected):
             print("FAILED: ModelNew on the CPU differs from nn.LayerNorm")
             return 1
-        built = "built" if layernorm_inline._op else f"not built: {layernorm_inline._why_not}"
+        built = "built" if layernorm_inline._ops else f"not built: {layernorm_inline._why_not}"
         print(f"No CUDA GPU here: the CPU path is correct; kernels {built}. No speedup was measured.")
         return 0
 
@@ -293,7 +293,7 @@ import pytest  # noqa: E402
 HAVE_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not HAVE_GPU, reason="needs a CUDA GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-kernels = pytest.mark.skipif(layernorm_inline._op is None, reason=f"kernels not built: {layernorm_inline._why_not}")
+kernels = pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
 SOURCE = os.path.abspath(layernorm_inline.__file__)
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -547,16 +547,38 @@ def test_autocast(dtype):
     assert x.grad.dtype == dtype
 
 
-@kernels
-def test_forward_mode_is_refused():
-    from torch._subclasses.fake_tensor import FakeTensorMode
+FUNCTIONS = dict(kernels=layer_norm, pytorch=nn.functional.layer_norm)
 
-    with FakeTensorMode(), torch.autograd.forward_ad.dual_level():
-        x = torch.empty(3, 8, device="cuda")
-        dual = torch.autograd.forward_ad.make_dual(x, torch.empty_like(x))
-        with pytest.raises(RuntimeError, match="jvp"):
-            layer_norm(dual, (8,))
-        assert layer_norm(x, (8,)).shape == (3, 8)
+
+@gpu
+def test_functional_transforms():
+    x, weight, bias, dy = random_case(6, 8, torch.float64, "both", seed=0)
+    results = []
+    for function in FUNCTIONS.values():
+
+        def loss(x, weight, bias):
+            return (function(x, (8,), weight, bias) * dy[: x.numel() // 8].view_as(x)).sin().sum()
+
+        results.append([
+            torch.func.vmap(lambda row: function(row, (8,), weight, bias))(x),
+            *torch.func.grad(loss, argnums=(0, 1, 2))(x, weight, bias),
+            torch.func.vmap(torch.func.grad(loss, argnums=1), in_dims=(0, None, None))(x, weight, bias),
+            torch.func.jvp(lambda x: function(x, (8,), weight, bias), (x,), (dy,))[1],
+            torch.func.jacrev(lambda x: function(x, (8,), weight, bias))(x[0]),
+            torch.func.hessian(lambda x: loss(x, weight, bias))(x[0]),
+        ])  # fmt: skip
+    torch.testing.assert_close(*results)
+
+
+@gpu
+def test_forward_mode():
+    x, weight, bias, tangent = random_case(6, 8, torch.float64, "both", seed=0)
+    results = []
+    for function in FUNCTIONS.values():
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, tangent)
+            results.append(torch.autograd.forward_ad.unpack_dual(function(dual, (8,), weight, bias)))
+    torch.testing.assert_close(*results)
 
 
 # ---- Streams, graphs, devices ----
@@ -785,7 +807,7 @@ def test_runs_inside_the_harness_namespace():
 # ---- Build and import ----
 
 can_build = pytest.mark.skipif(
-    layernorm_inline._op is None, reason="needs CUDA's compiler and a GPU or TORCH_CUDA_ARCH_LIST"
+    layernorm_inline._ops is None, reason="needs CUDA's compiler and a GPU or TORCH_CUDA_ARCH_LIST"
 )
 
 
@@ -803,7 +825,7 @@ def import_in_subprocess(folder, code="import layernorm_inline", **environment):
 
 @can_build
 def test_build_once_then_cached_also_for_many_processes(tmp_path):
-    commands = [sys.executable, "-c", "import layernorm_inline; assert layernorm_inline._op is not None"]
+    commands = [sys.executable, "-c", "import layernorm_inline; assert layernorm_inline._ops is not None"]
     import_in_subprocess(tmp_path, "print()")
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
     processes = [
@@ -835,8 +857,8 @@ def test_two_versions_and_two_names_in_one_process(tmp_path):
     (tmp_path / "changed.py").write_text(text.replace("#include <cuda_bf16.h>", "// changed\n#include <cuda_bf16.h>"))
     code = """
         import layernorm_inline, vendored, changed
-        assert layernorm_inline._op is vendored._op
-        assert changed._op is not None and changed._op is not vendored._op
+        assert layernorm_inline._ops is vendored._ops
+        assert changed._ops is not None and changed._ops is not vendored._ops
     """
     shared = os.path.dirname(os.environ.get("TORCH_EXTENSIONS_DIR", "")) and os.environ["TORCH_EXTENSIONS_DIR"]
     done = import_in_subprocess(tmp_path, code, **({"TORCH_EXTENSIONS_DIR": shared} if shared else {}))
@@ -873,7 +895,7 @@ HIDE_GPU_AND_ARCH = dict(CUDA_VISIBLE_DEVICES="", TORCH_CUDA_ARCH_LIST=None)
 def test_without_a_gpu_nothing_is_compiled(tmp_path):
     code = """
         import torch, layernorm_inline
-        assert layernorm_inline._op is None
+        assert layernorm_inline._ops is None
         assert layernorm_inline.ModelNew(4)(torch.randn(2, 4)).shape == (2, 4)
         from torch._subclasses.fake_tensor import FakeTensorMode
         with FakeTensorMode():
