@@ -328,7 +328,7 @@ __device__ inline float coarse_gelu(float z) {
 // z (1 + tanh(u)) / 2 = z / (1 + exp(-2 u)) with u = sqrt(2 / pi) (z + 0.044715 z^3)
 template <typename A>
 __device__ A twice_tanh_argument(A z) {
-  return z * (A(1.5957691216057308) + A(0.07135481282553858) * z * z);
+  return z * (A(1.5957691216057308) + A(0.07135481627159502) * z * z);
 }
 
 __device__ inline float gelu_tanh(float z) {
@@ -368,7 +368,7 @@ __device__ A derivative(Activation activation, A z) {
   }
   if (activation == Activation::GeluTanh) {
     const A sigmoid = 1 / (1 + exp(-twice_tanh_argument(z)));
-    const A slope = A(1.5957691216057308) + 3 * A(0.07135481282553858) * z * z;
+    const A slope = A(1.5957691216057308) + 3 * A(0.07135481627159502) * z * z;
     return sigmoid + z * slope * sigmoid * (1 - sigmoid);
   }
   return 1;
@@ -1765,8 +1765,12 @@ constexpr int kSlabFloats = kSlabRows * kConvIn * kSlabPitch;
 constexpr int kConvWeights = 2 * 2 * (kConvIn / 8) * 2 * 2 * (kConvOut / 16) * 128;  // floats of a block
 constexpr int kConvShared = 4 * (kConvWeights + 2 * kSlabFloats + 2 * kConvOut);
 
-// Rounds to the 10 bits of mantissa that tensor cores read; they ignore the others.
-__device__ inline float round_to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
+// Tensor cores read 10 bits of mantissa and ignore the others. TF32 rounds ties to the even number, as
+// cuDNN does: where they went up, one output of 850 was off by more than 1e-4 from PyTorch's.
+__device__ inline float round_to_tf32(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return __uint_as_float(bits + 0xfff + (bits >> 13 & 1));
+}
 
 // The weights in the order in which lanes take them: (parity of d, of h, taps of d, h, 8 input channels,
 // parity of w, tap of w, 16 output channels, lane, register).
@@ -1805,12 +1809,14 @@ __device__ inline void copy_or_zero(float* shared, const float* global, bool exi
                : "memory");
 }
 
-// x - round_to_tf32(x), rounded likewise. Volatile: found again at every use, as keeping it for all
-// weights would take more registers than there are.
-__device__ inline float tf32_rest(float x) {
-  unsigned seen;
-  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(seen) : "r"(__float_as_uint(round_to_tf32(x))));
-  return round_to_tf32(x - __uint_as_float(seen));
+// For float32: x is the sum of two numbers of 10 bits, but for 2^-22 of it. How ties are rounded does not
+// matter here. Volatile: found again at every use, as keeping the second for all weights would take
+// more registers than there are.
+__device__ inline float first_part(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
+__device__ inline float second_part(float x) {
+  unsigned first;
+  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(__float_as_uint(first_part(x))));
+  return first_part(x - __uint_as_float(first));
 }
 #endif
 
@@ -1850,20 +1856,25 @@ __global__ void __launch_bounds__(kConvThreads, 1)
     return Place{round / groups / call.depth, int(round / groups % call.depth),
                  int(round % groups) * kConvLines};
   };
+  // Where a thread's i-th, i + kConvThreads-th, ... 4 columns are in a slab.
+  constexpr int kSlabCopies = kSlabRows * kConvIn * (kConvWidth / 4);
+  auto slab_place = [&](int tap, int i) {
+    return slabs + tap * kSlabFloats + i / (kConvWidth / 4) * kSlabPitch + kSlabLeft +
+           i % (kConvWidth / 4) * 4;
+  };
   // The lines that tap `tap` of the depth reads; the last round's successor copies nothing.
   auto fetch = [&](int64_t round, int tap) {
     if (round < rounds) {
       const Place p = place_of(round);
       const int d = p.d + parity_d - tap;
 #pragma unroll 1  // unrolled, its addresses would take the registers of sums
-      for (int i = threadIdx.x; i < kSlabRows * kConvIn * (kConvWidth / 4); i += kConvThreads) {
+      for (int i = threadIdx.x; i < kSlabCopies; i += kConvThreads) {
         const int quarter = i % (kConvWidth / 4), in = i / (kConvWidth / 4) % kConvIn;
         const int row = i / (kConvWidth / 4) / kConvIn, h = p.h + parity_h - 1 + row;
         const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
         const int64_t line =
             ((p.batch * kConvIn + in) * call.depth + (exists ? d : 0)) * call.height + (exists ? h : 0);
-        copy_or_zero(slabs + tap * kSlabFloats + (row * kConvIn + in) * kSlabPitch + kSlabLeft + 4 * quarter,
-                     call.input + line * kConvWidth + 4 * quarter, exists);
+        copy_or_zero(slab_place(tap, i), call.input + line * kConvWidth + 4 * quarter, exists);
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -1880,6 +1891,11 @@ __global__ void __launch_bounds__(kConvThreads, 1)
 #pragma unroll 1
     for (int tap_d = 0; tap_d < 2; ++tap_d) {
       asm volatile("cp.async.wait_group 1;" ::: "memory");
+      for (int i = threadIdx.x; TF32 && i < kSlabCopies; i += kConvThreads) {  // what this thread has copied
+        float4* four = reinterpret_cast<float4*>(slab_place(tap_d, i));
+        *four = {round_to_tf32(four->x), round_to_tf32(four->y), round_to_tf32(four->z),
+                 round_to_tf32(four->w)};
+      }
       __syncthreads();
       const float* slab = slabs + tap_d * kSlabFloats;
 #pragma unroll 1
@@ -1904,8 +1920,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
             float b[3][2];  // shifted by -1, 0, 1
 #pragma unroll
             for (int i = 0; i < 6; ++i) {
-              const float x = from[8 * j + i / 2 - 1 + i % 2 * 4 * kSlabPitch];
-              b[i / 2][i % 2] = TF32 ? round_to_tf32(x) : x;
+              b[i / 2][i % 2] = from[8 * j + i / 2 - 1 + i % 2 * 4 * kSlabPitch];
             }
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
@@ -1919,20 +1934,20 @@ __global__ void __launch_bounds__(kConvThreads, 1)
                   float part[4] = {};
 #pragma unroll
                   for (int tap_w = 0; tap_w < 2; ++tap_w) {
-                    float whole_a[4], rest_a[4], whole_b[2], rest_b[2];
+                    float first_a[4], second_a[4], first_b[2], second_b[2];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                      whole_a[i] = round_to_tf32(a[parity_w][tap_w][tile][i]);
-                      rest_a[i] = tf32_rest(a[parity_w][tap_w][tile][i]);
+                      first_a[i] = first_part(a[parity_w][tap_w][tile][i]);
+                      second_a[i] = second_part(a[parity_w][tap_w][tile][i]);
                     }
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                      whole_b[i] = round_to_tf32(b[1 + parity_w - tap_w][i]);
-                      rest_b[i] = tf32_rest(b[1 + parity_w - tap_w][i]);
+                      first_b[i] = first_part(b[1 + parity_w - tap_w][i]);
+                      second_b[i] = second_part(b[1 + parity_w - tap_w][i]);
                     }
-                    multiply_add(part, rest_a, whole_b);
-                    multiply_add(part, whole_a, rest_b);
-                    multiply_add(part, whole_a, whole_b);
+                    multiply_add(part, second_a, first_b);
+                    multiply_add(part, first_a, second_b);
+                    multiply_add(part, first_a, first_b);
                   }
 #pragma unroll
                   for (int i = 0; i < 4; ++i) sum[i] += part[i];

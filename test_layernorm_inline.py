@@ -5,12 +5,13 @@
 """Verifies and times layernorm_inline.py against nn.LayerNorm.
 
     python test_layernorm_inline.py                 assert allclose, print the speedup
+    python test_layernorm_inline.py --problem 34    the same for ConvTranspose3d, LayerNorm, GELU, scaling
     python test_layernorm_inline.py --sweep         a table of shapes and dtypes, forward and backward
     python test_layernorm_inline.py --plot FILE     the sweep, drawn (needs matplotlib)
     python test_layernorm_inline.py --json FILE     the sweep, as data
     pytest test_layernorm_inline.py                 all tests (needs pytest)
 
-The input is KernelBench's level 1 problem 40. Times are medians of triton.testing.do_bench: CUDA
+The input is KernelBench's level 1 problem 40, or level 2 problem 34. Times are medians of triton.testing.do_bench: CUDA
 events around each run, warmed up, the L2 cache flushed before each. "Floor" is the time of a
 device copy of the bytes that LayerNorm cannot avoid moving, measured in the same run: input in and
 output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in,
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 import layernorm_inline
-from layernorm_inline import ModelNew, layer_norm, replace_layer_norm
+from layernorm_inline import ConvTranspose3dLayerNormGELUScaling, ModelNew, layer_norm, replace_layer_norm
 
 # ============================================================================
 # The benchmark's problem
@@ -61,6 +62,25 @@ def get_init_inputs():
     return [(FEATURES, DIM1, DIM2)]
 
 
+class Model34(nn.Module):
+    """The reference of level 2 problem 34."""
+
+    def __init__(
+        self, in_channels, out_channels, kernel_size, stride, padding, bias=True, eps=1e-5, scaling_factor=1.0
+    ):
+        super().__init__()
+        self.conv_transpose = nn.ConvTranspose3d(
+            in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
+        )
+        self.layer_norm = nn.LayerNorm(out_channels, eps=eps)
+        self.scaling_factor = scaling_factor
+
+    def forward(self, x):
+        return nn.functional.gelu(self.layer_norm(self.conv_transpose(x))) * self.scaling_factor
+
+
+INPUT_34, ARGUMENTS_34 = (32, 32, 16, 32, 32), (32, 64, 4, 2, 1)
+
 # ============================================================================
 # Timing
 # ============================================================================
@@ -85,46 +105,71 @@ def versions():
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 
-def main_job():
-    """Asserts allclose on the benchmark's input, prints times and speedup; returns the exit status."""
-    if not torch.cuda.is_available():
-        x, expected = torch.rand(4, 8, 16), None
-        reference, new = nn.LayerNorm((8, 16)), ModelNew((8, 16))
-        expected = reference(x)
-        if not torch.allclose(new(x), expected):
-            print("FAILED: ModelNew on the CPU differs from nn.LayerNorm")
-            return 1
-        built = "built" if layernorm_inline._ops else f"not built: {layernorm_inline._why_not}"
-        print(f"No CUDA GPU here: the CPU path is correct; kernels {built}. No speedup was measured.")
-        return 0
+def randomize(module):
+    for p in module.parameters():
+        nn.init.normal_(p)
+    return module
 
-    torch.manual_seed(0)
-    original = Model(*get_init_inputs()).cuda()
-    nn.init.normal_(original.ln.weight)
-    nn.init.normal_(original.ln.bias)
-    new = ModelNew(*get_init_inputs()).cuda()
-    new.load_state_dict(original.ln.state_dict())
-    (x,) = (t.cuda() for t in get_inputs())
+
+def verify_and_time(original, new, x, atol):
+    """Asserts allclose, prints times; returns (milliseconds of new, or None after a failure)."""
     with torch.no_grad():
         expected, result = original(x), new(x)
         error = (result - expected).abs().max().item()
-        if not torch.allclose(result, expected, atol=1e-5):
-            print(f"FAILED: ModelNew differs from nn.LayerNorm by up to {error:.2e}; atol is 1e-5")
-            return 1
+        if not torch.allclose(result, expected, atol=atol):
+            print(f"FAILED: the new model differs from the original by up to {error:.2e}; atol is {atol:.0e}")
+            return None
         del expected, result
+        torch._dynamo.reset()
         compiled = torch.compile(original)
         original_ms, new_ms = milliseconds(lambda: original(x)), milliseconds(lambda: new(x))
         compiled_ms = milliseconds(lambda: compiled(x))
-        floor_ms = copy_floor(x, x[0].numel())
     speedup = original_ms / new_ms
-    print(f"allclose(atol=1e-5): yes, largest difference {error:.1e}")
+    print(f"allclose(atol={atol:.0e}): yes, largest difference {error:.1e}")
     print(f"Original time: {original_ms:.2f} ms, New time: {new_ms:.3f} ms, Speedup: {speedup:.2f}x")
-    print(f"Copy floor: {floor_ms:.3f} ms, New / floor: {floor_ms / new_ms:.2f} of copy speed")
     print(f"torch.compile: {compiled_ms:.3f} ms, New is {compiled_ms / new_ms:.2f}x as fast")
-    print(versions())
     if speedup < MINIMUM_SPEEDUP:
         print(f"FAILED: the speedup is under {MINIMUM_SPEEDUP}x")
+        return None
+    return new_ms
+
+
+def verify_on_the_cpu():
+    x, reference, new = torch.rand(4, 8, 16), nn.LayerNorm((8, 16)), ModelNew((8, 16))
+    if not torch.allclose(new(x), reference(x)):
+        print("FAILED: ModelNew on the CPU differs from nn.LayerNorm")
         return 1
+    built = "built" if layernorm_inline._ops else f"not built: {layernorm_inline._why_not}"
+    print(f"No CUDA GPU here: the CPU path is correct; kernels {built}. No speedup was measured.")
+    return 0
+
+
+def problem_40():
+    torch.manual_seed(0)
+    original, new = randomize(Model(*get_init_inputs()).cuda()), ModelNew(*get_init_inputs()).cuda()
+    new.load_state_dict(original.ln.state_dict())
+    (x,) = (t.cuda() for t in get_inputs())
+    new_ms = verify_and_time(original, new, x, atol=1e-5)
+    if new_ms is None:
+        return 1
+    floor_ms = copy_floor(x, x[0].numel())
+    print(f"Copy floor: {floor_ms:.3f} ms, New / floor: {floor_ms / new_ms:.2f} of copy speed")
+    print(versions())
+    return 0
+
+
+def problem_34():
+    torch.manual_seed(0)
+    original, new = Model34(*ARGUMENTS_34).cuda(), ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).cuda()
+    randomize(original.layer_norm)
+    new.load_state_dict(original.state_dict())
+    x = torch.rand(INPUT_34, device="cuda")
+    for allow_tf32, atol in ((True, 1e-4), (False, 1e-5)):
+        print(f"TF32 {'allowed for convolutions (the default)' if allow_tf32 else 'off'}:")
+        torch.backends.cudnn.allow_tf32 = allow_tf32
+        if verify_and_time(original, new, x, atol) is None:
+            return 1
+    print(versions())
     return 0
 
 
@@ -263,12 +308,15 @@ def plot(table, file):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--problem", type=int, choices=(40, 34), default=40, help="KernelBench's number")
     parser.add_argument("--sweep", action="store_true", help="time a table of shapes and dtypes")
     parser.add_argument("--plot", metavar="FILE", help="draw the sweep (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the sweep as JSON")
     arguments = parser.parse_args()
     if not (arguments.sweep or arguments.plot or arguments.json):
-        return main_job()
+        if not torch.cuda.is_available():
+            return verify_on_the_cpu()
+        return problem_40() if arguments.problem == 40 else problem_34()
     if not torch.cuda.is_available():
         print("The sweep needs a CUDA GPU.")
         return 1
@@ -342,14 +390,14 @@ def run_case(function, x, weight, bias, dy, eps=1e-5):
     return [y.detach()] + [None if t is None else t.grad for t in leaves]
 
 
-def assert_no_worse_than_pytorch(x, weight, bias, dy, eps=1e-5):
+def assert_no_worse_than_pytorch(x, weight, bias, dy, eps=1e-5, functions=(layer_norm, nn.functional.layer_norm)):
     """Errors against float64: at most 1.5 times PyTorch's, plus one unit in the last place."""
     double = [None if t is None else t.double() for t in (x, weight, bias, dy)]
-    exact = run_case(nn.functional.layer_norm, *double, eps)
+    exact = run_case(functions[1], *double, eps)
     same = [None if t is None else t.to(x.dtype) for t in (weight, bias)]
-    theirs = run_case(nn.functional.layer_norm, x, *same, dy, eps)
+    theirs = run_case(functions[1], x, *same, dy, eps)
     with poisoned():
-        ours = run_case(layer_norm, x, weight, bias, dy, eps)
+        ours = run_case(functions[0], x, weight, bias, dy, eps)
     for name, mine, their, reference in zip(("output", "grad_input", "grad_weight", "grad_bias"), ours, theirs, exact):
         if reference is None:
             continue
@@ -579,6 +627,248 @@ def test_forward_mode():
             dual = torch.autograd.forward_ad.make_dual(x, tangent)
             results.append(torch.autograd.forward_ad.unpack_dual(function(dual, (8,), weight, bias)))
     torch.testing.assert_close(*results)
+
+
+# ---- scale * activation(layer norm) ----
+
+
+def chain(x, normalized_shape, weight, bias, eps, activation, scale):
+    y = nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)
+    if activation:
+        y = nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return y * scale
+
+
+@pytest.mark.parametrize(
+    "rows,cols,device",
+    [(5, 24, "cpu")] + [pytest.param(rows, cols, "cuda", marks=gpu) for rows, cols in (
+        (1, 1), (1000, 64), (64, 129), (31, 768), (9, 4096), (6, 8192), (300, 16384), (300, 16392), (300, 20001),
+        (5, 40000), (3, 262144), (2, 1048577), (3, 4194304))],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("activation,scale", [("gelu", 1.0), ("gelu_tanh", -0.5), (None, 2.0), ("gelu", 0.0)])
+def test_activation(rows, cols, device, dtype, activation, scale):
+    x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=rows + cols, device=device)
+
+    def fused(x, shape, weight, bias, eps):
+        return layer_norm(x, shape, weight, bias, eps, activation=activation, scale=scale)
+
+    def pytorch(x, shape, weight, bias, eps):
+        return chain(x, shape, weight, bias, eps, activation, scale)
+
+    assert_no_worse_than_pytorch(x, weight, bias, dy, functions=(fused, pytorch))
+
+
+@gpu
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_activation_gradcheck(activation):
+    x, weight, bias, _ = (t.requires_grad_() for t in random_case(3, 7, torch.float64, "both", seed=0))
+
+    def fused(x, weight, bias):
+        return layer_norm(x, (7,), weight, bias, activation=activation, scale=-1.5)
+
+    assert torch.autograd.gradcheck(fused, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(fused, (x, weight, bias))
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: fused(x, weight, bias).sum())(x),
+        torch.autograd.grad(fused(x, weight, bias).sum(), x)[0],
+    )
+
+
+def test_unknown_activation():
+    with pytest.raises(ValueError, match="Expected activation to be None, 'gelu' or 'gelu_tanh', but got 'relu'"):
+        layer_norm(torch.zeros(2, 3), (3,), activation="relu")
+
+
+# ---- ConvTranspose3d, LayerNorm, GELU, scaling ----
+
+MODELS_34 = [
+    ((32, 64, 4, 2, 1), (2, 32, 3, 5, 32)),  # the kernel's family
+    ((32, 64, 4, 2, 1), (1, 32, 1, 1, 32)),
+    ((32, 64, 4, 2, 1), (3, 32, 2, 17, 32)),
+    ((32, 64, 4, 2, 1, False, 1e-3, -0.5), (1, 32, 4, 8, 32)),
+    ((32, 64, 4, 2, 1, True, 1e-5, 0.0), (1, 32, 2, 2, 32)),
+    ((3, 8, 4, 2, 1), (2, 3, 3, 5, 4)),  # PyTorch's convolution
+    ((3, 9, 3, 1, 1, False), (2, 3, 3, 5, 9)),
+    ((4, 7, (3, 3, 4), (1, 2, 1), (0, 1, 0)), (1, 4, 2, 3, 4)),
+]
+
+
+@pytest.fixture(params=[True, False], ids=["tf32", "float32"])
+def allow_tf32(request):
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = request.param
+    yield request.param
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def models_34(arguments, device):
+    """(reference, ours) with the same parameters."""
+    torch.manual_seed(0)
+    reference = Model34(*arguments)
+    torch.manual_seed(0)
+    ours = ConvTranspose3dLayerNormGELUScaling(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), ours.parameters()))
+    randomize(reference.layer_norm)
+    ours.load_state_dict(reference.state_dict())
+    reference.load_state_dict(ours.state_dict())
+    return reference.to(device), ours.to(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("arguments,shape", MODELS_34)
+def test_problem_34(arguments, shape, grad, device, allow_tf32):
+    reference, ours = models_34(arguments, device)
+    exact = copy.deepcopy(reference).double()
+    x = torch.randn(shape, device=device)
+    results = []
+    for module in (exact, reference, ours):
+        leaf = x.to(next(module.parameters()).dtype).requires_grad_(grad)
+        with torch.set_grad_enabled(grad), poisoned():
+            y = module(leaf)
+        outputs = [y.detach()]
+        if grad:
+            wanted = [leaf, *module.parameters()]
+            generator = torch.Generator(device).manual_seed(1)
+            dy = torch.randn(y.shape, device=device, generator=generator).to(y.dtype)
+            outputs += torch.autograd.grad(y, wanted, dy)
+        results.append(outputs)
+    assert results[1][0].shape == results[2][0].shape and results[1][0].stride() == results[2][0].stride()
+    for i, (reference_result, theirs, mine) in enumerate(zip(*results)):
+        error, allowed = ((t.double() - reference_result).abs().max().item() for t in (mine, theirs))
+        scale = max(reference_result.abs().max().item(), 1)
+        if reference_result.abs().max() < 1e-6:
+            allowed *= 4  # the gradient of the convolution's bias: nothing but rounding
+        assert error <= 1.5 * allowed + 4 * torch.finfo(torch.float32).eps * scale, (i, error, allowed)
+
+
+@gpu
+def test_problem_34_on_other_inputs(allow_tf32):
+    reference, ours = models_34(ARGUMENTS_34, "cuda")
+    tolerance = dict(atol=1e-4, rtol=1e-4) if allow_tf32 else dict(atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        flat = torch.randn(2 * 32 * 3 * 4 * 32 + 1, device="cuda")
+        x = flat[:-1].view(2, 32, 3, 4, 32)
+        expected = reference(x)
+        for given in (
+            x.contiguous(memory_format=torch.channels_last_3d),
+            torch.cat([flat[-1:], flat])[1:-1].view_as(x),
+        ):
+            torch.testing.assert_close(ours(given), expected, **tolerance)
+        assert ours(x[:0]).shape == (0, *expected.shape[1:])
+        torch.testing.assert_close(ours(x[0]), expected[0], **tolerance)  # no batch: PyTorch's convolution
+        torch.testing.assert_close(torch.compile(ours, fullgraph=True)(x), expected, **tolerance)
+        assert torch.equal(ours(x), ours(x))
+        half, reference_half = copy.deepcopy(ours).half(), copy.deepcopy(reference).half()
+        torch.testing.assert_close(half(x.half()), reference_half(x.half()), atol=2e-2, rtol=2e-2)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            torch.testing.assert_close(ours(x), reference(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("shape,channels", [((1, 32, 2, 2, 31), 64), ((1, 3, 2, 2, 4), 9)])
+def test_problem_34_normalizes_the_width(shape, channels, device):
+    arguments = (shape[1], channels, 4, 2, 1)
+    for module in models_34(arguments, device):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=f"normalized_shape=\\[{channels}\\], expected input"):
+            module(torch.randn(shape, device=device))
+
+
+# ---- Training ----
+
+
+def train(model, batches, steps, replacement=None, rate=1e-3):
+    """Losses of some steps of Adam on random but fixed batches. batches: list of (input, target)."""
+    model = copy.deepcopy(model)
+    if replacement is not None:
+        replacement(model)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=rate), []
+    for step in range(steps):
+        x, target = batches[step % len(batches)]
+        loss = nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).double()
+
+
+class OtherSummationOrder(nn.LayerNorm):
+    """LayerNorm that rounds elsewhere: what remains of two such runs' difference is noise."""
+
+    def forward(self, x):
+        mean = x.mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
+        distance = x - mean
+        variance = distance.square().mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
+        return distance / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+def with_other_order(model):
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.__class__ = OtherSummationOrder
+
+
+class ConvNet(nn.Sequential):
+    def __init__(self):
+        layers = []
+        for i, size in enumerate((32, 16, 8)):
+            layers += [nn.Conv2d(3 if i == 0 else 16, 16, 3, stride=1 if i == 0 else 2, padding=1)]
+            layers += [nn.LayerNorm((16, size, size)), nn.GELU()]
+        super().__init__(*layers, nn.Flatten(), nn.Linear(16 * 8 * 8, 4))
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    return nn.Sequential(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.LayerNorm(64), nn.Linear(64, 4)
+    )
+
+
+@gpu
+@pytest.mark.parametrize("make,shape,target", [
+    (transformer, (16, 24, 64), (16, 24, 4)), (ConvNet, (16, 3, 32, 32), (16, 4)),
+    (lambda: models_34((3, 8, 4, 2, 1), "cpu")[0], (4, 3, 3, 5, 4), (4, 8, 6, 10, 8)),
+], ids=["transformer", "convnet", "problem 34"])  # fmt: skip
+def test_training_follows_pytorch(make, shape, target):
+    torch.manual_seed(0)
+    model = make().cuda()
+    batches = [(torch.randn(shape, device="cuda"), torch.randn(target, device="cuda")) for _ in range(4)]
+    theirs = train(model, batches, 300)
+    noise = (train(model, batches, 300, with_other_order) - theirs).abs().max()
+    difference = (train(model, batches, 300, replace_layer_norm) - theirs).abs().max()
+    assert theirs[-1] < 0.9 * theirs[0], "it learns"
+    assert difference <= 5 * noise + 1e-6, f"differs by {difference:.2e}, noise is {noise:.2e}"
+
+
+@gpu
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_and_gradient_accumulation(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    theirs = randomize(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()).cuda())
+    ours = replace_layer_norm(copy.deepcopy(theirs))
+    batches = [torch.randn(5, 32, device="cuda", requires_grad=True) for _ in range(3)]
+    for x in batches:
+        theirs(x).square().sum().backward()
+        checkpoint(ours, x, use_reentrant=use_reentrant).square().sum().backward()
+    for a, b in zip(theirs.parameters(), ours.parameters()):
+        torch.testing.assert_close(b.grad, a.grad, atol=1e-4, rtol=1e-4)
+
+
+@gpu
+def test_mixed_precision_training_step():
+    theirs = randomize(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)).cuda())
+    ours = replace_layer_norm(copy.deepcopy(theirs))
+    x = torch.randn(16, 64, device="cuda")
+    gradients = []
+    for model in (theirs, ours):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).float().square().mean()
+        (loss * 128).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, atol=1e-2, rtol=1e-2)
 
 
 # ---- Streams, graphs, devices ----
