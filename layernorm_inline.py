@@ -36,6 +36,7 @@ Formula (Ba, Kiros, Hinton: Layer Normalization, 2016, arXiv:1607.06450)
     with mean and (biased) variance over the trailing dimensions normalized_shape.
 """
 
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -3024,7 +3025,13 @@ def _load():
     directory = os.path.join(root, name)
     complete = os.path.join(directory, "complete")  # written last: a killed build has none
     if not os.path.exists(complete):
-        os.makedirs(directory, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.makedirs(directory, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise RuntimeError(
+                f"layernorm_inline: cannot write to {directory}, where the compiled kernels are kept. "
+                "Name a folder that can be written in the environment variable TORCH_EXTENSIONS_DIR."
+            )
         with open(os.path.join(directory, _LOCK), "w") as build_lock:
             fcntl.flock(build_lock, fcntl.LOCK_EX)  # many processes on a cold cache build once
             if not os.path.exists(complete):

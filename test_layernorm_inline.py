@@ -476,7 +476,7 @@ def test_a_bad_row_stays_alone(cols):
 def test_the_same_bits_every_time(rows, cols):
     case = random_case(rows, cols, torch.float32, "both", seed=1)
     first = run_case(layer_norm, *case)
-    for _ in range(5):
+    for _ in range(10):
         assert all(torch.equal(a, b) for a, b in zip(first, run_case(layer_norm, *case)))
 
 
@@ -871,6 +871,78 @@ def test_mixed_precision_training_step():
     torch.testing.assert_close(*gradients, atol=1e-2, rtol=1e-2)
 
 
+# ---- Hard numbers ----
+
+
+@gpu
+@pytest.mark.parametrize("cols", [1, 7, 64, 1000, 4096, 20001, 262144])
+def test_constant_rows(cols):
+    for value in (0.0, 1.0, 1e4, -3.7e5):
+        x = torch.full((5, cols), value, device="cuda", requires_grad=True)
+        y = layer_norm(x, (cols,))
+        assert y.abs().max() <= nn.functional.layer_norm(x, (cols,)).abs().max() + 1e-6
+        y.sum().backward()
+        assert x.grad.isfinite().all()
+
+
+@gpu
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0, 1e10])
+@pytest.mark.parametrize("cols", [64, 5000, 300000])
+def test_eps(eps, cols):
+    assert_no_worse_than_pytorch(*random_case(5, cols, torch.float32, "both", seed=cols), eps=eps)
+
+
+@gpu
+@pytest.mark.parametrize("dtype,std", [
+    (torch.float32, 1e-39), (torch.float32, 1e15), (torch.float16, 6e-6), (torch.float16, 1e4), (torch.bfloat16, 1e15),
+])  # fmt: skip
+@pytest.mark.parametrize("cols", [64, 5000, 300000])
+def test_tiny_and_huge_numbers(cols, dtype, std):
+    assert_no_worse_than_pytorch(*random_case(5, cols, dtype, "both", seed=cols, std=std))
+
+
+PROPERTY_CASES = int(os.environ.get("PROPERTY_CASES", 500))  # of each property test
+
+
+def property_test(test):
+    """Hypothesis drives the test; another seed each time, printed for a failure to be repeated."""
+    hypothesis = pytest.importorskip("hypothesis")
+    from hypothesis import strategies as st
+
+    seed = int(os.environ.get("PROPERTY_SEED", time.time_ns() % 10**9))
+    length = st.one_of(st.integers(1, 300), st.integers(301, 9000), st.integers(9001, 150_000))
+    strategy = dict(
+        cols=length, rows=st.integers(1, 400), dtype=st.sampled_from(FLOATS), affine=st.sampled_from(AFFINE),
+        eps=st.sampled_from([1e-12, 1e-5, 1e-1]), mean=st.sampled_from([0.0, 1.0, -300.0, 1e6]),
+        std=st.sampled_from([1e-3, 1.0, 1e3]), offset=st.integers(0, 9), activation=st.sampled_from([None, "gelu"]),
+    )  # fmt: skip
+    settings = hypothesis.settings(max_examples=PROPERTY_CASES, deadline=None, database=None, print_blob=True)
+    print(f"PROPERTY_SEED={seed} PROPERTY_CASES={PROPERTY_CASES}")
+    return hypothesis.seed(seed)(settings(hypothesis.given(**strategy)(test)))()
+
+
+@gpu
+@pytest.mark.parametrize("part", range(4))
+def test_properties(part):
+    def check(rows, cols, dtype, affine, eps, mean, std, offset, activation):
+        rows = max(1, min(rows, 2_000_000 // cols))
+        if affine == "float32" and dtype.itemsize != 2:
+            affine = "both"
+        if dtype == torch.float16:
+            mean, std = min(mean, 1e4), min(std, 1e3)
+        case = random_case(rows, cols, dtype, affine, seed=cols, mean=mean, std=std, offset=offset)
+
+        def fused(x, shape, weight, bias, eps):
+            return layer_norm(x, shape, weight, bias, eps, activation=activation)
+
+        def pytorch(x, shape, weight, bias, eps):
+            return chain(x, shape, weight, bias, eps, activation, 1.0)
+
+        assert_no_worse_than_pytorch(*case, eps=eps, functions=(fused, pytorch))
+
+    property_test(check)
+
+
 # ---- Streams, graphs, devices ----
 
 
@@ -920,6 +992,128 @@ def test_cuda_graph_of_a_training_step(rows, cols):
         assert all(torch.equal(a, b) for a, b in zip(results, step()))
 
 
+@gpu
+@pytest.mark.parametrize("rows,cols", [(1000, 64), (300, 16384), (9, 262144), (4, 4194304)])
+def test_many_streams_and_threads_at_once(rows, cols):
+    import concurrent.futures
+
+    cases = [random_case(rows, cols, torch.float32, "both", seed=i) for i in range(3)]
+    expected = [run_case(layer_norm, *case) for case in cases]
+
+    def work(i):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            results = [run_case(layer_norm, *cases[i]) for _ in range(5)]
+        stream.synchronize()
+        return all(torch.equal(a, b) for result in results for a, b in zip(expected[i], result))
+
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(3)))
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(500, 4096), (16, 262144)])
+def test_beside_a_process_that_fills_the_gpu(rows, cols):
+    busy = "import torch\na = torch.randn(4096, 4096, device='cuda')\nprint('on', flush=True)\nwhile True: b = a @ a"
+    case = random_case(rows, cols, torch.float32, "both", seed=0)
+    expected = run_case(layer_norm, *case)
+    other = subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "on\n"
+        start = time.time()
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(expected, run_case(layer_norm, *case)))
+        assert time.time() - start < 60
+    finally:
+        other.kill()
+        other.wait()
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(1 << 20, 256), (64, 1 << 22)])
+def test_out_of_memory_leaves_the_process_usable(rows, cols, tmp_path):
+    code = f"""
+        import torch, layernorm_inline
+        x = torch.randn({rows}, {cols}, device="cuda")
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((x.nbytes * 1.5) / total)
+        for _ in range(2):
+            try:
+                layernorm_inline.layer_norm(x, ({cols},))
+            except torch.OutOfMemoryError:
+                print("out of memory")
+        small = torch.randn(8, {cols}, device="cuda")
+        y, expected = (f(small, ({cols},)) for f in (layernorm_inline.layer_norm, torch.nn.functional.layer_norm))
+        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    """
+    shared = os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions"))
+    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=shared)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("out of memory") == 2
+
+
+DISTRIBUTED = """
+    import os, sys, copy, torch
+    from torch import nn
+    import torch.distributed as dist
+    from layernorm_inline import ModelNew, replace_layer_norm
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    kind = sys.argv[1]
+
+    def losses(replace):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).cuda()
+        if replace:
+            replace_layer_norm(model)
+            assert sum(type(m) is ModelNew for m in model.modules()) == 3
+        if kind == "ddp":
+            model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+        else:
+            from torch.distributed.fsdp import fully_shard
+            for m in model:
+                if isinstance(m, (nn.Linear, nn.LayerNorm)):
+                    fully_shard(m)
+            fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        torch.manual_seed(rank + 1)
+        x, target = torch.randn(32, 64, device="cuda"), torch.randn(32, 64, device="cuda")
+        result = []
+        for _ in range(30):
+            loss = nn.functional.mse_loss(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            result.append(loss.detach())
+        return torch.stack(result)
+
+    theirs, ours = losses(False), losses(True)
+    assert theirs[-1] < theirs[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    dist.destroy_process_group()
+    print("agree")
+"""
+
+
+@two_gpus
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_distributed_training(kind, tmp_path):
+    import_in_subprocess(tmp_path, "print()")
+    (tmp_path / "train.py").write_text(textwrap.dedent(DISTRIBUTED))
+    port = str(29500 + os.getpid() % 2000)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    done = subprocess.run(
+        [*command, "train.py", kind], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("agree") == 2
+
+
 @two_gpus
 def test_a_device_that_is_not_current():
     x, weight, bias, dy = random_case(8, 262144, torch.float32, "both", seed=0)
@@ -962,6 +1156,82 @@ def test_torch_compile_in_one_graph(training):
                     m(x).square().sum().backward()
                     gradients.append([p.grad.clone() for p in module.parameters()])
                 torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+def test_opcheck(affine):
+    if not hasattr(torch.library, "opcheck"):
+        pytest.skip("this PyTorch has no opcheck")
+    x, weight, bias, dy = random_case(6, 40, torch.float32, affine, seed=0)
+    ops = layernorm_inline._ops
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+    for activation, scale in ((0, 1.0), (1, 2.0)):
+        torch.library.opcheck(ops.layer_norm.default, (leaves[0], [40], *leaves[1:], 1e-5, activation, scale))
+        forward = (x, [40], weight, bias, 1e-5, activation, scale)
+        torch.library.opcheck(ops.forward.default, forward)
+        _, mean, rstd = ops.forward(*forward)
+        backward = (dy, x, [40], mean, rstd, weight, bias, activation, scale, [True, weight is not None, False])
+        torch.library.opcheck(ops.backward.default, backward)
+    model = ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).cuda()
+    norm, conv = (tuple(p.detach() for p in m.parameters()) for m in (model.layer_norm, model.conv_transpose))
+    arguments = (torch.randn(1, 32, 2, 3, 32, device="cuda"), *conv, *norm, 1e-5, 1.0, True)
+    torch.library.opcheck(ops.conv_transpose3d_layer_norm_gelu.default, arguments)
+
+
+@gpu
+def test_export_and_no_recompiling():
+    module = nn.Sequential(ModelNew(16)).cuda()
+    batches = [torch.randn(n, 6, 16, device="cuda") for n in (4, 9, 17)]
+    dynamic = ({0: torch.export.Dim("batch")},)
+    exported = torch.export.export(module, (batches[0],), dynamic_shapes=dynamic).module()
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    compiled = torch.compile(module, backend=counter, dynamic=True, fullgraph=True)
+    for x in batches:
+        torch.testing.assert_close(exported(x), module(x), rtol=0, atol=0)
+        torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+@gpu
+def test_reduce_overhead():
+    module = nn.Sequential(nn.Linear(64, 64), ModelNew(64), nn.Linear(64, 8)).cuda()
+    compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+    x = torch.randn(5, 64, device="cuda")
+    module(x).square().sum().backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        module.zero_grad()
+        compiled(x).square().sum().backward()
+        torch.testing.assert_close([p.grad for p in module.parameters()], expected, atol=1e-4, rtol=1e-4)
+
+
+@gpu
+def test_samples_of_pytorchs_own_tests():
+    import types
+    import unittest
+
+    # PyTorch's test utilities import expecttest, which nothing here needs.
+    sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = (op for op in op_db if op.name == "nn.functional.layer_norm")
+    samples = 0
+    for dtype in FLOATS:
+        for sample in info.sample_inputs("cuda", dtype, requires_grad=True):
+            results = []
+            for function in (info.op, layer_norm):
+                y = function(sample.input, *sample.args, **sample.kwargs)
+                results.append([y, *torch.autograd.grad(y.float().square().sum(), sample.input)])
+            torch.testing.assert_close(*results)
+            samples += 1
+    for bad in info.error_inputs("cuda") if info.error_inputs_func else ():
+        with pytest.raises(bad.error_type, match=bad.error_regex):
+            layer_norm(bad.sample_input.input, *bad.sample_input.args, **bad.sample_input.kwargs)
+    assert samples > 20
 
 
 # ---- The module ----
@@ -1012,6 +1282,93 @@ def test_replace_layer_norm(device):
     torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
     assert len(calls) == 2
     assert type(replace_layer_norm(nn.LayerNorm(3))) is ModelNew
+
+
+@gpu
+def test_with_the_rest_of_nn():
+    theirs = randomize(nn.LayerNorm(32).cuda())
+    ours = replace_layer_norm(copy.deepcopy(theirs))
+    x = torch.randn(4, 32, device="cuda")
+    expected = theirs(x)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), expected)
+    torch.testing.assert_close(torch.func.functional_call(ours, dict(theirs.named_parameters()), (x,)), expected)
+    calls = []
+    for register in (ours.register_forward_hook, ours.register_forward_pre_hook, ours.register_full_backward_hook):
+        register(lambda *_: calls.append(1))
+    ours(x.clone().requires_grad_()).sum().backward()
+    assert len(calls) == 3
+
+    tied = nn.ModuleList([ModelNew(32), ModelNew(32)]).cuda()
+    tied[1].weight = tied[0].weight
+    tied[1](tied[0](x)).square().sum().backward()
+    twice = [nn.functional.layer_norm, layer_norm]
+    gradients = []
+    for function in twice:
+        w = tied[0].weight.detach().clone().requires_grad_()
+        function(function(x, (32,), w), (32,), w).square().sum().backward()
+        gradients.append(w.grad)
+    torch.testing.assert_close(tied[0].weight.grad, gradients[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    parametrized = copy.deepcopy(theirs)
+    parametrized.__class__ = ModelNew
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", Double())
+    torch.testing.assert_close(parametrized(x) - theirs.bias, 2 * (expected - theirs.bias), atol=1e-5, rtol=1e-5)
+
+
+@gpu
+def test_meta_device_then_materialized():
+    with torch.device("meta"):
+        module = ModelNew(24)
+    assert module(torch.empty(3, 24, device="meta")).shape == (3, 24)
+    module = module.to_empty(device="cuda")
+    module.reset_parameters()
+    x = torch.randn(3, 24, device="cuda")
+    torch.testing.assert_close(module(x), nn.functional.layer_norm(x, (24,)))
+
+
+def hugging_face(name):
+    transformers = pytest.importorskip("transformers")
+    small = dict(hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    ids = dict(input_ids=torch.randint(0, 1000, (2, 40)))
+    if name == "BERT":
+        return transformers.BertModel(transformers.BertConfig(**small)), ids
+    if name == "GPT-2":
+        return transformers.GPT2Model(transformers.GPT2Config(n_embd=96, n_layer=2, n_head=4)), ids
+    config = transformers.ViTConfig(**small, image_size=64)
+    return transformers.ViTModel(config), dict(pixel_values=torch.randn(2, 3, 64, 64))
+
+
+def torch_vision(name):
+    models = pytest.importorskip("torchvision").models
+    make = models.convnext_tiny if name == "ConvNeXt" else models.swin_t
+    return make(num_classes=10), torch.randn(2, 3, 64, 64)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT", "ConvNeXt", "Swin"])
+def test_real_models(name):
+    torch.manual_seed(0)
+    model, inputs = (torch_vision if name in ("ConvNeXt", "Swin") else hugging_face)(name)
+    theirs = model.cuda().eval()
+    ours = replace_layer_norm(copy.deepcopy(theirs))
+    replaced = sum(type(m) is ModelNew for m in ours.modules())
+    # torchvision's ConvNeXt also has a subclass for channels first, which stays as it is.
+    assert replaced >= 2
+    results = []
+    for network in (theirs, ours):
+        if isinstance(inputs, dict):
+            y = network(**{k: v.cuda() for k, v in inputs.items()}).last_hidden_state
+        else:
+            y = network(inputs.cuda())
+        y.square().mean().backward()
+        results.append([y.detach(), *(p.grad for p in network.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)
 
 
 def test_layer_norm_on_the_cpu():
@@ -1096,6 +1453,7 @@ def test_runs_inside_the_harness_namespace():
 
 # ---- Build and import ----
 
+needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
 can_build = pytest.mark.skipif(
     layernorm_inline._ops is None, reason="needs CUDA's compiler and a GPU or TORCH_CUDA_ARCH_LIST"
 )
@@ -1119,7 +1477,7 @@ def test_build_once_then_cached_also_for_many_processes(tmp_path):
     import_in_subprocess(tmp_path, "print()")
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
     processes = [
-        subprocess.Popen(commands, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)
+        subprocess.Popen(commands, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(8)
     ]
     messages = "".join(p.communicate(timeout=600)[1] for p in processes)
     assert all(p.returncode == 0 for p in processes), messages
@@ -1179,6 +1537,33 @@ def test_a_folder_with_spaces_and_letters_beyond_ascii(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@needs_cuda_torch
+def test_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    done = import_in_subprocess(tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "file"), TORCH_CUDA_ARCH_LIST="9.0")
+    last = done.stderr.strip().split("\n")[-1]
+    assert last.startswith("RuntimeError: layernorm_inline: cannot write to") and "TORCH_EXTENSIONS_DIR" in last, last
+
+
+@can_build
+def test_compiler_that_fails(tmp_path):
+    wrapper = tmp_path / "compiler"
+    wrapper.write_text('#!/bin/sh\ncase " $* " in *" -c "*) echo no >&2; exit 1;; esac\nexec c++ "$@"\n')
+    wrapper.chmod(0o755)
+    done = import_in_subprocess(tmp_path, CXX=str(wrapper))
+    assert done.returncode == 1 and "Error building extension" in done.stderr, done.stderr
+    again = import_in_subprocess(tmp_path)
+    assert again.returncode == 0, "nothing of the failed build is in the way: " + again.stderr
+
+
+@can_build
+def test_without_a_home(tmp_path):
+    cache = dict(TORCH_EXTENSIONS_DIR=None, XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    done = import_in_subprocess(tmp_path, HOME=None, **cache)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "xdg" / "torch_extensions").exists()
+
+
 HIDE_GPU_AND_ARCH = dict(CUDA_VISIBLE_DEVICES="", TORCH_CUDA_ARCH_LIST=None)
 
 
@@ -1196,9 +1581,6 @@ def test_without_a_gpu_nothing_is_compiled(tmp_path):
         r"RuntimeError: layernorm_inline: cannot run on cuda:0: (no GPU was there|PyTorch)", done.stderr
     ), done.stderr
     assert not (tmp_path / "cache").exists()
-
-
-needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
 
 
 @needs_cuda_torch
