@@ -329,7 +329,7 @@ __device__ inline float coarse_gelu(float z) {
 // z (1 + tanh(u)) / 2 = z / (1 + exp(-2 u)) with u = sqrt(2 / pi) (z + 0.044715 z^3)
 template <typename A>
 __device__ A twice_tanh_argument(A z) {
-  return z * (A(1.5957691216057308) + A(0.07135481627159502) * z * z);
+  return z * (A(1.5957691216057308) + A(0.07135481627260025) * z * z);
 }
 
 __device__ inline float gelu_tanh(float z) {
@@ -368,9 +368,10 @@ __device__ A derivative(Activation activation, A z) {
     return A(0.5) * (1 + erf(z * A(0.7071067811865476))) + z * A(0.3989422804014327) * exp(A(-0.5) * z * z);
   }
   if (activation == Activation::GeluTanh) {
-    const A sigmoid = 1 / (1 + exp(-twice_tanh_argument(z)));
-    const A slope = A(1.5957691216057308) + 3 * A(0.07135481627159502) * z * z;
-    return sigmoid + z * slope * sigmoid * (1 - sigmoid);
+    // With s = 1 / (1 + exp(-v)): s + z v' s (1 - s). From exp(-|v|), as 1 - s would lose its digits.
+    const A v = twice_tanh_argument(z), slope = A(1.5957691216057308) + 3 * A(0.07135481627260025) * z * z;
+    const A power = exp(-abs(v)), larger = 1 / (1 + power);
+    return (v < 0 ? power * larger : larger) + z * slope * power * larger * larger;
   }
   return 1;
 }
@@ -2012,14 +2013,15 @@ __global__ void __launch_bounds__(kConvThreads, 1)
 // ---- Tuning and dispatch ----
 
 struct Tuning {
-  // Forward, rows that a block or a cluster holds: 64 bytes a thread, four packs of one row, two of
-  // two or one of four. Blocks of 512 threads still leave room for three an SM (two of 16-bit
-  // rows): one loads, one stores.
-  static constexpr int forward_packs = 4, forward_threads = 512;
-  // Longer rows stay in shared memory, up to where an SM would hold fewer than three of them and
-  // load too little while it computes: 0.60 of copy speed, where the stream has 0.89. Rows that are
-  // not aligned, where the stream has 0.54: up to two of them, 0.67.
-  static constexpr int64_t shared_row_bytes = 72 << 10, shared_unaligned_row_bytes = 112 << 10;
+  // Forward, rows that a block holds in registers: 64 bytes a thread, four loads of one row, or one of
+  // each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, as weight and bias
+  // are then unpacked once for four). Blocks of 512 threads still leave room for three an SM
+  // (two of 16-bit rows): one loads, one stores.
+  static constexpr int forward_packs = 4, forward_threads = 512, four_rows_loads = 16;
+  // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer, it would load
+  // too little while it computes (0.60 of copy speed, where the stream has 0.89; rows that are
+  // not aligned: 0.67 with two, where the stream has 0.54).
+  static constexpr int shared_rows = 3, shared_unaligned_rows = 2;
   // Backward holds input and grad_output of two rows (16-bit: of one row), the next of both, and
   // of each column weight and two sums, in 128 registers: 8 columns, 16 of 16 bits, 4 doubles.
   static constexpr int backward_bytes = 32, backward_threads = 512;
@@ -2105,7 +2107,8 @@ struct Plan {
   int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias
 };
 
-constexpr int kControlBytes = 8192;  // of shared memory, beside the ring
+constexpr int kRowControlBytes = 2048;  // of shared memory, beside a row
+constexpr int kControlBytes = 8192;     // beside the ring
 static_assert(sizeof(StreamControl<Moments<float>>) <= kControlBytes, "the ring would not fit");
 
 // Columns of the longest slice: what a block's threads can take, and of which three stages fit, one
@@ -2149,7 +2152,7 @@ void plan_spread(Plan& p, int64_t rows, int64_t cols, int64_t piece, const Devic
 void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const Device& device) {
   const int V = 16 / size_of(call.dtype);
   const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
-  p.packs = loads <= (few_rows ? threads : 16) ? 1 : Tuning::forward_packs;
+  p.packs = loads <= (few_rows ? threads : Tuning::four_rows_loads) ? 1 : Tuning::forward_packs;
   p.rows = few_rows ? 1 : Tuning::forward_packs / p.packs;
   p.threads_per_row = row_threads(loads, p.packs);
   if (p.pack == 1) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
@@ -2171,8 +2174,9 @@ Plan plan(const Forward& call) {
     plan_rows(p, call, loads, threads, device);
     return p;
   }
-  const int64_t fits = p.pack > 1 ? Tuning::shared_row_bytes : Tuning::shared_unaligned_row_bytes;
-  if (device.code >= 90 && 16 * loads <= fits && call.rows >= device.sms) {
+  const int64_t held = device.shared_bytes / (16 * loads + kRowControlBytes);
+  const int wanted = p.pack > 1 ? Tuning::shared_rows : Tuning::shared_unaligned_rows;
+  if (device.code >= 90 && held >= wanted && call.rows >= device.sms) {
     p.regime = Regime::SharedRows;
     return p;
   }
