@@ -539,7 +539,10 @@ struct Unaligned {
     const Word* from = reinterpret_cast<const Word*>(p - odd);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = from[w];
-    if (odd != 0) words[kWords] = from[kWords];
+    // The last element by itself: the rest of its word may lie outside the tensor.
+    if constexpr (kPairs) {
+      if (odd != 0) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
+    }
   }
 
   __device__ Pack<T, V> get() const {
@@ -793,7 +796,7 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
 // fits an SM is on its way at once, whatever the number of threads.
 
 template <typename T, bool SHIFTED, bool FUSED>
-__global__ void __launch_bounds__(512, SHIFTED ? kRowBlocks - 1 : kRowBlocks)
+__global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 1 : kRowBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using A = Acc<T>;
@@ -2881,7 +2884,7 @@ Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape,
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation, float scale) -> Tensor");
+      " int activation=0, float scale=1.0) -> Tensor");
   m.def(
       "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
       " int activation, float scale) -> (Tensor output, Tensor mean, Tensor rstd)");
@@ -3046,6 +3049,7 @@ def _load():
 
 
 _ops, _why_not = _load()
+_layer_norm_op = _ops and _ops.layer_norm.default  # looked up once: a call of a small input takes 10 us
 
 # ============================================================================
 # 5  Python API
@@ -3079,12 +3083,15 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activa
             input is a CUDA tensor and the kernels could not be built for lack of CUDA.
         ValueError: activation is none of the three.
     """
-    if activation not in _ACTIVATIONS:
+    plain = activation is None and scale == 1
+    if not plain and activation not in _ACTIVATIONS:
         raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
     if isinstance(input, torch.Tensor) and input.is_cuda:
-        if _ops is None:
+        if _layer_norm_op is None:
             raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
-        return _ops.layer_norm.default(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
+        if plain:
+            return _layer_norm_op(input, normalized_shape, weight, bias, eps)
+        return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
     output = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
     if activation is not None:
         output = torch.ops.aten.gelu(output, approximate="tanh" if activation == "gelu_tanh" else "none")
