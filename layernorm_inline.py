@@ -3,7 +3,8 @@
 What it is
     The CUDA source below is compiled when this file is first imported (about
     half a minute, once; later imports load the result from the cache).
-    CUDA tensors always run these kernels or raise; other tensors go to PyTorch.
+    CUDA tensors run these kernels or raise (torch.func's gradient transforms, forward mode and double
+    backward: PyTorch operations, which they can differentiate); other tensors go to PyTorch.
 
 How to use it
     Copy this file into your project. It needs PyTorch >= 2.0, ninja, a C++
