@@ -3169,6 +3169,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
             and conv.weight.shape == (32, 64, 4, 4, 4)
             and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))
+            and not any(m._forward_hooks or m._forward_pre_hooks for m in (conv, self.layer_norm))  # they must run
         )
 
     def forward(self, x):

@@ -771,6 +771,26 @@ def test_problem_34_on_other_inputs(allow_tf32):
             torch.testing.assert_close(ours(x), reference(x), atol=1e-4, rtol=1e-4)
 
 
+@kernels
+def test_problem_34_takes_one_kernel_where_nobody_would_notice():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
+        model, x = ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34), torch.empty(2, 32, 3, 5, 32)
+        assert model._in_one_kernel(x) and model(x).shape == (2, 64, 6, 10, 64)
+        assert not model._in_one_kernel(x[:, :, :, :, :31])
+        assert not model._in_one_kernel(x[0])
+        assert not model._in_one_kernel(x.half())
+        with torch.enable_grad():
+            assert not model._in_one_kernel(x)
+        for module in (model.conv_transpose, model.layer_norm):
+            hook = module.register_forward_hook(lambda *_: None)
+            assert not model._in_one_kernel(x)
+            hook.remove()
+        assert model._in_one_kernel(x)
+        assert not ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 0)._in_one_kernel(x)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize("shape,channels", [((1, 32, 2, 2, 31), 64), ((1, 3, 2, 2, 4), 9)])
 def test_problem_34_normalizes_the_width(shape, channels, device):
