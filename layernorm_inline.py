@@ -758,6 +758,11 @@ __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
+// To be called by the thread that has initialized them, before bulk copies count at barriers.
+__device__ inline void barriers_initialized() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 __device__ inline void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -815,6 +820,7 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
   const int early = reinterpret_cast<uintptr_t>(input) % 16;
   if (threadIdx.x == 0) {
     barrier_init(&loaded, 1);
+    barriers_initialized();
     const int bytes = (early + cols * int(sizeof(T)) + 15) / 16 * 16;
     barrier_arrive_expecting(&loaded, bytes);
     bulk_copy(held, reinterpret_cast<const char*>(input) - early, bytes, &loaded);
@@ -1582,7 +1588,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     barrier_init(&control.measured[threadIdx.x], kStreamWarps);
     barrier_init(&control.known[threadIdx.x], 1);
     barrier_init(&control.applied[threadIdx.x], kStreamWarps);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_initialized();
   }
   __syncthreads();
 
