@@ -27,7 +27,18 @@ API
 
 Reading it
     1  Interface      what the kernels and the binding share
-    2  CUDA           kernels, the tuning table, one dispatch function each way
+    2  CUDA           in this order:
+           elements, epilogue, statistics                 what all kernels use
+           layer_norm_rows                                forward, rows of up to 32 KB
+           layer_norm_shared_rows                         forward, rows of up to 75 KB (Hopper)
+           partial_moments, finish_moments, normalize_columns
+                                                          forward, rows spread over the GPU
+           layer_norm_backward_rows                       backward, rows of up to 8 KB (older GPUs: 16)
+           backward_partial_sums, finish_sums, backward_columns
+                                                          backward, rows spread over the GPU
+           stream<ForwardPass>, stream<BackwardPass>      long rows on Hopper and newer
+           conv_transpose_layer_norm_gelu                 ConvTranspose3d, LayerNorm, GELU, scaling
+           Tuning, plan                                   which of them runs, with what: change it here
     3  C++ binding    checks, allocation, autograd, dispatcher registration
     4  Build          compile once, cache, load
     5  Python API
