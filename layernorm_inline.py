@@ -932,37 +932,42 @@ __device__ inline void wait_for_previous() {
 }
 
 // ---- Forward, rows spread over many blocks: three kernels ----
-// The first reads input, column range by column range, and leaves the moments of each piece of
-// a row; the second makes a row's statistics of them. The third goes down the rows with weight
-// and bias of its columns in registers: for 16 long rows, reading them again for each row would
-// move as many bytes as input and output together.
+// The first reads input and leaves the moments of each piece of a row, a piece being every
+// `pieces`-th of its steps; the second makes a row's statistics of them. The third goes down the rows with
+// weight and bias of its columns in registers: for 16 long rows, reading them again for each row would move
+// as many bytes as input and output together.
 
-// Piece number `piece` of a row: whole packs, so that all but the row's end are 16-byte aligned.
-__host__ __device__ inline int64_t piece_begin(int64_t cols, int pieces, int piece, int V) {
-  const int64_t packs = (cols + V - 1) / V;
-  return min(cols, packs * piece / pieces * V);
-}
+// Blocks of the first kernel that an SM holds at once. There are no more of them: a second wave would
+// cost 1% of the main shape, and blocks of 8192 elements each 8%, as a block's start and end show.
+constexpr int kMeasuringBlocks = 4;
+// Columns of a block that goes down the rows, one load of 16 bytes a thread: of more loads each, fewer
+// threads fit an SM (the main shape: 0.223 ms with two, 0.216 with one).
+constexpr int kTileColumns = 2048;
+template <int V>
+constexpr int kTilePacks = V < 4 ? 4 / V : 1;
+template <int V>
+constexpr int kTileThreads = kTileColumns / (kTilePacks<V> * V);
 
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(256) partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
+__global__ void __launch_bounds__(256, kMeasuringBlocks)
+    partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
   using A = Acc<T>;
   let_next_start();
   __shared__ Moments<A> slots[kMaxWarps][1];
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
-  const int64_t begin = piece_begin(call.cols, pieces, piece, V);
-  const int64_t end = piece_begin(call.cols, pieces, piece + 1, V);
-  const T* input = static_cast<const T*>(call.input) + row * call.cols;
+  const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
+  const T* input = static_cast<const T*>(call.input) + row * cols;
 
   Moments<A> moments = {0, 0, 0};
-  for (int64_t first = begin; first < end; first += PACKS * V * blockDim.x) {
+  for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Pack<T, V> x[PACKS];
     int count = 0;
     A sum = 0, m2 = 0;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
-      if (col < end) x[i] = load<T, V>(input + col), count += V;
+      if (col < cols) x[i] = load<T, V>(input + col), count += V;
     }
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
@@ -1014,7 +1019,7 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename T, int V, int PACKS, bool FUSED>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(512)
     normalize_columns(Forward call, const Acc<T> (*row_stats)[2], int64_t rows_per_block) {
   using A = Acc<T>;
   const int64_t cols = call.cols;
@@ -1197,26 +1202,25 @@ __global__ void __launch_bounds__(512) layer_norm_backward_rows(Backward call, A
 
 // Rows spread over many blocks: first the two sums of each piece of a row,
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, kMeasuringBlocks)
     backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
   using A = Acc<T>;
   __shared__ Sums<A> slots[kMaxWarps][1];
   let_next_start();
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
-  const int64_t begin = piece_begin(call.cols, pieces, piece, V);
-  const int64_t end = piece_begin(call.cols, pieces, piece + 1, V);
-  const T* input = static_cast<const T*>(call.input) + row * call.cols;
-  const T* grad_output = static_cast<const T*>(call.grad_output) + row * call.cols;
+  const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
+  const T* input = static_cast<const T*>(call.input) + row * cols;
+  const T* grad_output = static_cast<const T*>(call.grad_output) + row * cols;
   const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
 
   Sums<A> sums = {0, 0};
-  for (int64_t first = begin; first < end; first += PACKS * V * blockDim.x) {
+  for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Sums<A> here = {0, 0};  // short sums first: thousands of terms one by one would lose digits
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
-      if (col < end) {
+      if (col < cols) {
         A x[V], dy[V], weight[V];
         unpack(load<T, V>(input + col), x);
         unpack(load<T, V>(grad_output + col), dy);
@@ -1256,7 +1260,7 @@ __global__ void __launch_bounds__(256)
 // registers. With one block a column (gridDim.y == 1) the totals are complete and written at
 // once; otherwise they go to partials, (2, gridDim.y, cols), for sum_partials.
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(512)
     backward_columns(Backward call, const Sums<Acc<T>>* row_means, int64_t rows_per_block, Acc<T>* partials) {
   using A = Acc<T>;
   wait_for_previous();  // also for weight: where grad_input is not wanted, its writer may be the previous
@@ -2055,10 +2059,10 @@ struct Tuning {
   static constexpr int forward_delay = 5, backward_delay = 3;
   // A slice of fewer columns moves in less time than a group's exchange takes.
   static constexpr int64_t least_slice = 2048;
-  // Spread rows: elements of a row's piece (8192 instead would cost 8% of the main shape: a block's
-  // start and end show), the least where rows are few, and blocks an SM.
-  static constexpr int64_t forward_piece = 65536, backward_piece = 16384, least_piece = 8192,
-                           blocks_per_sm = 8;
+  // Spread rows: the fewest elements of a piece.
+  static constexpr int64_t least_piece = 8192;
+  // Spread rows, the kernels that apply: blocks an SM that rows are shared to have.
+  static constexpr int64_t blocks_per_sm = 8;
   // Bytes that partial sums of grad_weight and grad_bias may take.
   static constexpr int64_t partial_bytes = 32 << 20;
 };
@@ -2163,10 +2167,12 @@ void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, 
   p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, delay);
 }
 
-void plan_spread(Plan& p, int64_t rows, int64_t cols, int64_t piece, const Device& device) {
-  const int64_t for_all_sms = ceil_div(Tuning::blocks_per_sm * device.sms, 2 * rows);
-  p.pieces = std::min(ceil_div(cols, Tuning::least_piece), std::max(ceil_div(cols, piece), for_all_sms));
-  p.tiles = ceil_div(cols, 256 * 8);
+void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
+  const int64_t places = kMeasuringBlocks * device.sms;
+  const int64_t waves =
+      ceil_div(8 * rows, places);  // at least 8 pieces a row: 1/9 of the places idle at most
+  p.pieces = std::min(ceil_div(cols, Tuning::least_piece), std::max<int64_t>(1, waves * places / rows));
+  p.tiles = ceil_div(cols, kTileColumns);
   p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
 }
 
@@ -2201,7 +2207,7 @@ Plan plan(const Forward& call) {
     p.regime = Regime::SharedRows;
     return p;
   }
-  plan_spread(p, call.rows, call.cols, Tuning::forward_piece, device);
+  plan_spread(p, call.rows, call.cols, device);
   p.regime = Regime::Spread;
   if (streams) plan_stream(p, call.rows, call.cols, call.dtype, 1, device);
   return p;
@@ -2223,7 +2229,7 @@ Plan plan(const Backward& call) {
     p.partial_rows = std::min(ceil_div(call.rows, p.rows_per_block), resident);
     return p;
   }
-  plan_spread(p, call.rows, call.cols, Tuning::backward_piece, device);
+  plan_spread(p, call.rows, call.cols, device);
   p.regime = Regime::Spread;
   const int64_t fit = Tuning::partial_bytes / (2 * size_of_acc(call.dtype) * call.cols);
   p.row_blocks = std::max<int64_t>(1, std::min(p.row_blocks, fit));
@@ -2348,8 +2354,8 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
   constexpr int kPacks = V > 1 ? 4 : sizeof(T) == 8 ? 4 : 16;
   partial_moments<T, V, kPacks><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
   launch_next(finish_moments<T>, call.rows, 256, stream, call, p.pieces, moments, row_stats);
-  launch_next(normalize_columns<T, V, 8 / V, FUSED>, dim3(p.tiles, p.row_blocks), 256, stream, call,
-              row_stats, ceil_div(call.rows, p.row_blocks));
+  launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
+              stream, call, row_stats, ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -2402,11 +2408,12 @@ cudaError_t launch_typed(Backward call, const Plan& p, void* scratch, cudaStream
     auto* sums = reinterpret_cast<Sums<Acc<T>>*>(partials + 2 * p.partial_rows * call.cols);
     Sums<Acc<T>>* row_means = sums + call.rows * p.pieces;
     if (call.grad_input != nullptr) {
-      backward_partial_sums<T, V, 8 / V><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
+      backward_partial_sums<T, V, kTilePacks<V>>
+          <<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
       launch_next(finish_sums<T>, call.rows, 256, stream, call, p.pieces, sums, row_means);
     }
-    launch_next(backward_columns<T, V, 8 / V>, dim3(p.tiles, p.row_blocks), 256, stream, call, row_means,
-                ceil_div(call.rows, p.row_blocks), partials);
+    launch_next(backward_columns<T, V, kTilePacks<V>>, dim3(p.tiles, p.row_blocks), kTileThreads<V>, stream,
+                call, row_means, ceil_div(call.rows, p.row_blocks), partials);
   }
   if (partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
     launch_next(sum_partials<T>, dim3(ceil_div(call.cols, kSumCols), 2), dim3(kSumCols, kSumRows), stream,
