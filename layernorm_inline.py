@@ -56,6 +56,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 
 import torch
 from torch import nn
@@ -806,6 +807,28 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
+
+// Bulk copies move whole 16-byte units; returns the bytes to copy for `bytes` at a 16-byte boundary. A
+// unit of which only a part is wanted is copied whole, unless the tensor ends in it: then this
+// thread copies its elements, and must do so before it arrives at the barrier.
+template <typename T>
+__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends) {
+  if (!tensor_ends) return (bytes + 15) / 16 * 16;
+  const int whole = bytes / 16 * 16, count = bytes % 16 / int(sizeof(T));
+  const T* from = reinterpret_cast<const T*>(static_cast<const char*>(global) + whole);
+  T* to = reinterpret_cast<T*>(static_cast<char*>(shared) + whole);
+  constexpr int kMost = 16 / sizeof(T);
+  T rest[kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i < count) rest[i] = from[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i < count) to[i] = rest[i];
+  }
+  return whole;
+}
 #endif
 
 // ---- Forward, rows that a block holds in shared memory (sm_90 and up) ----
@@ -832,9 +855,10 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
   if (threadIdx.x == 0) {
     barrier_init(&loaded, 1);
     barriers_initialized();
-    const int bytes = (early + cols * int(sizeof(T)) + 15) / 16 * 16;
+    const char* start = reinterpret_cast<const char*>(input) - early;
+    const int bytes = whole_units<T>(held, start, early + cols * int(sizeof(T)), blockIdx.x == gridDim.x - 1);
     barrier_arrive_expecting(&loaded, bytes);
-    bulk_copy(held, reinterpret_cast<const char*>(input) - early, bytes, &loaded);
+    bulk_copy(held, start, bytes, &loaded);
   }
   __syncthreads();
   barrier_wait(&loaded, 0);
@@ -1624,16 +1648,18 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       // group publishes would queue behind them: half the speed for rows of two slices.
       if (row >= 2 * int64_t(groups)) barrier_wait(&control.loaded[before.index], before.parity);
       if (row >= 2 * int64_t(groups)) before.advance(s.stages);
+      const char* start[Pass::kTensors];
       int bytes[Pass::kTensors], total = 0;
       for (int t = 0; t < Pass::kTensors; ++t) {
-        bytes[t] = (misalignment(t, row) + columns * int(sizeof(T)) + 15) / 16 * 16;
+        const int early = misalignment(t, row);
+        start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + row * call.cols + first) - early;
+        bytes[t] = whole_units<T>(stage_of(slot.index, t), start[t], early + columns * int(sizeof(T)),
+                                  row == call.rows - 1 && rank == s.group - 1);
         total += bytes[t];
       }
       barrier_arrive_expecting(&control.loaded[slot.index], total);
       for (int t = 0; t < Pass::kTensors; ++t) {
-        const T* slice = Pass::tensor(call, t) + row * call.cols + first;
-        bulk_copy(stage_of(slot.index, t), reinterpret_cast<const char*>(slice) - misalignment(t, row),
-                  bytes[t], &control.loaded[slot.index]);
+        if (bytes[t] > 0) bulk_copy(stage_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index]);
       }
     }
     return;
@@ -2351,7 +2377,7 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
   }
   auto* moments = static_cast<Moments<Acc<T>>*>(scratch);
   auto* row_stats = reinterpret_cast<Acc<T>(*)[2]>(moments + call.rows * p.pieces);
-  constexpr int kPacks = V > 1 ? 4 : sizeof(T) == 8 ? 4 : 16;
+  constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
   partial_moments<T, V, kPacks><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
   launch_next(finish_moments<T>, call.rows, 256, stream, call, p.pieces, moments, row_stats);
   launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
@@ -2950,6 +2976,7 @@ TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm",
 _CUDA_FLAGS = ["-O3"]
 _CPP_FLAGS = ["-O2"]
 _LOCK = "build.lock"
+_BUILD_BYTES = 64 << 20  # one architecture takes 10 MB, and 42 of temporary files
 _INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,crt,cccl]"'
 
 
@@ -2976,6 +3003,21 @@ def _find_cuda_home():
         "layernorm_inline: nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among "
         f"the installed Python packages. Install it with: {_INSTALL_NVCC}"
     )
+
+
+def _check_room(directory, writable):
+    """Raises where the compiled kernels, or the compiler's temporary files, could not be written."""
+    if not writable:
+        raise RuntimeError(
+            f"layernorm_inline: cannot write to {directory}, where the compiled kernels are kept. "
+            "Name a folder that can be written in the environment variable TORCH_EXTENSIONS_DIR."
+        )
+    for folder, variable in ((directory, "TORCH_EXTENSIONS_DIR"), (tempfile.gettempdir(), "TMPDIR")):
+        if shutil.disk_usage(folder).free < _BUILD_BYTES:
+            raise RuntimeError(
+                f"layernorm_inline: less than {_BUILD_BYTES >> 20} MB are free in {folder}, too few to compile "
+                f"the kernels. Make room, or name another folder in the environment variable {variable}."
+            )
 
 
 def _compile(name, directory, cuda_flags):
@@ -3059,14 +3101,15 @@ def _load():
     if not os.path.exists(complete):
         with contextlib.suppress(OSError):
             os.makedirs(directory, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise RuntimeError(
-                f"layernorm_inline: cannot write to {directory}, where the compiled kernels are kept. "
-                "Name a folder that can be written in the environment variable TORCH_EXTENSIONS_DIR."
-            )
-        with open(os.path.join(directory, _LOCK), "w") as build_lock:
-            fcntl.flock(build_lock, fcntl.LOCK_EX)  # many processes on a cold cache build once
+        with contextlib.ExitStack() as held:
+            writable = os.access(directory, os.W_OK)
+            lock = os.path.join(directory, _LOCK)
+            if writable or os.path.exists(lock):  # many processes on a cold cache build once
+                # Opened for reading: it may be another user's, who is building for both.
+                lock_file = open(lock, opener=lambda path, _: os.open(path, os.O_RDONLY | os.O_CREAT, 0o644))
+                fcntl.flock(held.enter_context(lock_file), fcntl.LOCK_EX)
             if not os.path.exists(complete):
+                _check_room(directory, writable)
                 _compile(name, directory, cuda_flags)
                 open(complete, "w").close()
     torch.ops.load_library(os.path.join(directory, name + ".so"))

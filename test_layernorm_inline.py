@@ -25,6 +25,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -343,6 +344,7 @@ gpu = pytest.mark.skipif(not HAVE_GPU, reason="needs a CUDA GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 kernels = pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
 SOURCE = os.path.abspath(layernorm_inline.__file__)
+CACHE = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 AFFINE = ["both", "weight", "bias", "none", "float32"]  # float32: with 16-bit inputs
@@ -1102,10 +1104,129 @@ def test_out_of_memory_leaves_the_process_usable(rows, cols, tmp_path):
         y, expected = (f(small, ({cols},)) for f in (layernorm_inline.layer_norm, torch.nn.functional.layer_norm))
         torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
     """
-    shared = os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions"))
-    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=shared)
+    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("out of memory") == 2
+
+
+# An allocator for PyTorch that surrounds every buffer, and fills it, with NaN: reading what nobody wrote
+# spoils the result, and a write beside a buffer is counted when the buffer is given back.
+GUARDS = r"""
+#include <cuda_runtime_api.h>
+#include <algorithm>
+#include <vector>
+
+static constexpr size_t kGuard = 1 << 16;
+static int damaged = 0;
+
+extern "C" void* allocate(ssize_t size, int, cudaStream_t) {
+  void* buffer = nullptr;
+  if (cudaMalloc(&buffer, size + 2 * kGuard) != cudaSuccess) return nullptr;
+  cudaMemset(buffer, 0xff, size + 2 * kGuard);
+  cudaDeviceSynchronize();
+  return static_cast<char*>(buffer) + kGuard;
+}
+
+extern "C" void release(void* pointer, ssize_t size, int, cudaStream_t) {
+  char* buffer = static_cast<char*>(pointer) - kGuard;
+  std::vector<unsigned char> guards(2 * kGuard);
+  cudaDeviceSynchronize();
+  cudaMemcpy(guards.data(), buffer, kGuard, cudaMemcpyDeviceToHost);
+  cudaMemcpy(guards.data() + kGuard, buffer + kGuard + size, kGuard, cudaMemcpyDeviceToHost);
+  damaged += std::count(guards.begin(), guards.end(), 0xff) != long(2 * kGuard);
+  cudaFree(buffer);
+}
+
+extern "C" int damaged_buffers() { return damaged; }
+extern "C" void zero(void* pointer) { cudaMemset(pointer, 0, 1); }
+"""
+
+# One small case of each regime, forward and backward; aligned, and not.
+REGIMES = """
+    import sys, torch
+    from layernorm_inline import ConvTranspose3dLayerNormGELUScaling, layer_norm
+
+    def every_regime():
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        double, single, half, brain = torch.float64, torch.float32, torch.float16, torch.bfloat16
+        for rows, cols, dtype, activation in [
+            (17 * sms, 64, single, None), (17 * sms, 64, brain, "gelu"), (17 * sms + 5, 65, brain, None),
+            (33, 64, single, None), (9, 768, brain, "gelu_tanh"), (7, 1000, half, None), (5, 2041, single, "gelu"),
+            (2 * sms, 4099, brain, None), (2 * sms, 8192, single, None), (5, 9000, brain, None),
+            (sms + 8, 16384, single, None), (sms + 8, 16384, brain, "gelu"), (sms + 8, 20001, brain, None),
+            (7, 16384, single, "gelu"), (5, 40001, brain, None), (3, 65536, single, None), (3, 20000, double, None),
+            (2, 1200000, single, "gelu"), (2, 1200001, brain, None), (3, 500, double, None),
+        ]:
+            for start in (0, 1) if rows * cols < 10**6 else (0,):
+                x, dy = (torch.randn(rows * cols + 1, device="cuda").to(dtype)[start:][: rows * cols] for _ in "12")
+                x, dy = x.view(rows, cols).requires_grad_(), dy.view(rows, cols)
+                w, b = (torch.randn(cols, device="cuda").to(dtype).requires_grad_() for _ in "12")
+                y = layer_norm(x, (cols,), w, b, activation=activation)
+                y.backward(dy)
+                exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+                z = torch.nn.functional.layer_norm(exact[0], (cols,), *exact[1:])
+                if activation:
+                    z = torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+                z.backward(dy.double())
+                for mine, right in ((y, z), *((t.grad, e.grad) for t, e in zip((x, w, b), exact))):
+                    error = (mine.double() - right).abs().max()
+                    assert error <= 20 * torch.finfo(dtype).eps * max(1, right.abs().max()), (rows, cols, dtype, error)
+                del x, y, z, w, b, dy, exact, mine, right
+                yield
+        model = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda()
+        for torch.backends.cudnn.allow_tf32 in (True, False):
+            with torch.no_grad():
+                assert torch.isfinite(model(torch.randn(1, 32, 2, 3, 32, device="cuda"))).all()
+            yield
+"""
+
+
+@gpu
+def test_guard_bands_around_every_buffer(tmp_path):
+    from torch.utils import cpp_extension
+
+    (tmp_path / "guards.cpp").write_text(GUARDS)
+    options = dict(build_directory=str(tmp_path), is_python_module=False, with_cuda=True)
+    cpp_extension.load("guards", [str(tmp_path / "guards.cpp")], **options)
+    library = str(tmp_path / "guards.so")
+    code = textwrap.dedent(REGIMES) + textwrap.dedent(f"""
+        import ctypes
+        allocator = torch.cuda.memory.CUDAPluggableAllocator({library!r}, "allocate", "release")
+        torch.cuda.memory.change_current_allocator(allocator)
+        guards = ctypes.CDLL({library!r})
+        for cases, _ in enumerate(every_regime(), 1):
+            assert guards.damaged_buffers() == 0
+        buffer = torch.empty(10, device="cuda")
+        guards.zero(ctypes.c_void_p(buffer.data_ptr() + buffer.nbytes))
+        del buffer
+        assert guards.damaged_buffers() == 1, "a write beside a buffer is noticed"
+        print(cases, "cases")
+    """)
+    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "35 cases\n"
+
+
+@gpu
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_compute_sanitizer_finds_nothing(tmp_path, tool):
+    script = tmp_path / "regimes.py"
+    script.write_text(textwrap.dedent(REGIMES) + "print(len(list(every_regime())), 'cases')\n")
+    (tmp_path / "layernorm_inline.py").write_text(open(SOURCE).read())
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": CACHE, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--kernel-name",
+        "kns=layernorm_inline",
+        sys.executable,
+        str(script),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "35 cases" in done.stdout, done.stdout + done.stderr
+    assert re.search("ERROR SUMMARY: 0 errors|0 hazards displayed", done.stdout), done.stdout
 
 
 DISTRIBUTED = """
@@ -1478,6 +1599,25 @@ def test_bad_dtypes_and_devices():
         layer_norm(x.half(), (5,), w, w.half())
 
 
+@kernels
+@pytest.mark.parametrize(
+    "words,change",
+    [
+        ("input of shape \\[\\*, 32, \\*, \\*, 32\\], but got \\[1, 31, 2, 2, 32\\]", dict(input=(1, 31, 2, 2, 32))),
+        ("conv_weight of shape .* but got \\[32, 64, 3, 3, 3\\]", dict(conv_weight=(32, 64, 3, 3, 3))),
+        ("dtype Float, but got Half", dict(dtype=torch.float16)),
+        ("Expected weight to be of same shape", dict(weight=(63,))),
+        ("Expected bias to be of same shape", dict(bias=(65,))),
+    ],
+)
+def test_bad_input_of_the_convolution(words, change):
+    shapes = dict(input=(1, 32, 2, 2, 32), conv_weight=(32, 64, 4, 4, 4), conv_bias=(64,), weight=(64,), bias=(64,))
+    dtype = change.get("dtype", torch.float32)
+    tensors = [torch.empty(change.get(k, v), device="meta", dtype=dtype) for k, v in shapes.items()]
+    with pytest.raises(RuntimeError, match=words):
+        layernorm_inline._ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0, True)
+
+
 # ---- The file: what KernelBench's static rules and its harness ask for ----
 
 
@@ -1600,6 +1740,74 @@ def test_cache_that_cannot_be_written(tmp_path):
     assert last.startswith("RuntimeError: layernorm_inline: cannot write to") and "TORCH_EXTENSIONS_DIR" in last, last
 
 
+@needs_cuda_torch
+@pytest.mark.parametrize("which,variable", [(0, "TORCH_EXTENSIONS_DIR"), (1, "TMPDIR")])
+def test_disk_without_room(tmp_path, which, variable):
+    code = f"""
+        import shutil, types
+        rooms = [1 << 40, 1 << 40]  # of the cache, of temporary files
+        rooms[{which}] = 1 << 20
+        shutil.disk_usage = lambda folder: types.SimpleNamespace(free=rooms.pop(0))
+        import layernorm_inline
+    """
+    done = import_in_subprocess(tmp_path, code, TORCH_CUDA_ARCH_LIST="9.0")
+    last = done.stderr.strip().split("\n")[-1]
+    assert re.match(f"RuntimeError: layernorm_inline: less than 64 MB are free in .* variable {variable}", last), last
+
+
+@needs_cuda_torch
+def test_disk_that_fills_up_meanwhile(tmp_path):
+    code = """
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, resource.RLIM_INFINITY))
+        import layernorm_inline
+    """
+    done = import_in_subprocess(tmp_path, code, TORCH_CUDA_ARCH_LIST="9.0")
+    assert done.returncode == 1 and "File too large" in done.stderr.strip().split("\n")[-1], done.stderr
+    assert not list((tmp_path / "cache").glob("*/complete")), "what was half written is not taken for whole"
+
+
+@kernels
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, to be a user who may not write everywhere")
+def test_two_users_share_a_cache(tmp_path):
+    import fcntl
+
+    (library,) = (path for path in torch.ops.loaded_libraries if "layernorm_inline" in path)
+    theirs = tmp_path / "cache" / os.path.basename(os.path.dirname(library))
+    theirs.mkdir(parents=True)
+    shutil.copy(library, theirs)
+    (theirs / "build.lock").touch()
+    (theirs / "build.lock").chmod(0o444)
+    theirs.chmod(0o555)
+    # Root without its capabilities: a user for whom permissions count.
+    other = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
+    command = [*other, sys.executable, "-c", "import layernorm_inline; assert layernorm_inline._ops"]
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+
+    def start():
+        return subprocess.Popen(
+            command, cwd=os.path.dirname(SOURCE), env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    with open(theirs / "build.lock") as lock:  # as the first user, whose build is under way
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = start()
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=10)
+        theirs.chmod(0o755)
+        (theirs / "complete").touch()
+        theirs.chmod(0o555)
+    errors = waiting.communicate(timeout=60)[1]
+    assert waiting.returncode == 0 and "compiling" not in errors, errors
+
+    theirs.chmod(0o755)
+    (theirs / "complete").unlink()  # the first user's build was killed
+    theirs.chmod(0o555)
+    errors = start().communicate(timeout=60)[1]
+    assert "RuntimeError: layernorm_inline: cannot write to" in errors.strip().split("\n")[-1], errors
+
+
 @can_build
 def test_compiler_that_fails(tmp_path):
     wrapper = tmp_path / "compiler"
@@ -1622,9 +1830,14 @@ def test_without_a_home(tmp_path):
 HIDE_GPU_AND_ARCH = dict(CUDA_VISIBLE_DEVICES="", TORCH_CUDA_ARCH_LIST=None)
 
 
-def test_without_a_gpu_nothing_is_compiled(tmp_path):
-    code = """
-        import torch, layernorm_inline
+@pytest.mark.parametrize(
+    "cuda,why", [("torch.version.cuda", "(no GPU was there|PyTorch)"), (None, "PyTorch .* without CUDA")]
+)
+def test_without_a_gpu_nothing_is_compiled(tmp_path, cuda, why):
+    code = f"""
+        import torch
+        torch.version.cuda = {cuda}
+        import layernorm_inline
         assert layernorm_inline._ops is None
         assert layernorm_inline.ModelNew(4)(torch.randn(2, 4)).shape == (2, 4)
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1632,9 +1845,7 @@ def test_without_a_gpu_nothing_is_compiled(tmp_path):
             layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
     """
     done = import_in_subprocess(tmp_path, code, **HIDE_GPU_AND_ARCH)
-    assert re.search(
-        r"RuntimeError: layernorm_inline: cannot run on cuda:0: (no GPU was there|PyTorch)", done.stderr
-    ), done.stderr
+    assert re.search(f"RuntimeError: layernorm_inline: cannot run on cuda:0: {why}", done.stderr), done.stderr
     assert not (tmp_path / "cache").exists()
 
 
