@@ -625,11 +625,17 @@ constexpr int kRowBlocks = 3;
 #endif
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
+template <typename T, int ROWS, bool SHIFTED>
+constexpr int row_blocks() {
+  if (ROWS > 1 || sizeof(T) == 8) return 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+  if (SHIFTED && sizeof(T) == 2) return 1;
+#endif
+  return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
+}
+
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool FUSED>
-__global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, ROWS > 1 || sizeof(T) == 8 ? 1
-                                                                   : sizeof(T) == 4 && !SHIFTED
-                                                                       ? kRowBlocks
-                                                                       : kRowBlocks - 1)
+__global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T, ROWS, SHIFTED>())
     layer_norm_rows(Forward call, RowConstants<Acc<T>> constants, int step_log2) {
   using A = Acc<T>;
   using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
