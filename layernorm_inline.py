@@ -1371,7 +1371,7 @@ __global__ void __launch_bounds__(512)
 // A group of blocks shares a row, and each block keeps to its slice of the columns: weight and
 // bias, or weight, grad_weight and grad_bias, stay in registers for the whole run. Slices of row
 // after row arrive by bulk copy in a ring of shared-memory stages. A slice is measured when it
-// arrives and applied `delay` rows later, when the blocks of its group have exchanged what they
+// arrives and applied `delay` stages later, when the blocks of its group have exchanged what they
 // measured: the exchange hides behind the rows between, and each byte moves once.
 //
 // Warps 0-15 measure and apply. One warp loads; one combines the warps' measurements and
@@ -1387,7 +1387,7 @@ constexpr int kMaxStages = 8;
 [[maybe_unused]] constexpr int kPeers = 5;  // blocks whose words a lane waits for at once
 
 // Rows of a stage. 16-bit rows come in half the time, but waiting, combining and exchanging what was measured
-// take as long: two rows share that (bf16 rows of 65536: 0.77 of copy speed -> 0.82). Backward, only three
+// take as long: two rows share that (bf16 rows of 65536: 0.69 of copy speed -> 0.77). Backward, only three
 // stages of two rows would fit, too few (bf16 rows of 262144: 0.64 -> 0.58).
 constexpr int stage_rows(int size, int pack, int tensors) {
   return size == 2 && pack > 1 && tensors == 1 ? 2 : 1;
@@ -2204,11 +2204,15 @@ struct Tuning {
   // too little while it computes (0.60 of copy speed, where the stream has 0.89; rows that are
   // not aligned: 0.67 with two, where the stream has 0.54).
   static constexpr int shared_rows = 3, shared_unaligned_rows = 2;
-  // Backward holds input and grad_output of two rows (16-bit: of one row), the next of both, and
-  // of each column weight and two sums, in 128 registers: 8 columns, 16 of 16 bits, 4 doubles.
-  static constexpr int backward_bytes = 32, backward_threads = 512;
-  // A block of short rows: enough warps to hide a barrier, small enough to pack an SM.
-  static constexpr int block_threads = 128, backward_block_threads = 256;
+  // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
+  // registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
+  // columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed
+  // with 8, 0.80 with 16; rows of 2560: 0.77 and 0.89).
+  static constexpr int backward_bytes = 32, backward_columns = 8, backward_threads = 512;
+  // A block of short rows: enough warps to hide a barrier, small enough to pack an SM. float32 rows in
+  // backward are as fast with fewer threads, and larger blocks leave fewer partial sums (rows of 64 to 1024:
+  // 2%).
+  static constexpr int block_threads = 128, backward_float_block_threads = 256;
   // Backward, rows that a block holds: beyond 8 KB of input an SM would hold too few rows at once
   // to keep loading while it reduces.
   static constexpr int64_t stream_backward_bytes = 8 << 10;
@@ -2284,12 +2288,12 @@ struct Plan {
   Regime regime;
   int pack;                             // elements a load; forward Rows: 1 where rows are not aligned
   int threads_per_row, rows_per_block;  // Rows: threads of a block on one row, and their rows
-  int packs, rows, step_log2;           //   forward: a thread's loads, rows and how far those lie apart
+  int rows, packs, step_log2;           //   a thread's rows; forward: its loads, how far its rows lie apart
   Stream stream;                        // Stream; where it cannot be launched, Spread
   int groups;                           //   blocks / stream.group
   int pieces;                           // Spread: blocks a row for the statistics,
   int64_t tiles, row_blocks;            //   blocks over columns and over rows for the rest
-  int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias
+  int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias; 0: none
 };
 
 constexpr int kRowControlBytes = 2048;  // of shared memory, beside a row
@@ -2382,27 +2386,45 @@ Plan plan(const Forward& call) {
   return p;
 }
 
+// Of each of its rows, `rows` at a time, a thread takes `columns`. Returns how many rows an SM then holds.
+int plan_rows(Plan& p, const Backward& call, int columns, int rows, const Device& device) {
+  const int block_threads =
+      size_of(call.dtype) == 2 ? Tuning::block_threads : Tuning::backward_float_block_threads;
+  p.rows = rows;
+  p.threads_per_row = row_threads(call.cols, columns);
+  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
+  const int blocks = Tuning::backward_threads / (p.threads_per_row * p.rows_per_block);  // on an SM
+  p.partial_rows = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
+  return blocks * p.rows_per_block * rows;
+}
+
+// Rows of partial sums that so many sharers of a column leave: one alone has the sums themselves.
+int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
+
 Plan plan(const Backward& call) {
   const Device& device = current_device();
   Plan p = {};
   if (call.rows == 0) return p;
   p.pack = pack_size(call.cols, call.dtype,
                      {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
-  const int each = std::min(Tuning::backward_bytes / size_of(call.dtype), p.pack > 1 ? 16 : 8);
+  const bool is_16_bit_packs = size_of(call.dtype) == 2 && p.pack > 1;
+  const int each =
+      is_16_bit_packs ? 16 : std::min(Tuning::backward_bytes / size_of(call.dtype), Tuning::backward_columns);
   const bool streams = can_stream(call.cols, call.dtype, p.pack, 2, device);
   const int64_t held = streams ? Tuning::stream_backward_bytes / size_of(call.dtype) : call.cols;
   if (call.cols <= held && call.cols <= each * Tuning::backward_threads) {
-    p.threads_per_row = row_threads(call.cols, each);
-    p.rows_per_block = std::max(1, Tuning::backward_block_threads / p.threads_per_row);
-    const int64_t resident = device.sms * (512 / (p.threads_per_row * p.rows_per_block));
-    p.partial_rows = std::min(ceil_div(call.rows, p.rows_per_block), resident);
+    const int held_rows = plan_rows(p, call, each, size_of(call.dtype) == 4 && p.pack > 1 ? 2 : 1, device);
+    if (is_16_bit_packs && call.cols <= Tuning::backward_columns * Tuning::backward_threads) {
+      Plan two_rows = p;
+      if (plan_rows(two_rows, call, Tuning::backward_columns, 2, device) >= held_rows) return two_rows;
+    }
     return p;
   }
   plan_spread(p, call.rows, call.cols, device);
   p.regime = Regime::Spread;
   const int64_t fit = Tuning::partial_bytes / (2 * size_of_acc(call.dtype) * call.cols);
   p.row_blocks = std::max<int64_t>(1, std::min(p.row_blocks, fit));
-  p.partial_rows = p.row_blocks > 1 ? p.row_blocks : 0;
+  p.partial_rows = partials_of(p.row_blocks);
   if (streams) plan_stream(p, call.rows, call.cols, call.dtype, 2, device);
   return p;
 }
@@ -2559,18 +2581,22 @@ cudaError_t launch_typed(Backward call, const Plan& p, void* scratch, cudaStream
   int64_t partial_rows = p.partial_rows;
   bool spread = p.regime == Regime::Spread;
   if (p.regime == Regime::Rows) {
-    constexpr int kColumns = std::min<int>(Tuning::backward_bytes / sizeof(T), V > 1 ? 16 : 8);
-    constexpr int kPacks = kColumns / V, kRows = sizeof(T) == 4 && V > 1 ? 2 : 1;
-    layer_norm_backward_rows<T, V, kPacks, kRows>
-        <<<p.partial_rows, dim3(p.threads_per_row, p.rows_per_block), 0, stream>>>(call, partials);
+    const dim3 block(p.threads_per_row, p.rows_per_block);
+    constexpr int kColumns = std::min<int>(Tuning::backward_bytes / sizeof(T), Tuning::backward_columns);
+    constexpr int kRows = sizeof(T) < 8 && V > 1 ? 2 : 1;
+    auto kernel = layer_norm_backward_rows<T, V, kColumns / V, kRows>;
+    if constexpr (sizeof(T) == 2 && V > 1) {
+      if (p.rows == 1) kernel = layer_norm_backward_rows<T, V, 2, 1>;
+    }
+    kernel<<<p.partial_rows, block, 0, stream>>>(call, partials);
   }
   if constexpr (sizeof(T) < 8) {
     if (p.regime == Regime::Stream) {
-      auto* words = reinterpret_cast<uint64_t*>(partials + 2 * p.groups * call.cols);
+      auto* words = reinterpret_cast<uint64_t*>(partials + 2 * partials_of(p.groups) * call.cols);
       const cudaError_t error = launch_stream<BackwardPass<T, V>>(call, p, words, partials, stream);
       spread = refused(error);
       if (!spread && error != cudaSuccess) return error;
-      if (!spread) partial_rows = p.groups > 1 ? p.groups : 0;
+      if (!spread) partial_rows = partials_of(p.groups);
     }
   }
   if (spread) {
@@ -2614,7 +2640,8 @@ size_t scratch_bytes(const Forward& call) {
 size_t scratch_bytes(const Backward& call) {
   const Plan p = plan(call);
   const int64_t words = p.regime == Regime::Stream ? call.rows * words_per_row(p.stream.group) : 0;
-  const int64_t stream = p.regime == Regime::Stream ? 2 * 4 * p.groups * call.cols + 8 * words : 0;
+  const int64_t stream =
+      p.regime == Regime::Stream ? 2 * 4 * partials_of(p.groups) * call.cols + 8 * words : 0;
   const int64_t spread_sums = p.pieces > 0 ? call.rows * (p.pieces + 1) : 0;
   return activation_bytes(call) +
          std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + spread_sums));
