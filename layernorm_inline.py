@@ -37,6 +37,7 @@ Reading it
            backward_partial_sums, finish_sums, backward_columns
                                                           backward, rows spread over the GPU
            stream<ForwardPass>, stream<BackwardPass>      long rows on Hopper and newer
+           layer_norm_joint_rows                          forward, float32 rows of up to 17 MB there
            conv_transpose_layer_norm_gelu                 ConvTranspose3d, LayerNorm, GELU, scaling
            Tuning, plan                                   which of them runs, with what: change it here
     3  C++ binding    checks, allocation, autograd, dispatcher registration
@@ -1615,7 +1616,7 @@ struct BackwardPass {
 
 // From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
 __host__ __device__ inline int64_t words_per_row(int group) {
-  return group == 1 ? 0 : (group + 15) / 16 * 16;
+  return group <= 1 ? 0 : (group + 15) / 16 * 16;
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -1857,6 +1858,323 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     late_offset += kRows * row_step;
   }
   job.end(call, partials, first, columns, group, groups);
+#else
+  __trap();  // plan keeps calls away from code without these instructions
+#endif
+}
+
+// ---- Forward, rows that many SMs hold together (sm_90 and up) ----
+// A group of blocks shares a row, and each block keeps up to 128 KB of it, its slice, in shared memory until
+// the group knows the row's statistics. weight and bias of the slice stay in registers and shared memory for
+// the whole run: each byte moves once (the main shape: 0.176 ms, and 0.216 with input read twice).
+//
+// A slice comes in stages, into a ring that has room for some stages more. All warps go along the stages:
+// they apply one, and measure the one that lies a slice and kJointAhead stages further on. So the next row is
+// measured, and its exchange under way, before this one is done (2 stages ahead: 0.184 ms, 3: 0.177, 4:
+// 0.182, as fewer are left to load into). kJointPrefetch more are on their way to L2 (3: 0.175 ms, 4: 0.177,
+// 6: 0.183).
+
+[[maybe_unused]] constexpr int kJointAhead = 3, kJointPrefetch = 3;
+constexpr int kJointThreads = 256;  // of 255 registers each, or else weight and bias would not fit
+// 16-byte packs of a thread in a stage, of a block in a stage, and stages of a slice, at most.
+constexpr int kStagePacks = 2, kStageSize = kStagePacks * kJointThreads, kJointStages = 16;
+constexpr int kJointRing = 28;  // stages, at most
+// Packs of a slice that a thread has room for in registers: weight, and bias. The rest of a slice's is in
+// shared memory. A slice of fewer stages takes the last places, so that the number of its last stage, which
+// alone may be incomplete, is known when the loop over stages is unrolled.
+constexpr int kJointWeights = 31, kJointBiases = 20;
+
+struct Joint {
+  int group;        // blocks that share a row,
+  int lines, more;  // its 128-byte lines each, and how many blocks, the first ones, have one line more
+  int ring;         // stages
+};
+
+// The first column of block `rank`.
+__host__ __device__ inline int joint_begin(const Joint& joint, int64_t cols, int rank) {
+  const int begin = 32 * (joint.lines * rank + (rank < joint.more ? rank : joint.more));
+  return begin < cols ? begin : int(cols);
+}
+
+__host__ __device__ inline int joint_stages(int packs) { return (packs + kStageSize - 1) / kStageSize; }
+
+// Packs of weight, or bias, of a slice that have no room in registers.
+__host__ __device__ inline int joint_rest(int packs, int in_registers) {
+  const int skipped = (kJointStages - joint_stages(packs)) * kStagePacks;
+  const int rest = packs - (in_registers - skipped) * kJointThreads;
+  return rest > 0 ? rest : 0;
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline void prefetch_to_l2(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
+// x, but what follows from it is not computed early and kept from row to row: registers are scarce, and those
+// that spill find no room in L1 beside so much shared memory (one spilled word a thread: 0.179 -> 0.187 ms).
+template <typename X>
+__device__ X opaque(X x) {
+  if constexpr (sizeof(X) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+  return x;
+}
+
+// Moments of `width` lanes together: first their mean, then distances from it. That takes fewer steps, one
+// after the other, than combining two and two.
+__device__ inline Moments<float> of_lanes(const Moments<float>& moments, int width) {
+  float sums[2] = {moments.count, moments.count * moments.mean};
+  combine_lanes(sums, width);
+  const float share = fast_reciprocal(sums[0]), near = sums[1] * share, delta = moments.mean - near;
+  return {sums[0], near, combine_lanes(moments.m2 + moments.count * delta * delta, width)};
+}
+#endif
+
+__global__ void __launch_bounds__(kJointThreads, 1)
+    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Joint joint, uint64_t* words) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  constexpr int V = 4, kWarps = kJointThreads / 32, kStageBytes = 16 * kStageSize;
+  using Packed = Pack<float, V>;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ uint64_t loaded[kJointRing], applied[kJointRing], measured, rest_loaded;
+  __shared__ Moments<float> partials[kWarps];
+  __shared__ float2 row_stats[2];  // of a row and the next
+
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int rank = blockIdx.x, groups = gridDim.y, rows = int(call.rows);
+  const int first_col = joint_begin(joint, call.cols, rank);
+  const int packs = (joint_begin(joint, call.cols, rank + 1) - first_col) / V, stages = joint_stages(packs);
+  const int skipped = kJointStages - stages, last_packs = packs - (stages - 1) * kStageSize;
+  auto offset = [&](int row, int stage) { return row * call.cols + first_col + stage * (kStageSize * V); };
+  auto stage_at = [&](int slot) {
+    return reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
+  };
+
+  if (thread == 0) {
+    for (int i = 0; i < joint.ring; ++i) {
+      barrier_init(&loaded[i], 1);
+      barrier_init(&applied[i], kWarps);
+    }
+    barrier_init(&measured, kWarps);
+    barrier_init(&rest_loaded, 1);
+    barriers_initialized();
+  }
+  __syncthreads();
+
+  // A thread loads stage after stage, another one has those brought to L2 that come kJointPrefetch later. It
+  // is always the same: its warp is the slowest, so that it need not wait for the others (warps that take
+  // turns: 0.195 -> 0.259 ms).
+  const bool loads = thread == 0, prefetches = thread == 32;
+  int next_row = blockIdx.y, next_stage = 0;
+  auto fetch = [&](int slot) {
+    if (next_row < rows) {
+      const float* input = static_cast<const float*>(call.input) + offset(next_row, next_stage);
+      const int bytes = 16 * (next_stage == stages - 1 ? last_packs : kStageSize);
+      if (loads) {
+        barrier_arrive_expecting(&loaded[slot], bytes);
+        bulk_copy(ring + slot * kStageBytes, input, bytes, &loaded[slot]);
+      } else {
+        prefetch_to_l2(input, bytes);
+      }
+    }
+    if (++next_stage == stages) next_stage = 0, next_row += groups;
+  };
+  if (loads) {
+    for (int slot = 0; slot < joint.ring - 1; ++slot) fetch(slot);
+  }
+  if (prefetches) {
+    next_row += joint.ring / stages * groups;
+    next_stage = joint.ring % stages;
+    for (int i = 1; i < kJointPrefetch; ++i) fetch(0);
+  }
+
+  const int biases = joint_rest(packs, kJointBiases), weights = joint_rest(packs, kJointWeights);
+  Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
+  Packed* rest_weight = rest_bias + biases;
+  auto load_rest = [&](Packed* rest, const void* tensor, int count, float absent) {
+    if (tensor == nullptr) {
+      for (int i = thread; i < count; i += kJointThreads) rest[i] = {absent, absent, absent, absent};
+    } else if (loads && count > 0) {
+      const float* from = static_cast<const float*>(tensor) + first_col + (packs - count) * V;
+      bulk_copy(rest, from, 16 * count, &rest_loaded);
+    }
+  };
+  if (loads) {
+    barrier_arrive_expecting(&rest_loaded, 16 * ((call.bias ? biases : 0) + (call.weight ? weights : 0)));
+  }
+  load_rest(rest_bias, call.bias, biases, 0);
+  load_rest(rest_weight, call.weight, weights, 1);
+
+  Packed weight[kJointWeights], bias[kJointBiases];
+  auto affine = [&](const void* tensor, int pack, float absent) {
+    if (tensor == nullptr) return Packed{absent, absent, absent, absent};
+    return load<float, V>(static_cast<const float*>(tensor) + first_col + pack * V);
+  };
+#pragma unroll
+  for (int i = 0; i < kJointWeights; ++i) {
+    const int pack = i * kJointThreads - skipped * kStageSize + thread;
+    if (pack < 0 || pack >= packs) continue;
+    weight[i] = affine(call.weight, pack, 1);
+    if (i < kJointBiases) bias[i < kJointBiases ? i : 0] = affine(call.bias, pack, 0);
+  }
+
+  // Measures a stage, in order, from its own mean.
+  float count = 0, mean = 0, m2 = 0;  // of this thread's columns of a row
+  auto measure = [&](const Packed(&x)[kStagePacks], auto is_last) {
+    constexpr bool kLast = decltype(is_last)::value;
+    float values[kStagePacks][V], sum = 0, squares = 0, here = 0;
+#pragma unroll
+    for (int i = 0; i < kStagePacks; ++i) {
+      unpack(x[i], values[i]);
+      const bool has = !kLast || i * kJointThreads + thread < last_packs;
+      sum += has ? (values[i][0] + values[i][1]) + (values[i][2] + values[i][3]) : 0;
+      here += has ? V : 0;
+    }
+    const float stage_mean = sum * (here > V ? 1.f / (kStagePacks * V) : 1.f / V);
+#pragma unroll
+    for (int i = 0; i < kStagePacks; ++i) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) values[i][v] -= stage_mean;
+      const bool has = !kLast || i * kJointThreads + thread < last_packs;
+      squares += has ? (values[i][0] * values[i][0] + values[i][1] * values[i][1]) +
+                           (values[i][2] * values[i][2] + values[i][3] * values[i][3])
+                     : 0;
+    }
+    const float share = here * fast_reciprocal(count + here), delta = stage_mean - mean;
+    mean += delta * share;
+    m2 += squares + delta * delta * (count * share);
+    count += here;
+  };
+
+  // A row is measured. The last warp tells the group what this block has of it.
+  auto tell = [&](int row, int odd) {
+    Moments<float> moments = of_lanes({count, mean, m2}, 32);
+    count = mean = m2 = 0;
+    if (lane == 0) {
+      partials[warp] = moments;
+      barrier_arrive(&measured);
+    }
+    if (warp != kWarps - 1) return;
+    barrier_wait(&measured, odd);
+    moments = of_lanes(partials[lane % kWarps], kWarps);
+    if (lane == 0) publish(words + row * words_per_row(joint.group) + rank, {moments.mean, moments.m2});
+    __syncwarp();
+  };
+
+  // It also gathers what the group has. Distances from the mean also tell how far off rounding has put it.
+  auto gather = [&](int row, int odd) {
+    if (warp != kWarps - 1) return;
+    const int first_peer = opaque(lane);
+    const uint64_t* from[kPeers];
+    float2 pairs[kPeers];
+    float counts[kPeers], sum = 0, distances[2] = {};
+#pragma unroll
+    for (int i = 0; i < kPeers; ++i) {
+      const int peer = first_peer + i * 32;
+      from[i] = peer < joint.group ? words + row * words_per_row(joint.group) + peer : nullptr;
+      counts[i] = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
+    }
+    await_published(from, pairs);
+#pragma unroll
+    for (int i = 0; i < kPeers; ++i) sum += counts[i] * pairs[i].x;
+    const float near = combine_lanes(sum, 32) * constants.per_col;
+#pragma unroll
+    for (int i = 0; i < kPeers; ++i) {
+      const float delta = pairs[i].x - near;
+      distances[0] += counts[i] * delta;
+      distances[1] += pairs[i].y + counts[i] * delta * delta;
+    }
+    combine_lanes(distances, 32);
+    const float off = distances[0] * constants.per_col;
+    const float rstd = rsqrtf((distances[1] - distances[0] * off) * constants.per_col + constants.eps);
+    if (first_peer != 0) return;
+    row_stats[odd] = {near + off, rstd};
+    if (void* means = opaque(call.mean); rank == 0 && means != nullptr) {
+      static_cast<float*>(means)[row] = near + off;
+      static_cast<float*>(call.rstd)[row] = rstd;
+    }
+  };
+
+  // The first row, and the beginning of the second.
+  int row = blockIdx.y, odd = 0;  // odd: every other row of this block
+#pragma unroll 1
+  for (int i = 0; i < stages + kJointAhead; ++i) {
+    if (i >= stages && row + groups >= rows) break;
+    barrier_wait(&loaded[i], 0);
+    const Packed x[kStagePacks] = {stage_at(i)[0], stage_at(i)[kJointThreads]};
+    if (i == stages - 1) {
+      measure(x, std::true_type());
+      tell(row, odd);
+    } else {
+      measure(x, std::false_type());
+    }
+  }
+  barrier_wait(&rest_loaded, 0);
+
+  Slot slot;
+  auto slot_after = [&](int steps) {
+    Slot after = {slot.index + steps, slot.parity};
+    if (after.index >= joint.ring) after.index -= joint.ring, after.parity ^= 1;
+    return after;
+  };
+#pragma unroll 1
+  for (; row < rows; row += groups, odd ^= 1) {
+    gather(row, odd);
+    __syncthreads();
+    const float row_mean = row_stats[odd].x, rstd = row_stats[odd].y;
+    float* output = static_cast<float*>(call.output) + offset(row, -skipped) + thread * V;
+#pragma unroll
+    for (int stage = 0; stage < kJointStages; ++stage, output += kStageSize * V) {
+      if (stage < skipped) continue;
+      if (loads || prefetches) {
+        // Into the slot before this one, which all warps have applied or are about to.
+        const Slot into = slot_after(joint.ring - 1);
+        if (loads) barrier_wait(&applied[into.index], into.parity ^ 1);
+        fetch(into.index);
+      }
+
+      const int ahead = stage + kJointAhead;
+      const bool measures = row + (ahead < kJointStages ? 1 : 2) * groups < rows;
+      const Slot measuring = slot_after(stages + kJointAhead);
+      const Packed* at = stage_at(slot.index);
+      const Packed x[kStagePacks] = {at[0], at[kJointThreads]};
+      if (measures) barrier_wait(&loaded[measuring.index], measuring.parity);
+      at = stage_at(measuring.index);
+      const Packed later[kStagePacks] = {at[0], at[kJointThreads]};
+
+#pragma unroll
+      for (int j = 0; j < kStagePacks; ++j) {
+        const int i = stage * kStagePacks + j;
+        const bool has = stage < kJointStages - 1 || j * kJointThreads + thread < last_packs;
+        float y[V], w[V], b[V];
+        unpack(x[j], y);
+        if (i < kJointWeights) {
+          unpack(weight[i < kJointWeights ? i : 0], w);
+        } else if (has) {
+          unpack(rest_weight[(i - kJointWeights) * kJointThreads + thread], w);
+        }
+        if (i < kJointBiases) {
+          unpack(bias[i < kJointBiases ? i : 0], b);
+        } else if (has) {
+          unpack(rest_bias[(i - kJointBiases) * kJointThreads + thread], b);
+        }
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[v] = (y[v] - row_mean) * rstd * w[v] + b[v];
+        if (has) store<float, V, true>(output + j * kJointThreads * V, y);
+      }
+      if (ahead % kJointStages != kJointStages - 1) {
+        measure(later, std::false_type());
+      } else if (measures) {
+        measure(later, std::true_type());
+        tell(row + groups, odd ^ 1);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&applied[slot.index]);
+      slot.advance(joint.ring);
+    }
+  }
 #else
   __trap();  // plan keeps calls away from code without these instructions
 #endif
@@ -2223,6 +2541,10 @@ struct Tuning {
   static constexpr int forward_delay = 5, backward_delay = 3;
   // Columns that move in the time that a row costs besides: shorter slices are not worth it.
   static constexpr int64_t least_slice = 2048;
+  // Fewer rows a group of the joint kernel: too few to load one while another is applied (rows of 4194304,
+  // one: 0.80 of copy speed, and 0.89 spread; two: 0.72 and 0.76; three: 0.73 and 0.74; sixteen: 0.78 and
+  // 0.64).
+  static constexpr int joint_rows = 4;
   // Spread rows: the fewest elements of a piece.
   static constexpr int64_t least_piece = 8192;
   // Spread rows, the kernels that apply: blocks an SM that rows are shared to have.
@@ -2282,7 +2604,7 @@ int pack_size(int64_t cols, DType dtype, std::initializer_list<const void*> poin
   return bits % 16 == 0 ? 16 / size : 1;
 }
 
-enum class Regime { Rows, SharedRows, Stream, Spread };
+enum class Regime { Rows, SharedRows, Stream, Joint, Spread };
 
 struct Plan {
   Regime regime;
@@ -2290,7 +2612,9 @@ struct Plan {
   int threads_per_row, rows_per_block;  // Rows: threads of a block on one row, and their rows
   int rows, packs, step_log2;           //   a thread's rows; forward: its loads, how far its rows lie apart
   Stream stream;                        // Stream; where it cannot be launched, Spread
-  int groups;                           //   blocks / stream.group
+  Joint joint;                          // Joint; where it cannot be launched, Spread
+  int shared;                           //   bytes of its dynamic shared memory
+  int group, groups;                    //   both: blocks that share a row, and groups of them
   int pieces;                           // Spread: blocks a row for the statistics,
   int64_t tiles, row_blocks;            //   blocks over columns and over rows for the rest
   int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias; 0: none
@@ -2328,8 +2652,8 @@ void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, 
   const int unit = 128 / size_of(dtype);  // slices start on the boundaries of cache lines where rows do
   p.regime = Regime::Stream;
   p.stream.slice = ceil_div(ceil_div(cols, sharers), unit) * unit;
-  p.stream.group = ceil_div(cols, p.stream.slice);
-  p.groups = std::min<int64_t>(rows, device.sms / p.stream.group);
+  p.group = p.stream.group = ceil_div(cols, p.stream.slice);
+  p.groups = std::min<int64_t>(rows, device.sms / p.group);
   p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + (p.pack == 1 ? 16 : 0), 128) * 128;
   const int stage_bytes = stage_rows(size_of(dtype), p.pack, tensors) * tensors * p.stream.slice_bytes;
   p.stream.stages = std::min<int64_t>(kMaxStages, (device.shared_bytes - kControlBytes) / stage_bytes);
@@ -2337,7 +2661,7 @@ void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, 
   // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
   const int delay =
       std::min(p.stream.stages - 2, tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay);
-  p.stream.delay = p.stream.group == 1 ? 1 : std::max(1, delay);
+  p.stream.delay = p.group == 1 ? 1 : std::max(1, delay);
 }
 
 void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
@@ -2347,6 +2671,34 @@ void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
   p.pieces = std::min(ceil_div(cols, Tuning::least_piece), std::max<int64_t>(1, waves * places / rows));
   p.tiles = ceil_div(cols, kTileColumns);
   p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
+}
+
+// As many groups as can each hold a row, of as many blocks as there are. float32 without an activation only:
+// with twice the elements to a byte, or more to do for each, the few warps that have the registers to hold
+// weight and bias are slower than reading twice (an earlier form of the kernel on the main shape, when
+// float32 took 0.200 ms: bf16 0.146 ms, and 0.118 spread; GELU 0.257, and 0.217).
+void plan_joint(Plan& p, const Forward& call, const Device& device) {
+  if (device.code < 90 || call.dtype != DType::Float32 || p.pack == 1 || is_fused(call)) return;
+  const int64_t least_group = ceil_div(call.cols / p.pack, kJointStages * kStageSize);
+  const int64_t groups = std::min(call.rows, device.sms / least_group);
+  if (groups == 0 || call.rows < Tuning::joint_rows * groups) return;
+  const int group = std::min<int64_t>(device.sms / groups, 32 * kPeers), lines = ceil_div(call.cols, 32);
+  Joint joint = {group, lines / group, lines % group, 0};
+  int stages = 0, rest = 0;
+  for (const int rank : {0, joint.more, group - 1}) {  // blocks of all lengths
+    const int begin = joint_begin(joint, call.cols, rank);
+    const int packs = (joint_begin(joint, call.cols, rank + 1) - begin) / p.pack;
+    if (joint_stages(packs) < kJointStages / 2) return;
+    stages = std::max(stages, joint_stages(packs));
+    rest = std::max(rest, joint_rest(packs, kJointBiases) + joint_rest(packs, kJointWeights));
+  }
+  joint.ring = std::min(kJointRing, (device.shared_bytes - 1024 - 16 * rest) / (16 * kStageSize));
+  if (group == 1 || stages > kJointStages || joint.ring < stages + kJointAhead + 2) return;
+  p.joint = joint;
+  p.group = group;
+  p.groups = groups;
+  p.shared = 16 * (joint.ring * kStageSize + rest);
+  p.regime = Regime::Joint;
 }
 
 void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const Device& device) {
@@ -2382,7 +2734,11 @@ Plan plan(const Forward& call) {
   }
   plan_spread(p, call.rows, call.cols, device);
   p.regime = Regime::Spread;
-  if (streams) plan_stream(p, call.rows, call.cols, call.dtype, 1, device);
+  if (streams) {
+    plan_stream(p, call.rows, call.cols, call.dtype, 1, device);
+  } else {
+    plan_joint(p, call, device);
+  }
   return p;
 }
 
@@ -2466,8 +2822,8 @@ cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cu
 // Where blocks wait for one another, all must run at once: a cooperative launch. The words through
 // which they tell one another what they have measured start as unpublished.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_together(void (*kernel)(Parameters...), int blocks, int threads, int shared, bool together,
-                            uint64_t* words, int64_t word_count, cudaStream_t stream,
+cudaError_t launch_together(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared,
+                            bool together, uint64_t* words, int64_t word_count, cudaStream_t stream,
                             Arguments... arguments) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error == cudaSuccess && together) error = cudaMemsetAsync(words, 0xff, 8 * word_count, stream);
@@ -2489,9 +2845,13 @@ template <typename Pass>
 cudaError_t launch_stream(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                           cudaStream_t cuda_stream) {
   const int shared = p.stream.stages * Pass::kRows * Pass::kTensors * p.stream.slice_bytes;
-  return launch_together(stream<Pass>, p.groups * p.stream.group, kStreamThreads, shared, p.stream.group > 1,
-                         words, call.rows * words_per_row(p.stream.group), cuda_stream, call, p.stream, words,
-                         partials);
+  return launch_together(stream<Pass>, p.groups * p.group, kStreamThreads, shared, p.group > 1, words,
+                         call.rows * words_per_row(p.group), cuda_stream, call, p.stream, words, partials);
+}
+
+template <typename A>
+RowConstants<A> row_constants(const Forward& call) {
+  return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}};
 }
 
 // True where the device (MPS, MIG) has no room for all blocks at once: spread the rows instead.
@@ -2499,11 +2859,6 @@ bool refused(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge) return false;
   cudaGetLastError();
   return true;
-}
-
-template <typename A>
-RowConstants<A> row_constants(const Forward& call) {
-  return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}};
 }
 
 template <typename A>
@@ -2537,6 +2892,13 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
     if (p.regime == Regime::Stream) {
       const cudaError_t error =
           launch_stream<ForwardPass<T, V, FUSED>>(call, p, static_cast<uint64_t*>(scratch), nullptr, stream);
+      if (!refused(error)) return error;
+    }
+    if (p.regime == Regime::Joint) {
+      auto* words = static_cast<uint64_t*>(scratch);
+      const cudaError_t error = launch_together(layer_norm_joint_rows, dim3(p.group, p.groups), kJointThreads,
+                                                p.shared, true, words, call.rows * words_per_row(p.group),
+                                                stream, call, row_constants<float>(call), p.joint, words);
       if (!refused(error)) return error;
     }
   }
@@ -2633,13 +2995,13 @@ cudaError_t launch_any(const Call& call, void* scratch, cudaStream_t stream) {
 
 size_t scratch_bytes(const Forward& call) {
   const Plan p = plan(call);
-  const int64_t words = p.regime == Regime::Stream ? call.rows * words_per_row(p.stream.group) : 0;
+  const int64_t words = call.rows * words_per_row(p.group);
   return std::max(8 * words, size_of_acc(call.dtype) * call.rows * (3 * p.pieces + (p.pieces > 0 ? 2 : 0)));
 }
 
 size_t scratch_bytes(const Backward& call) {
   const Plan p = plan(call);
-  const int64_t words = p.regime == Regime::Stream ? call.rows * words_per_row(p.stream.group) : 0;
+  const int64_t words = call.rows * words_per_row(p.group);
   const int64_t stream =
       p.regime == Regime::Stream ? 2 * 4 * partials_of(p.groups) * call.cols + 8 * words : 0;
   const int64_t spread_sums = p.pieces > 0 ? call.rows * (p.pieces + 1) : 0;
