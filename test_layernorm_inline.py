@@ -466,7 +466,7 @@ def test_gradients_over_millions_of_rows(rows):
 
 
 @gpu
-@pytest.mark.parametrize("cols", [5, 768, 40000])
+@pytest.mark.parametrize("cols", [5, 768, 40000, 4194304])
 def test_a_bad_row_stays_alone(cols):
     x, weight, bias, dy = random_case(9, cols, torch.float32, "both", seed=cols)
     x[3, cols // 2], x[5, 0] = float("nan"), float("inf")
