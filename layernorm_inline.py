@@ -160,6 +160,7 @@ CUDA_SOURCE = (
 #include <memory>
 #include <mutex>
 #include <type_traits>
+#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -1634,6 +1635,16 @@ struct Slot {
 
 constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
 
+// This block's words of its group's rows, before any block looks at them. The grid meets for that while the
+// first rows are on their way (a memset before the kernel: XXX).
+__device__ inline void begin_unpublished(uint64_t* words, int group, int rank, int64_t row, int64_t rows,
+                                         int64_t step) {
+  for (row += threadIdx.x * step; row < rows; row += blockDim.x * step) {
+    words[row * words_per_row(group) + rank] = kUnpublished;
+  }
+  cooperative_groups::this_grid().sync();
+}
+
 __device__ inline void publish(uint64_t* word, float2 pair) {
   *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
@@ -1699,6 +1710,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     if (Pass::kAligned) return 0;
     return int(reinterpret_cast<uintptr_t>(Pass::tensor(call, tensor) + row * call.cols + first) % 16);
   };
+
+  if (s.group > 1) begin_unpublished(words, s.group, rank, group, call.rows, groups);
 
   if (warp == kLoader) {
     if (lane != 0) return;
@@ -1990,6 +2003,8 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     for (int i = 1; i < kJointPrefetch; ++i) fetch(0);
   }
 
+  begin_unpublished(words, joint.group, rank, blockIdx.y, rows, groups);
+
   const int biases = joint_rest(packs, kJointBiases), weights = joint_rest(packs, kJointWeights);
   Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
   Packed* rest_weight = rest_bias + biases;
@@ -2024,11 +2039,12 @@ __global__ void __launch_bounds__(kJointThreads, 1)
   float count = 0, mean = 0, m2 = 0;  // of this thread's columns of a row
   auto measure = [&](const Packed(&x)[kStagePacks], auto is_last) {
     constexpr bool kLast = decltype(is_last)::value;
+    const int last = opaque(last_packs);
     float values[kStagePacks][V], sum = 0, squares = 0, here = 0;
 #pragma unroll
     for (int i = 0; i < kStagePacks; ++i) {
       unpack(x[i], values[i]);
-      const bool has = !kLast || i * kJointThreads + thread < last_packs;
+      const bool has = !kLast || i * kJointThreads + thread < last;
       sum += has ? (values[i][0] + values[i][1]) + (values[i][2] + values[i][3]) : 0;
       here += has ? V : 0;
     }
@@ -2037,7 +2053,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     for (int i = 0; i < kStagePacks; ++i) {
 #pragma unroll
       for (int v = 0; v < V; ++v) values[i][v] -= stage_mean;
-      const bool has = !kLast || i * kJointThreads + thread < last_packs;
+      const bool has = !kLast || i * kJointThreads + thread < last;
       squares += has ? (values[i][0] * values[i][0] + values[i][1] * values[i][1]) +
                            (values[i][2] * values[i][2] + values[i][3] * values[i][3])
                      : 0;
@@ -2409,7 +2425,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
           const int at = ((tap_d * 2 + tap_h) * (kConvIn / 8) + chunk) * 4 + i / 2;
           const float4 four = reinterpret_cast<const float4*>(
               weights)[(at * (kConvOut / 16) + first_tile + i % 2) * 32 + lane];
-          float (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
+          float(&to)[4] = a[i / 4][i / 2 % 2][i % 2];
           to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
         }
 #pragma unroll
@@ -2428,7 +2444,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
             for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
               for (int parity_w = 0; parity_w < 2; ++parity_w) {
-                float (&sum)[4] = sums[tile][line][j][parity_w];
+                float(&sum)[4] = sums[tile][line][j][parity_w];
                 if constexpr (TF32) {
                   multiply_add(sum, a[parity_w][0][tile], b[1 + parity_w]);
                   multiply_add(sum, a[parity_w][1][tile], b[parity_w]);
@@ -2819,14 +2835,11 @@ cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cu
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Where blocks wait for one another, all must run at once: a cooperative launch. The words through
-// which they tell one another what they have measured start as unpublished.
+// Where blocks wait for one another, all must run at once: a cooperative launch.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_together(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared,
-                            bool together, uint64_t* words, int64_t word_count, cudaStream_t stream,
-                            Arguments... arguments) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error == cudaSuccess && together) error = cudaMemsetAsync(words, 0xff, 8 * word_count, stream);
+                            bool together, cudaStream_t stream, Arguments... arguments) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cooperative = {};
   cooperative.id = cudaLaunchAttributeCooperative;
@@ -2845,8 +2858,8 @@ template <typename Pass>
 cudaError_t launch_stream(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                           cudaStream_t cuda_stream) {
   const int shared = p.stream.stages * Pass::kRows * Pass::kTensors * p.stream.slice_bytes;
-  return launch_together(stream<Pass>, p.groups * p.group, kStreamThreads, shared, p.group > 1, words,
-                         call.rows * words_per_row(p.group), cuda_stream, call, p.stream, words, partials);
+  return launch_together(stream<Pass>, p.groups * p.group, kStreamThreads, shared, p.group > 1, cuda_stream,
+                         call, p.stream, words, partials);
 }
 
 template <typename A>
@@ -2896,9 +2909,9 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
     }
     if (p.regime == Regime::Joint) {
       auto* words = static_cast<uint64_t*>(scratch);
-      const cudaError_t error = launch_together(layer_norm_joint_rows, dim3(p.group, p.groups), kJointThreads,
-                                                p.shared, true, words, call.rows * words_per_row(p.group),
-                                                stream, call, row_constants<float>(call), p.joint, words);
+      const cudaError_t error =
+          launch_together(layer_norm_joint_rows, dim3(p.group, p.groups), kJointThreads, p.shared, true,
+                          stream, call, row_constants<float>(call), p.joint, words);
       if (!refused(error)) return error;
     }
   }
