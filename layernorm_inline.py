@@ -197,6 +197,17 @@ __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
 }
 
+// From memory that nobody writes while the kernel runs: the compiler may load it before it stores what comes
+// earlier in the program.
+template <typename T, int V>
+__device__ Pack<T, V> load_constant(const T* p) {
+  static_assert(sizeof(Pack<T, V>) == 16);
+  const uint4 bits = __ldg(reinterpret_cast<const uint4*>(p));
+  Pack<T, V> pack;
+  memcpy(&pack, &bits, 16);
+  return pack;
+}
+
 template <typename T>
 __device__ float2 widen_pair(uint32_t bits) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -354,13 +365,18 @@ __device__ inline float gelu(float z) {
 }
 __device__ inline double gelu(double z) { return 0.5 * z * (1 + erf(z * 0.7071067811865476)); }
 
-// For 16-bit output: the tail within 8e-8 (Abramowitz, Stegun: 7.1.26).
-__device__ inline float coarse_gelu(float z) {
-  const float t = fast_reciprocal(1 + 0.2316419f * fabsf(z));
-  const float poly =
-      t *
-      (0.127414796f + t * (-0.142248368f + t * (0.7107068705f + t * (-0.7265760135f + t * 0.5307027145f))));
-  return fmaxf(z, 0) - fabsf(z) * (poly * fast_exp2(-0.72134752f * z * z));
+// For 16-bit output the binary logarithm of the tail, as a polynomial of |z| fitted to it: half the
+// instructions, within 2.1e-4 of the tail up to 4.3, where float16 ends (bf16 rows of 1024: 0.083 -> 0.076
+// ms).
+__device__ inline float gelu_16_bits(float z) {
+  const float t = fabsf(z);
+  float power = -0.00024486499f;
+  power = power * t + 0.0050223072f;
+  power = power * t - 0.0452713919f;
+  power = power * t - 0.46851703f;
+  power = power * t - 1.14693902f;
+  power = power * t - 1.00029845f;
+  return fmaxf(z, 0) - t * fast_exp2(power);
 }
 
 // z (1 + tanh(u)) / 2 = z / (1 + exp(-2 u)) with u = sqrt(2 / pi) (z + 0.044715 z^3)
@@ -370,7 +386,7 @@ __device__ A twice_tanh_argument(A z) {
 }
 
 __device__ inline float gelu_tanh(float z) {
-  return z * fast_reciprocal(1 + fast_exp2(-1.44269504f * twice_tanh_argument(z)));
+  return z * fast_reciprocal(1 + fast_exp2(z * (-2.3022082f - 0.10294324f * z * z)));  // in powers of two
 }
 __device__ inline double gelu_tanh(double z) { return z / (1 + exp(-twice_tanh_argument(z))); }
 
@@ -382,7 +398,7 @@ __device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue)
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         if constexpr (sizeof(T) == 2) {
-          z[v] = coarse_gelu(z[v]);
+          z[v] = gelu_16_bits(z[v]);
         } else {
           z[v] = gelu(z[v]);
         }
@@ -569,20 +585,24 @@ struct Unaligned {
   static constexpr int kWords = sizeof(Pack<T, V>) / sizeof(Word);
   static constexpr bool kPairs = Pack<T, V>::kPairs;
   Word words[kWords + 1];
-  unsigned odd;  // 1 where they start in the middle of a word
 
-  __device__ void load(const T* p) {
-    odd = kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
+  // 1 where elements at p start in the middle of a word. Packs of a row all have it the same, so that load()
+  // and get() are told.
+  static __device__ int odd(const T* p) {
+    return kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
+  }
+
+  __device__ void load(const T* p, int odd) {
     const Word* from = reinterpret_cast<const Word*>(p - odd);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = from[w];
-    // The last element by itself: the rest of its word may lie outside the tensor.
-    if constexpr (kPairs) {
-      if (odd != 0) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
-    }
+    // The last element by itself, as the rest of its word may lie outside the tensor. Also where it is not
+    // needed: under a condition loads would wait for one another (bf16, input alone misaligned: 0.67 of copy
+    // speed, and 0.83).
+    if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
-  __device__ Pack<T, V> get() const {
+  __device__ Pack<T, V> get(int odd) const {
     Pack<T, V> pack;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -596,17 +616,23 @@ struct Unaligned {
   }
 };
 
-// weight[col .. col + V) and bias[...]. USUAL: neither is absent, both are of input's dtype. Asking
-// what they are at every load would be a fifth of a 16-bit row's instructions.
-template <typename T, int V, bool SHIFTED, bool USUAL>
-__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col) {
+// weight[col .. col + V) and bias[...], V or a multiple of it after column `begin`. USUAL: neither is absent,
+// both are of input's dtype. Asking what they are at every load would be a fifth of a 16-bit row's
+// instructions. EARLY: see load_constant; rows in registers have none left for that.
+template <typename T, int V, bool SHIFTED, bool USUAL, bool EARLY = false>
+__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col,
+                                 int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
   if constexpr (USUAL && SHIFTED && V > 1) {
     Unaligned<T, V> weight_words, bias_words;
-    weight_words.load(w + col);
-    bias_words.load(b + col);
-    unpack(weight_words.get(), weight);
-    unpack(bias_words.get(), bias);
+    const int odd_weight = weight_words.odd(w + begin), odd_bias = bias_words.odd(b + begin);
+    weight_words.load(w + col, odd_weight);
+    bias_words.load(b + col, odd_bias);
+    unpack(weight_words.get(odd_weight), weight);
+    unpack(bias_words.get(odd_bias), bias);
+  } else if constexpr (USUAL && EARLY && !SHIFTED) {
+    unpack(load_constant<T, V>(w + col), weight);
+    unpack(load_constant<T, V>(b + col), bias);
   } else if constexpr (USUAL) {
     unpack(load<T, V>(w + col), weight);
     unpack(load<T, V>(b + col), bias);
@@ -703,12 +729,13 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       Unaligned<T, V> words[PACKS] = {};
+      const int odd = Unaligned<T, V>::odd(input + cut.begin);
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        if (live(r, i)) words[i].load(input + (first_col + r * row_step + i * pack_step));
+        if (live(r, i)) words[i].load(input + (first_col + r * row_step + i * pack_step), odd);
       }
 #pragma unroll
-      for (int i = 0; i < PACKS; ++i) x[r][i] = words[i].get();
+      for (int i = 0; i < PACKS; ++i) x[r][i] = words[i].get(odd);
     }
   }
 #pragma unroll
@@ -762,7 +789,7 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
       if (!live(0, i)) continue;
       const int col = first_col + i * pack_step;
       A weight[V], bias[V];
-      load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col);
+      load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col, cut.begin);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[V];
@@ -775,7 +802,7 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
     }
     if (has_extra) {
       A weight[1], bias[1];
-      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra);
+      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[1] = {(extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0]};
@@ -836,6 +863,12 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
           shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+
+// Look at the machine code where it is called under a condition: ptxas 13.0 has taken the number of bytes
+// from a register that it sets in one case only, and four times as many came.
+__device__ inline void prefetch_to_l2(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 // Bulk copies move whole 16-byte units; returns the bytes to copy for `bytes` at a 16-byte boundary. A
@@ -905,8 +938,9 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
       unpack(load<T, V>(x + col), values);
     } else {
       Unaligned<T, V> words;
-      words.load(x + col);
-      unpack(words.get(), values);
+      const int odd = words.odd(x + cut.begin);
+      words.load(x + col, odd);
+      unpack(words.get(odd), values);
     }
   };
 
@@ -940,11 +974,11 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
 
   auto normalize = [&](auto usual_affine) {
     constexpr bool kUsual = decltype(usual_affine)::value;
-#pragma unroll 2
+#pragma unroll 2  // weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90
     for (int i = 0; i < packs; ++i) {
       const int col = first_col + i * pack_step;
       A weight[V], bias[V], y[V];
-      load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col);
+      load_affine_pair<T, V, SHIFTED, kUsual, true>(weight, bias, call, col, cut.begin);
       get(col, y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
@@ -953,7 +987,7 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
     }
     if (SHIFTED && cut.extra >= 0) {
       A weight[1], bias[1];
-      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra);
+      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
       A y[1] = {(extra_x - mean) * rstd * weight[0] + bias[0]};
       apply_epilogue<T, FUSED>(y, constants.epilogue);
       narrow(y[0], output[cut.extra]);
@@ -1388,15 +1422,7 @@ constexpr int kSliceColumns = 32 * kStreamWarps * kStreamColumns;  // of a block
 constexpr int kMaxStages = 8;
 [[maybe_unused]] constexpr int kPeers = 5;  // blocks whose words a lane waits for at once
 
-// Rows of a stage. 16-bit rows come in half the time, but waiting, combining and exchanging what was measured
-// take as long: two rows share that (bf16 rows of 65536: 0.69 of copy speed -> 0.77). Backward, only three
-// stages of two rows would fit, too few (bf16 rows of 262144: 0.64 -> 0.58).
-constexpr int stage_rows(int size, int pack, int tensors) {
-  return size == 2 && pack > 1 && tensors == 1 ? 2 : 1;
-}
-
 struct Stream {
-  int group;        // blocks that share a row
   int slice;        // columns of a block; the last one of a group may have fewer
   int stages;       // of the ring
   int delay;        // stages between measuring and applying, less than stages
@@ -1404,11 +1430,11 @@ struct Stream {
   int slice_bytes;  // room for one tensor's slice of a row, a multiple of 128
 };
 
-template <typename Stats, int ROWS>
+template <typename Stats>
 struct StreamControl {
   uint64_t loaded[kMaxStages], measured[kMaxStages], known[kMaxStages], applied[kMaxStages];
-  float2 given[kMaxStages][ROWS], row_stats[kMaxStages][ROWS];
-  Stats partials[kMaxStages][kStreamWarps][ROWS];
+  float2 given[kMaxStages], row_stats[kMaxStages];
+  Stats partials[kMaxStages][kStreamWarps];
 };
 
 // Forward as the stream sees it: row statistics are {mean, rstd}, and nothing is given with a row.
@@ -1417,7 +1443,7 @@ struct ForwardPass {
   using Call = Forward;
   using Element = T;
   using Stats = Moments<float>;
-  static constexpr int kTensors = 1, kPacks = kStreamColumns / V, kRows = stage_rows(sizeof(T), V, 1);
+  static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
   enum : bool { kAligned = V > 1, kGiven = false };
   float weight[kPacks][V], bias[kPacks][V];
 
@@ -1434,47 +1460,35 @@ struct ForwardPass {
     }
   }
 
-  // The moments of this warp's columns: first their mean, then distances from it. Where a stage has fewer
-  // rows, nobody asks for those of the others.
-  __device__ void measure(const T* const (&slices)[kRows][kTensors], int columns, int, const float2*,
-                          Stats (&stats)[kRows]) {
-    Pack<T, V> x[kRows][kPacks];
-    float mean[kRows] = {}, m2[kRows] = {};
+  // The moments of this warp's columns: first their mean, then distances from it.
+  __device__ Stats measure(const T* const (&slices)[kTensors], int columns, float2) {
+    Pack<T, V> x[kPacks];
+    float mean = 0, m2 = 0;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
+        x[i] = load<T, V>(slices[0] + col);
+        Acc<T> values[V];
+        unpack(x[i], values);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          x[r][i] = load<T, V>(slices[r][0] + col);
-          Acc<T> values[V];
-          unpack(x[r][i], values);
-#pragma unroll
-          for (int v = 0; v < V; ++v) mean[r] += values[v];
-        }
+        for (int v = 0; v < V; ++v) mean += values[v];
       }
       count += max(0, min(32 * V, columns - (i * 32 * kStreamWarps + int(threadIdx.x) / 32 * 32) * V));
     }
-    combine_lanes(mean, 32);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) mean[r] /= float(max(count, 1));
+    mean = combine_lanes(mean, 32) / float(max(count, 1));
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
+        Acc<T> values[V];
+        unpack(x[i], values);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          Acc<T> values[V];
-          unpack(x[r][i], values);
-#pragma unroll
-          for (int v = 0; v < V; ++v) m2[r] += (values[v] - mean[r]) * (values[v] - mean[r]);
-        }
+        for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
       }
     }
-    combine_lanes(m2, 32);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) stats[r] = {float(count), mean[r], m2[r]};
+    return {float(count), mean, combine_lanes(m2, 32)};
   }
 
   static __device__ float2 to_publish(const Stats& stats) { return {stats.mean, stats.m2}; }
@@ -1519,7 +1533,7 @@ struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
-  static constexpr int kTensors = 2, kPacks = kStreamColumns / V, kRows = stage_rows(sizeof(T), V, 2);
+  static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
   enum : bool { kAligned = V > 1, kGiven = true };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
@@ -1535,34 +1549,28 @@ struct BackwardPass {
     }
   }
 
-  // `rows` of the group are left.
-  __device__ void measure(const T* const (&slices)[kRows][kTensors], int columns, int rows,
-                          const float2* given, Stats (&stats)[kRows]) {
+  __device__ Stats measure(const T* const (&slices)[kTensors], int columns, float2 given) {
+    const float mean = given.x, rstd = given.y;
+    Stats stats = {0, 0};
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      stats[r] = {0, 0};
-      if (r >= rows) continue;
-      const float mean = given[r].x, rstd = given[r].y;
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
+      if (col < columns) {
+        float x[V], dy[V];
+        unpack(load<T, V>(slices[0] + col), x);
+        unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-        if (col < columns) {
-          float x[V], dy[V];
-          unpack(load<T, V>(slices[r][0] + col), x);
-          unpack(load<T, V>(slices[r][1] + col), dy);
-#pragma unroll
-          for (int v = 0; v < V; ++v) {
-            const float xhat = (x[v] - mean) * rstd;
-            const float wdy = product(weight[i][v], dy[v]);
-            stats[r].wdy += wdy;
-            stats[r].wdy_xhat += wdy * xhat;
-            grad_weight[i][v] += dy[v] * xhat;
-            grad_bias[i][v] += dy[v];
-          }
+        for (int v = 0; v < V; ++v) {
+          const float xhat = (x[v] - mean) * rstd;
+          const float wdy = product(weight[i][v], dy[v]);
+          stats.wdy += wdy;
+          stats.wdy_xhat += wdy * xhat;
+          grad_weight[i][v] += dy[v] * xhat;
+          grad_bias[i][v] += dy[v];
         }
       }
     }
-    combine_lanes(stats, 32);
+    return combine_lanes(stats, 32);
   }
 
   static __device__ float2 to_publish(const Stats& stats) { return {stats.wdy, stats.wdy_xhat}; }
@@ -1635,12 +1643,12 @@ struct Slot {
 
 constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
 
-// This block's words of its group's rows, before any block looks at them. The grid meets for that while the
-// first rows are on their way (a memset before the kernel: XXX).
-__device__ inline void begin_unpublished(uint64_t* words, int group, int rank, int64_t row, int64_t rows,
+// This block's words of its group's rows, before any block looks at them: the grid meets once (0.5 us; a
+// memset before the kernel took 2.1).
+__device__ inline void begin_unpublished(uint64_t* words, int sharers, int rank, int64_t row, int64_t rows,
                                          int64_t step) {
   for (row += threadIdx.x * step; row < rows; row += blockDim.x * step) {
-    words[row * words_per_row(group) + rank] = kUnpublished;
+    words[row * words_per_row(sharers) + rank] = kUnpublished;
   }
   cooperative_groups::this_grid().sync();
 }
@@ -1677,12 +1685,11 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using T = typename Pass::Element;
   using Stats = typename Pass::Stats;
-  constexpr int kRows = Pass::kRows;
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ StreamControl<Stats, kRows> control;
+  __shared__ StreamControl<Stats> control;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % s.group, group = blockIdx.x / s.group, groups = gridDim.x / s.group;
+  const int rank = blockIdx.x, sharers = gridDim.x, group = blockIdx.y, groups = gridDim.y;
   const int64_t first = int64_t(rank) * s.slice;
   const int columns = slice_columns(s, call.cols, rank);
 
@@ -1695,15 +1702,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
   __syncthreads();
 
-  // A group's rows lie `groups` apart. A stage holds kRows of them, or what is left.
-  const int64_t step = int64_t(kRows) * groups;
-  auto rows_from = [&](int64_t row) {
-    int count = 1;
-    while (count < kRows && row + int64_t(count) * groups < call.rows) ++count;
-    return count;
-  };
-  auto room_of = [&](int slot, int r, int tensor) {
-    return ring + ((slot * kRows + r) * Pass::kTensors + tensor) * s.slice_bytes;
+  auto room_of = [&](int slot, int tensor) {
+    return ring + (slot * Pass::kTensors + tensor) * s.slice_bytes;
   };
   // A slice whose start is not 16-byte aligned is copied from the 16-byte boundary before it.
   auto misalignment = [&](int tensor, int64_t row) {
@@ -1711,49 +1711,41 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     return int(reinterpret_cast<uintptr_t>(Pass::tensor(call, tensor) + row * call.cols + first) % 16);
   };
 
-  if (s.group > 1) begin_unpublished(words, s.group, rank, group, call.rows, groups);
+  if (sharers > 1) begin_unpublished(words, sharers, rank, group, call.rows, groups);
 
+  // A group's rows lie `groups` apart.
   if (warp == kLoader) {
     if (lane != 0) return;
     Slot slot, before;  // before: s.flight stages behind
-    for (int64_t row = group; row < call.rows; row += step, slot.advance(s.stages)) {
-      const int rows = rows_from(row);
-      float2 given[kRows];  // on its way while this thread waits
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (Pass::kGiven && r < rows) given[r] = Pass::given(call, row + int64_t(r) * groups);
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
+      const char* start[Pass::kTensors];
+      int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
+      // The row may have to wait for a place in the ring, but not for DRAM: until then it comes to L2
+      // (float32 rows of 262144: 0.89 of copy speed -> 0.95; one row more: 0.92; two: 0.82).
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        const int early = misalignment(t, row);
+        start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + row * call.cols + first) - early;
+        wanted[t] = early + columns * int(sizeof(T));
+        prefetch_to_l2(start[t], max(1, wanted[t] / 16) * 16);
       }
-      if (row >= s.stages * step) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
+      float2 given;
+      if (Pass::kGiven) given = Pass::given(call, row);  // on its way while this thread waits
+      if (row >= int64_t(s.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
       // More on their way would only queue up, and what the group publishes would queue behind it.
-      if (row >= s.flight * step) {
+      if (row >= int64_t(s.flight) * groups) {
         barrier_wait(&control.loaded[before.index], before.parity);
         before.advance(s.stages);
       }
-      int bytes[kRows][Pass::kTensors], total = 0;
-      auto start_of = [&](int r, int t) {
-        const int64_t this_row = row + int64_t(r) * groups;
-        return reinterpret_cast<const char*>(Pass::tensor(call, t) + this_row * call.cols + first) -
-               misalignment(t, this_row);
-      };
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (Pass::kGiven && r < rows) control.given[slot.index][r] = given[r];
-        for (int t = 0; t < Pass::kTensors && r < rows; ++t) {
-          const int64_t this_row = row + int64_t(r) * groups;
-          const int wanted = misalignment(t, this_row) + columns * int(sizeof(T));
-          bytes[r][t] = Pass::kAligned ? wanted
-                                       : whole_units<T>(room_of(slot.index, r, t), start_of(r, t), wanted,
-                                                        this_row == call.rows - 1 && rank == s.group - 1);
-          total += bytes[r][t];
-        }
+      if (Pass::kGiven) control.given[slot.index] = given;
+      const bool tensor_ends = row == call.rows - 1 && rank == sharers - 1;
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        bytes[t] = Pass::kAligned ? wanted[t]
+                                  : whole_units<T>(room_of(slot.index, t), start[t], wanted[t], tensor_ends);
+        total += bytes[t];
       }
       barrier_arrive_expecting(&control.loaded[slot.index], total);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        for (int t = 0; t < Pass::kTensors && r < rows; ++t) {
-          if (bytes[r][t] == 0) continue;
-          bulk_copy(room_of(slot.index, r, t), start_of(r, t), bytes[r][t], &control.loaded[slot.index]);
-        }
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        if (bytes[t] > 0) bulk_copy(room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index]);
       }
     }
     return;
@@ -1761,114 +1753,84 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
   if (warp == kPublisher) {
     Slot slot;
-    for (int64_t row = group; row < call.rows; row += step, slot.advance(s.stages)) {
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
-      Stats stats[kRows] = {};
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (lane < kStreamWarps) stats[r] = control.partials[slot.index][lane][r];
-      }
-      combine_lanes(stats, kStreamWarps);
+      Stats stats = {};
+      if (lane < kStreamWarps) stats = control.partials[slot.index][lane];
+      stats = combine_lanes(stats, kStreamWarps);
       if (lane != 0) continue;
-      const int rows = rows_from(row);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r >= rows) break;
-        const int64_t this_row = row + int64_t(r) * groups;
-        if (s.group == 1) {
-          control.row_stats[slot.index][r] = Pass::finish(call, stats[r], this_row, true);
-        } else {
-          publish(words + this_row * words_per_row(s.group) + rank, Pass::to_publish(stats[r]));
-        }
+      if (sharers == 1) {
+        control.row_stats[slot.index] = Pass::finish(call, stats, row, true);
+        barrier_arrive(&control.known[slot.index]);
+      } else {
+        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats));
       }
-      if (s.group == 1) barrier_arrive(&control.known[slot.index]);
     }
     return;
   }
 
   if (warp >= kGatherer) {
-    if (s.group == 1) return;
+    if (sharers == 1) return;
     Slot slot;
     int turn = 0;
-    for (int64_t row = group; row < call.rows; row += step, slot.advance(s.stages)) {
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
       const bool mine = turn == warp - kGatherer;
       turn = turn + 1 == kGatherers ? 0 : turn + 1;
       if (!mine) continue;
-      const int rows = rows_from(row);
-      Stats total[kRows] = {};
-      for (int first_peer = lane; first_peer < s.group; first_peer += 32 * kPeers) {
-        const uint64_t* from[kRows * kPeers];
-        float2 pairs[kRows * kPeers];
+      Stats total = {};
+      for (int first_peer = lane; first_peer < sharers; first_peer += 32 * kPeers) {
+        const uint64_t* from[kPeers];
+        float2 pairs[kPeers];
 #pragma unroll
-        for (int i = 0; i < kRows * kPeers; ++i) {
-          const int r = i / kPeers, peer = first_peer + i % kPeers * 32;
-          const int64_t line = (row + int64_t(r) * groups) * words_per_row(s.group);
-          from[i] = r < rows && peer < s.group ? words + line + peer : nullptr;
+        for (int i = 0; i < kPeers; ++i) {
+          const int peer = first_peer + i * 32;
+          from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
         }
         await_published(from, pairs);
 #pragma unroll
-        for (int i = 0; i < kRows * kPeers; ++i) {
-          const int peer = first_peer + i % kPeers * 32;
-          if (peer >= s.group) continue;
-          Stats& row_total = total[i / kPeers];
-          row_total = combine(row_total, Pass::published(pairs[i], slice_columns(s, call.cols, peer)));
+        for (int i = 0; i < kPeers; ++i) {
+          const int peer = first_peer + i * 32;
+          if (peer >= sharers) continue;
+          total = combine(total, Pass::published(pairs[i], slice_columns(s, call.cols, peer)));
         }
       }
-      combine_lanes(total, 32);
+      total = combine_lanes(total, 32);
       if (lane != 0) continue;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r >= rows) break;
-        const int64_t this_row = row + int64_t(r) * groups;
-        control.row_stats[slot.index][r] = Pass::finish(call, total[r], this_row, rank == 0);
-      }
+      control.row_stats[slot.index] = Pass::finish(call, total, row, rank == 0);
       barrier_arrive(&control.known[slot.index]);
     }
     return;
   }
 
   Pass job(call, first, columns);
-  const T* slices[kRows][Pass::kTensors];
+  const T* slices[Pass::kTensors];
   auto find_slices = [&](int slot, int64_t row) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        const int early = misalignment(t, row + int64_t(r) * groups);
-        slices[r][t] = reinterpret_cast<const T*>(room_of(slot, r, t) + early);
-      }
+    for (int t = 0; t < Pass::kTensors; ++t) {
+      slices[t] = reinterpret_cast<const T*>(room_of(slot, t) + misalignment(t, row));
     }
   };
   Slot measuring, applying;
-  const int rows = int((call.rows - group + groups - 1) / groups), delay = s.delay * kRows;
-  const int64_t row_step = groups * call.cols;
-  int64_t late_offset = (group - int64_t(delay) * groups) * call.cols + first;
-  for (int k = 0; k < rows + delay; k += kRows) {
-    if (k < rows) {
+  const int64_t lag = int64_t(s.delay) * groups;
+  for (int64_t row = group; row < call.rows + lag; row += groups) {
+    if (row < call.rows) {
       barrier_wait(&control.loaded[measuring.index], measuring.parity);
-      find_slices(measuring.index, group + int64_t(k) * groups);
-      Stats stats[kRows];
-      job.measure(slices, columns, rows - k, control.given[measuring.index], stats);
+      find_slices(measuring.index, row);
+      const Stats stats = job.measure(slices, columns, control.given[measuring.index]);
       if (lane == 0) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) control.partials[measuring.index][warp][r] = stats[r];
+        control.partials[measuring.index][warp] = stats;
         barrier_arrive(&control.measured[measuring.index]);
       }
       measuring.advance(s.stages);
     }
-    if (k >= delay) {
+    if (const int64_t late = row - lag; late >= 0) {
       barrier_wait(&control.known[applying.index], applying.parity);
-      find_slices(applying.index, group + int64_t(k - delay) * groups);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (k - delay + r >= rows) break;
-        job.apply(call, slices[r], columns, late_offset + r * row_step, control.row_stats[applying.index][r],
-                  control.given[applying.index][r]);
-      }
+      find_slices(applying.index, late);
+      job.apply(call, slices, columns, late * call.cols + first, control.row_stats[applying.index],
+                control.given[applying.index]);
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.applied[applying.index]);
       applying.advance(s.stages);
     }
-    late_offset += kRows * row_step;
   }
   job.end(call, partials, first, columns, group, groups);
 #else
@@ -1898,8 +1860,7 @@ constexpr int kJointRing = 28;  // stages, at most
 constexpr int kJointWeights = 31, kJointBiases = 20;
 
 struct Joint {
-  int group;        // blocks that share a row,
-  int lines, more;  // its 128-byte lines each, and how many blocks, the first ones, have one line more
+  int lines, more;  // 128-byte lines of a block, and how many blocks, the first ones, have one more
   int ring;         // stages
 };
 
@@ -1919,10 +1880,6 @@ __host__ __device__ inline int joint_rest(int packs, int in_registers) {
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ inline void prefetch_to_l2(const void* global, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
-
 // x, but what follows from it is not computed early and kept from row to row: registers are scarce, and those
 // that spill find no room in L1 beside so much shared memory (one spilled word a thread: 0.179 -> 0.187 ms).
 template <typename X>
@@ -1956,7 +1913,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
   __shared__ float2 row_stats[2];  // of a row and the next
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int rank = blockIdx.x, groups = gridDim.y, rows = int(call.rows);
+  const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
   const int first_col = joint_begin(joint, call.cols, rank);
   const int packs = (joint_begin(joint, call.cols, rank + 1) - first_col) / V, stages = joint_stages(packs);
   const int skipped = kJointStages - stages, last_packs = packs - (stages - 1) * kStageSize;
@@ -1976,9 +1933,9 @@ __global__ void __launch_bounds__(kJointThreads, 1)
   }
   __syncthreads();
 
-  // A thread loads stage after stage, another one has those brought to L2 that come kJointPrefetch later. It
-  // is always the same: its warp is the slowest, so that it need not wait for the others (warps that take
-  // turns: 0.195 -> 0.259 ms).
+  // A thread loads stage after stage, another one has those brought to L2 that come kJointPrefetch later. The
+  // loading warp is always the same: it is the slowest, so that it need not wait for the others (warps that
+  // take turns: 0.195 -> 0.259 ms).
   const bool loads = thread == 0, prefetches = thread == 32;
   int next_row = blockIdx.y, next_stage = 0;
   auto fetch = [&](int slot) {
@@ -2003,7 +1960,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     for (int i = 1; i < kJointPrefetch; ++i) fetch(0);
   }
 
-  begin_unpublished(words, joint.group, rank, blockIdx.y, rows, groups);
+  begin_unpublished(words, sharers, rank, blockIdx.y, rows, groups);
 
   const int biases = joint_rest(packs, kJointBiases), weights = joint_rest(packs, kJointWeights);
   Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
@@ -2075,7 +2032,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     if (warp != kWarps - 1) return;
     barrier_wait(&measured, odd);
     moments = of_lanes(partials[lane % kWarps], kWarps);
-    if (lane == 0) publish(words + row * words_per_row(joint.group) + rank, {moments.mean, moments.m2});
+    if (lane == 0) publish(words + row * words_per_row(sharers) + rank, {moments.mean, moments.m2});
     __syncwarp();
   };
 
@@ -2089,7 +2046,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
 #pragma unroll
     for (int i = 0; i < kPeers; ++i) {
       const int peer = first_peer + i * 32;
-      from[i] = peer < joint.group ? words + row * words_per_row(joint.group) + peer : nullptr;
+      from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
       counts[i] = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
     }
     await_published(from, pairs);
@@ -2327,6 +2284,20 @@ __device__ inline void copy_or_zero(float* shared, const float* global, bool exi
                : "memory");
 }
 
+// As gelu_16_bits, within 8e-6 of the tail.
+__device__ inline float gelu_tf32(float z) {
+  const float t = fabsf(z);
+  float power = -1.57920796e-06f;
+  power = power * t + 5.63387896e-05f;
+  power = power * t - 0.000888035069f;
+  power = power * t + 0.00833681464f;
+  power = power * t - 0.0536014629f;
+  power = power * t - 0.458833878f;
+  power = power * t - 1.15109677f;
+  power = power * t - 1.00000961f;
+  return fmaxf(z, 0) - t * fast_exp2(power);
+}
+
 // For float32: x is the sum of two numbers of 10 bits, but for 2^-22 of it. How ties are rounded does not
 // matter here. Volatile: found again at every use, as keeping the second for all weights would take
 // more registers than there are.
@@ -2513,7 +2484,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
             for (int i = 0; i < 4; ++i) {
               const float xhat = (sums[tile][line][j][i % 2][2 * half + i / 2] - mean) * rstd;
               const float z = xhat * affine[col + i] + affine[kConvOut + col + i];
-              y[i] = scale * (TF32 ? coarse_gelu(z) : gelu(z));
+              y[i] = scale * (TF32 ? gelu_tf32(z) : gelu(z));
             }
             store<float, 4, true>(output + col, y);
           }
@@ -2534,8 +2505,12 @@ struct Tuning {
   // are then unpacked once for four). Blocks of 512 threads still leave room for three an SM
   // (two of 16-bit rows): one loads, one stores.
   static constexpr int forward_packs = 4, forward_threads = 512, four_rows_loads = 16;
+  // Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put
+  // together from their words once for both (float32 rows of 4099: 0.84 of copy speed -> 0.94, bf16 0.79 ->
+  // 0.87). With more threads than these, too few of them fit an SM (rows of 7001: 0.73 -> 0.66).
+  static constexpr int two_rows_threads = 256;
   // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer, it would load
-  // too little while it computes (0.60 of copy speed, where the stream has 0.89; rows that are
+  // too little while it computes (0.60 of copy speed, where the stream has 0.92; rows that are
   // not aligned: 0.67 with two, where the stream has 0.54).
   static constexpr int shared_rows = 3, shared_unaligned_rows = 2;
   // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
@@ -2550,9 +2525,10 @@ struct Tuning {
   // Backward, rows that a block holds: beyond 8 KB of input an SM would hold too few rows at once
   // to keep loading while it reduces.
   static constexpr int64_t stream_backward_bytes = 8 << 10;
-  // Bytes that a block of the stream has on their way. With twice as many, float32 rows of 8192, backward,
-  // fall from 0.93 of copy speed to 0.91; with half as many, bf16 rows from 0.81 to 0.71.
-  static constexpr int flight_bytes = 64 << 10;
+  // Bytes that a block of the stream has on their way into its ring. Forward with twice as many: bf16 rows 1%
+  // to 2% slower. Backward with twice as many: float32 rows of 8192 0.93 of copy speed -> 0.91; with half as
+  // many: bf16 rows of 131072 0.79 -> 0.77.
+  static constexpr int forward_flight_bytes = 32 << 10, backward_flight_bytes = 64 << 10;
   // Stages between measuring and applying in a group of blocks.
   static constexpr int forward_delay = 5, backward_delay = 3;
   // Columns that move in the time that a row costs besides: shorter slices are not worth it.
@@ -2636,28 +2612,28 @@ struct Plan {
   int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias; 0: none
 };
 
-constexpr int kRowControlBytes = 2048;  // of shared memory, beside a row
-constexpr int kControlBytes = 8192;     // beside the ring
-static_assert(sizeof(StreamControl<Moments<float>, 2>) <= kControlBytes, "the ring would not fit");
+constexpr int kRowControlBytes = 2048;    // of shared memory, beside a row
+constexpr int kControlBytes = 8192;       // beside the stream's ring
+constexpr int kJointControlBytes = 1024;  // beside the joint kernel's ring, weight and bias
+static_assert(sizeof(StreamControl<Moments<float>>) <= kControlBytes, "the ring would not fit");
 
 // Columns of the longest slice: what a block's threads can take, and of which three stages fit, one
 // to load, one to measure, one to wait for its statistics.
-int64_t longest_slice(DType dtype, int pack, int tensors, const Device& device) {
-  const int64_t slices = 3 * tensors * stage_rows(size_of(dtype), pack, tensors);
-  const int64_t bytes = (device.shared_bytes - kControlBytes) / slices / 128 * 128 - 128;
+int64_t longest_slice(DType dtype, int tensors, const Device& device) {
+  const int64_t bytes = (device.shared_bytes - kControlBytes) / (3 * tensors) / 128 * 128 - 128;
   return std::min<int64_t>(kSliceColumns, bytes / size_of(dtype));
 }
 
-bool can_stream(int64_t cols, DType dtype, int pack, int tensors, const Device& device) {
+bool can_stream(int64_t cols, DType dtype, int tensors, const Device& device) {
   return device.code >= 90 && dtype != DType::Float64 &&
-         cols <= longest_slice(dtype, pack, tensors, device) * device.sms;
+         cols <= longest_slice(dtype, tensors, device) * device.sms;
 }
 
 // One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are
 // few rows, and in backward (of rows of 262144, 33 blocks a row use 132 SMs, 32 only 128). Forward has half
 // the bytes to hide an exchange behind (bf16 rows of 1048576: 0.83 with 128 blocks, 0.69 with 132).
 void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, const Device& device) {
-  const int64_t least = ceil_div(cols, longest_slice(dtype, p.pack, tensors, device));
+  const int64_t least = ceil_div(cols, longest_slice(dtype, tensors, device));
   const int64_t worth_trying = std::max(tensors * least, device.sms / std::min<int64_t>(rows, device.sms));
   const int64_t most = std::min(worth_trying, std::min<int64_t>(device.sms, cols / Tuning::least_slice));
   int64_t sharers = least, shortest = INT64_MAX;
@@ -2668,12 +2644,13 @@ void plan_stream(Plan& p, int64_t rows, int64_t cols, DType dtype, int tensors, 
   const int unit = 128 / size_of(dtype);  // slices start on the boundaries of cache lines where rows do
   p.regime = Regime::Stream;
   p.stream.slice = ceil_div(ceil_div(cols, sharers), unit) * unit;
-  p.group = p.stream.group = ceil_div(cols, p.stream.slice);
+  p.group = ceil_div(cols, p.stream.slice);
   p.groups = std::min<int64_t>(rows, device.sms / p.group);
   p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + (p.pack == 1 ? 16 : 0), 128) * 128;
-  const int stage_bytes = stage_rows(size_of(dtype), p.pack, tensors) * tensors * p.stream.slice_bytes;
+  const int stage_bytes = tensors * p.stream.slice_bytes;
   p.stream.stages = std::min<int64_t>(kMaxStages, (device.shared_bytes - kControlBytes) / stage_bytes);
-  p.stream.flight = std::max(1, std::min(p.stream.stages - 1, Tuning::flight_bytes / stage_bytes));
+  const int flight_bytes = tensors == 1 ? Tuning::forward_flight_bytes : Tuning::backward_flight_bytes;
+  p.stream.flight = std::max(1, std::min(p.stream.stages - 1, flight_bytes / stage_bytes));
   // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
   const int delay =
       std::min(p.stream.stages - 2, tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay);
@@ -2699,7 +2676,7 @@ void plan_joint(Plan& p, const Forward& call, const Device& device) {
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (groups == 0 || call.rows < Tuning::joint_rows * groups) return;
   const int group = std::min<int64_t>(device.sms / groups, 32 * kPeers), lines = ceil_div(call.cols, 32);
-  Joint joint = {group, lines / group, lines % group, 0};
+  Joint joint = {lines / group, lines % group, 0};
   int stages = 0, rest = 0;
   for (const int rank : {0, joint.more, group - 1}) {  // blocks of all lengths
     const int begin = joint_begin(joint, call.cols, rank);
@@ -2708,7 +2685,8 @@ void plan_joint(Plan& p, const Forward& call, const Device& device) {
     stages = std::max(stages, joint_stages(packs));
     rest = std::max(rest, joint_rest(packs, kJointBiases) + joint_rest(packs, kJointWeights));
   }
-  joint.ring = std::min(kJointRing, (device.shared_bytes - 1024 - 16 * rest) / (16 * kStageSize));
+  joint.ring =
+      std::min(kJointRing, (device.shared_bytes - kJointControlBytes - 16 * rest) / (16 * kStageSize));
   if (group == 1 || stages > kJointStages || joint.ring < stages + kJointAhead + 2) return;
   p.joint = joint;
   p.group = group;
@@ -2721,8 +2699,10 @@ void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const D
   const int V = 16 / size_of(call.dtype);
   const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
   p.packs = loads <= (few_rows ? threads : Tuning::four_rows_loads) ? 1 : Tuning::forward_packs;
-  p.rows = few_rows ? 1 : Tuning::forward_packs / p.packs;
   p.threads_per_row = row_threads(loads, p.packs);
+  p.rows = Tuning::forward_packs / p.packs;
+  if (p.pack == 1 && p.packs > 1 && p.threads_per_row <= Tuning::two_rows_threads) p.rows = 2;
+  if (few_rows || call.dtype == DType::Float64) p.rows = 1;
   if (p.pack == 1) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
   p.rows_per_block = std::max(1, Tuning::block_threads / p.threads_per_row);
   // A thread's rows are those of neighbouring blocks, or where rows are not aligned of blocks that
@@ -2735,7 +2715,7 @@ Plan plan(const Forward& call) {
   const Device& device = current_device();
   Plan p = {};
   p.pack = pack_size(call.cols, call.dtype, {call.input, call.weight, call.bias, call.output});
-  const bool streams = can_stream(call.cols, call.dtype, p.pack, 1, device);
+  const bool streams = can_stream(call.cols, call.dtype, 1, device);
   const int64_t loads = std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16);  // whole packs
   const int threads = p.pack > 1 ? Tuning::forward_threads : kShiftedThreads;
   if (loads <= Tuning::forward_packs * threads) {
@@ -2782,7 +2762,7 @@ Plan plan(const Backward& call) {
   const bool is_16_bit_packs = size_of(call.dtype) == 2 && p.pack > 1;
   const int each =
       is_16_bit_packs ? 16 : std::min(Tuning::backward_bytes / size_of(call.dtype), Tuning::backward_columns);
-  const bool streams = can_stream(call.cols, call.dtype, p.pack, 2, device);
+  const bool streams = can_stream(call.cols, call.dtype, 2, device);
   const int64_t held = streams ? Tuning::stream_backward_bytes / size_of(call.dtype) : call.cols;
   if (call.cols <= held && call.cols <= each * Tuning::backward_threads) {
     const int held_rows = plan_rows(p, call, each, size_of(call.dtype) == 4 && p.pack > 1 ? 2 : 1, device);
@@ -2857,9 +2837,9 @@ cudaError_t launch_together(void (*kernel)(Parameters...), dim3 blocks, int thre
 template <typename Pass>
 cudaError_t launch_stream(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                           cudaStream_t cuda_stream) {
-  const int shared = p.stream.stages * Pass::kRows * Pass::kTensors * p.stream.slice_bytes;
-  return launch_together(stream<Pass>, p.groups * p.group, kStreamThreads, shared, p.group > 1, cuda_stream,
-                         call, p.stream, words, partials);
+  const int shared = p.stream.stages * Pass::kTensors * p.stream.slice_bytes;
+  return launch_together(stream<Pass>, dim3(p.group, p.groups), kStreamThreads, shared, p.group > 1,
+                         cuda_stream, call, p.stream, words, partials);
 }
 
 template <typename A>
@@ -2888,9 +2868,16 @@ template <typename T, int V, bool FUSED>
 cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
   if (p.regime == Regime::Rows) {
     constexpr int kPacks = Tuning::forward_packs;
+    if constexpr (V == 1 && sizeof(T) < 8) {
+      if (p.packs == kPacks && p.rows == 2) {
+        return launch_rows(layer_norm_rows<T, kPacks, 2, true, FUSED>, call, p, stream);
+      }
+    }
     if (p.packs == kPacks) return launch_rows(layer_norm_rows<T, kPacks, 1, V == 1, FUSED>, call, p, stream);
-    if (p.rows == 1) return launch_rows(layer_norm_rows<T, 1, 1, V == 1, FUSED>, call, p, stream);
-    return launch_rows(layer_norm_rows<T, 1, kPacks, V == 1, FUSED>, call, p, stream);
+    if constexpr (sizeof(T) < 8) {
+      if (p.rows > 1) return launch_rows(layer_norm_rows<T, 1, kPacks, V == 1, FUSED>, call, p, stream);
+    }
+    return launch_rows(layer_norm_rows<T, 1, 1, V == 1, FUSED>, call, p, stream);
   }
   if (p.regime == Regime::SharedRows) {
     const auto kernel = layer_norm_shared_rows<T, V == 1, FUSED>;
@@ -2927,8 +2914,10 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
 
 template <typename T, int V>
 cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  return is_fused(call) ? launch_fused<T, V, true>(call, p, scratch, stream)
-                        : launch_fused<T, V, false>(call, p, scratch, stream);
+  if constexpr (sizeof(T) < 8) {  // double makes do with fewer kernels: it is rare, and they compile for 4 s
+    if (!is_fused(call)) return launch_fused<T, V, false>(call, p, scratch, stream);
+  }
+  return launch_fused<T, V, true>(call, p, scratch, stream);
 }
 
 // Bytes for the gradient inside the activation, at the start of scratch.
