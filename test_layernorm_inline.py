@@ -301,9 +301,9 @@ def plot(table, file):
         panel.set(title=what, xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("fraction of copy speed")
-    panels[1].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
     figure.suptitle(versions())
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(file, dpi=110)
 
 
