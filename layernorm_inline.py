@@ -2396,7 +2396,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
           const int at = ((tap_d * 2 + tap_h) * (kConvIn / 8) + chunk) * 4 + i / 2;
           const float4 four = reinterpret_cast<const float4*>(
               weights)[(at * (kConvOut / 16) + first_tile + i % 2) * 32 + lane];
-          float(&to)[4] = a[i / 4][i / 2 % 2][i % 2];
+          float (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
           to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
         }
 #pragma unroll
@@ -2415,7 +2415,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
             for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
               for (int parity_w = 0; parity_w < 2; ++parity_w) {
-                float(&sum)[4] = sums[tile][line][j][parity_w];
+                float (&sum)[4] = sums[tile][line][j][parity_w];
                 if constexpr (TF32) {
                   multiply_add(sum, a[parity_w][0][tile], b[1 + parity_w]);
                   multiply_add(sum, a[parity_w][1][tile], b[parity_w]);
