@@ -436,6 +436,7 @@ def test_misaligned_start(cols, dtype):
 
 
 # So many rows that a thread of the forward kernel takes several of them, and not a multiple of what a block takes.
+# Gradients, which have tests of their own, get 5 times PyTorch's error: of few columns it is a matter of luck.
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
