@@ -440,9 +440,21 @@ def test_misaligned_start(cols, dtype):
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("rows,cols", [(2207, 9), (2501, 150), (1103, 2041), (1103, 2048), (703, 4099)])
+@pytest.mark.parametrize("rows,cols", [(2207, 9), (2501, 150), (2211, 255), (1103, 2041), (1103, 2048), (703, 4099)])
 def test_many_unaligned_rows(rows, cols, offset, dtype):
     assert_no_worse_than_pytorch(*random_case(rows, cols, dtype, "both", seed=cols, offset=offset), slack=5)
+
+
+# The kernels read what exceeds L2 (60 MB on an H200) with another priority.
+@gpu
+@pytest.mark.parametrize("cols", [1024, 12288, 65536])
+def test_a_large_input_gives_the_bits_of_a_small_one(cols):
+    rows = (160 << 20) // (2 * cols)  # 160 MB
+    x, weight, bias, _ = random_case(rows, cols, torch.bfloat16, "both", seed=cols)
+    few = rows // 16
+    with poisoned():
+        y, first = layer_norm(x, (cols,), weight, bias), layer_norm(x[:few], (cols,), weight, bias)
+    assert torch.equal(y[:few], first)
 
 
 @gpu
