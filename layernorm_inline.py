@@ -395,7 +395,8 @@ __device__ inline float gelu(float z) {
   const float tail = t * fast_exp2(power - 0.72134752f * z * z);
   return fmaxf(z, 0) - fabsf(z) * tail;
 }
-__device__ inline double gelu(double z) { return 0.5 * z * (1 + erf(z * 0.7071067811865476)); }
+// Called, as erf in place for every element took 5% of the time to compile.
+__device__ __noinline__ double gelu(double z) { return 0.5 * z * (1 + erf(z * 0.7071067811865476)); }
 
 // gelu(z) from the binary logarithm of the tail as a polynomial of |z|, highest power first, for results that
 // need fewer digits: half the instructions (bf16 rows of 1024: 0.083 -> 0.076 ms).
@@ -421,7 +422,19 @@ __device__ A twice_tanh_argument(A z) {
 __device__ inline float gelu_tanh(float z) {
   return z * fast_reciprocal(1 + fast_exp2(z * (-2.3022082f - 0.10294324f * z * z)));  // in powers of two
 }
-__device__ inline double gelu_tanh(double z) { return z / (1 + exp(-twice_tanh_argument(z))); }
+__device__ __noinline__ double gelu_tanh(double z) { return z / (1 + exp(-twice_tanh_argument(z))); }
+
+// The same, but the compiler cannot know: it would make a copy of the kernel for each combination of what is
+// asked in its loops (float32 rows: 6455 instructions, and 1463).
+template <bool FUSED, typename A>
+__device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
+  if constexpr (FUSED) {
+    int activation = int(epilogue.activation);
+    asm volatile("" : "+r"(activation));
+    epilogue.activation = Activation(activation);
+  }
+  return epilogue;
+}
 
 // FUSED is known when the kernel is compiled: plain LayerNorm asks nothing.
 template <typename T, bool FUSED, int V>
@@ -840,23 +853,25 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
       const int col = first_col + i * pack_step;
       A weight[V], bias[V];
       load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col, cut.begin);
+      const Epilogue<A> epilogue = asked_anew<FUSED>(constants.epilogue);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[V];
         unpack(x[r][i], y);
 #pragma unroll
         for (int v = 0; v < V; ++v) y[v] = (y[v] - mean[r]) * rstd[r] * weight[v] + bias[v];
-        apply_epilogue<T, FUSED>(y, constants.epilogue);
+        apply_epilogue<T, FUSED>(y, epilogue);
         if (r == 0 || live_row(r)) store<T, V>(output + (col + r * row_step), y);
       }
     }
     if (has_extra) {
       A weight[1], bias[1];
       load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
+      const Epilogue<A> epilogue = asked_anew<FUSED>(constants.epilogue);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[1] = {(extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0]};
-        apply_epilogue<T, FUSED>(y, constants.epilogue);
+        apply_epilogue<T, FUSED>(y, epilogue);
         if (live_row(r)) narrow(y[0], output[cut.extra + r * row_step]);
       }
     }
@@ -1035,14 +1050,14 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
       get(col, y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
-      apply_epilogue<T, FUSED>(y, constants.epilogue);
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
       store<T, V>(output + col, y);
     }
     if (SHIFTED && cut.extra >= 0) {
       A weight[1], bias[1];
       load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
       A y[1] = {(extra_x - mean) * rstd * weight[0] + bias[0]};
-      apply_epilogue<T, FUSED>(y, constants.epilogue);
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
       narrow(y[0], output[cut.extra]);
     }
   };
@@ -1198,7 +1213,7 @@ __global__ void __launch_bounds__(512)
       unpack(x[i], y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y, Epilogue<A>{call.activation, A(call.scale)});
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<A>{call.activation, A(call.scale)}));
       store<T, V, true>(output + col, y);
     }
   }
@@ -1601,7 +1616,7 @@ struct ForwardPass {
       unpack(x[i], y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y, Epilogue<float>{call.activation, float(call.scale)});
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<float>{call.activation, float(call.scale)}));
       if (col < columns) store<T, V>(output + col, y);
     }
   }
@@ -2578,13 +2593,16 @@ __global__ void __launch_bounds__(kConvThreads, 1)
 
 struct Tuning {
   // Forward, rows that a block holds in registers: 64 bytes a thread, four loads of one row, or one of
-  // each of four rows of up to 32 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, as weight and bias
-  // are then unpacked once for four; of 255: 0.67 with up to 16 loads, 0.88 with 32). Blocks of 512 threads
-  // still leave room for three an SM (two of 16-bit rows): one loads, one stores.
-  static constexpr int forward_packs = 4, forward_threads = 512, four_rows_loads = 32;
+  // each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, as weight and bias
+  // are then unpacked once for four), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88
+  // with 32). Blocks of 512 threads still leave room for three an SM (two of 16-bit rows): one loads, one
+  // stores.
+  static constexpr int forward_packs = 4, forward_threads = 512, four_rows_loads = 16,
+                       unaligned_four_rows_loads = 32;
   // Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put
   // together from their words once for both (float32 rows of 4099: 0.84 of copy speed -> 0.94, bf16 0.79 ->
-  // 0.87). With more threads than these, too few of them fit an SM (rows of 7001: 0.73 -> 0.66).
+  // 0.87). With more threads than these, too few of them fit an SM (rows of 7001: 0.73 -> 0.66). With an
+  // activation one, as there would be more kernels to compile.
   static constexpr int two_rows_threads = 256;
   // 16-bit rows of more loads (22 KB) are faster in shared memory, which holds three of them, than in
   // registers, which hold two (rows of 10240: 0.79 of copy speed, and 0.88; of 12288: 0.85, and 0.80).
@@ -2803,10 +2821,12 @@ void plan_joint(Plan& p, const Forward& call, const Device& device) {
 void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const Device& device) {
   const int V = 16 / size_of(call.dtype);
   const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
-  p.packs = loads <= (few_rows ? threads : Tuning::four_rows_loads) ? 1 : Tuning::forward_packs;
+  const int four_rows = p.pack == 1 ? Tuning::unaligned_four_rows_loads : Tuning::four_rows_loads;
+  p.packs = loads <= (few_rows ? threads : four_rows) ? 1 : Tuning::forward_packs;
   p.threads_per_row = row_threads(loads, p.packs);
   p.rows = Tuning::forward_packs / p.packs;
-  if (p.pack == 1 && p.packs > 1 && p.threads_per_row <= Tuning::two_rows_threads) p.rows = 2;
+  const bool two_rows = p.threads_per_row <= Tuning::two_rows_threads && !is_fused(call);
+  if (p.pack == 1 && p.packs > 1 && two_rows) p.rows = 2;
   if (few_rows || call.dtype == DType::Float64) p.rows = 1;
   if (p.pack == 1) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
   const int block_threads = p.pack == 1 && size_of(call.dtype) == 2 ? Tuning::unaligned_16_bit_block_threads
@@ -2977,7 +2997,7 @@ template <typename T, int V, bool FUSED>
 cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
   if (p.regime == Regime::Rows) {
     constexpr int kPacks = Tuning::forward_packs;
-    if constexpr (V == 1 && sizeof(T) < 8) {
+    if constexpr (V == 1 && sizeof(T) < 8 && !FUSED) {
       if (p.packs == kPacks && p.rows == 2) {
         return launch_rows(layer_norm_rows<T, kPacks, 2, true, FUSED>, call, p, stream);
       }
