@@ -424,11 +424,12 @@ __device__ inline float gelu_tanh(float z) {
 }
 __device__ __noinline__ double gelu_tanh(double z) { return z / (1 + exp(-twice_tanh_argument(z))); }
 
-// The same, but the compiler cannot know: it would make a copy of the kernel for each combination of what is
-// asked in its loops (float32 rows: 6455 instructions, and 1463).
-template <bool FUSED, typename A>
+// The same, but HIDDEN from the compiler, which would make a copy of the kernel for each combination of what
+// is asked in its loops (float32 rows: 6455 instructions, and 1463). A thread with four rows asks once for
+// all.
+template <bool HIDDEN, typename A>
 __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
-  if constexpr (FUSED) {
+  if constexpr (HIDDEN) {
     int activation = int(epilogue.activation);
     asm volatile("" : "+r"(activation));
     epilogue.activation = Activation(activation);
@@ -853,7 +854,7 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
       const int col = first_col + i * pack_step;
       A weight[V], bias[V];
       load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col, cut.begin);
-      const Epilogue<A> epilogue = asked_anew<FUSED>(constants.epilogue);
+      const Epilogue<A> epilogue = asked_anew < FUSED && ROWS == 1 > (constants.epilogue);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[V];
@@ -867,7 +868,7 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
     if (has_extra) {
       A weight[1], bias[1];
       load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
-      const Epilogue<A> epilogue = asked_anew<FUSED>(constants.epilogue);
+      const Epilogue<A> epilogue = asked_anew < FUSED && ROWS == 1 > (constants.epilogue);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[1] = {(extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0]};
