@@ -224,6 +224,7 @@ __device__ inline uint64_t l2_policy(bool keep) {
   return policy;
 }
 
+// As load, of input; 16 bytes with that priority.
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -424,9 +425,9 @@ __device__ inline float gelu_tanh(float z) {
 }
 __device__ __noinline__ double gelu_tanh(double z) { return z / (1 + exp(-twice_tanh_argument(z))); }
 
-// The same, but HIDDEN from the compiler, which would make a copy of the kernel for each combination of what
-// is asked in its loops (float32 rows: 6455 instructions, and 1463). A thread with four rows asks once for
-// all.
+// The epilogue, but where HIDDEN the compiler cannot tell that its activation never changes: it would make a
+// copy of the kernel for each combination of what is asked in its loops (float32 rows: 6455 instructions, and
+// 1463).
 template <bool HIDDEN, typename A>
 __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
   if constexpr (HIDDEN) {
@@ -835,13 +836,14 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
   }
   auto normalize = [&](auto usual_affine) {
     constexpr bool kUsual = decltype(usual_affine)::value;
+    constexpr bool kHidden = FUSED && ROWS == 1;  // of several rows a thread asks once for all
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (!live(0, i)) continue;
       const int col = first_col + i * pack_step;
       A weight[V], bias[V];
       load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col, cut.begin);
-      const Epilogue<A> epilogue = asked_anew < FUSED && ROWS == 1 > (constants.epilogue);
+      const Epilogue<A> epilogue = asked_anew<kHidden>(constants.epilogue);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[V];
@@ -855,7 +857,7 @@ __global__ void __launch_bounds__(SHIFTED ? kShiftedThreads : 512, row_blocks<T,
     if (has_extra) {
       A weight[1], bias[1];
       load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
-      const Epilogue<A> epilogue = asked_anew < FUSED && ROWS == 1 > (constants.epilogue);
+      const Epilogue<A> epilogue = asked_anew<kHidden>(constants.epilogue);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         A y[1] = {(extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0]};
@@ -2001,7 +2003,8 @@ __device__ X opaque(X x) {
 }
 
 // Moments of `width` lanes together: first their mean, then distances from it. That takes fewer steps, one
-// after the other, than combining two and two.
+// after the other, than combining two and two. ForwardPass::together keeps more digits where the mean is more
+// than 10^4 times the spread, for one exchange more.
 __device__ inline Moments<float> of_lanes(const Moments<float>& moments, int width) {
   float sums[2] = {moments.count, moments.count * moments.mean};
   combine_lanes(sums, width);
@@ -2641,10 +2644,10 @@ struct Tuning {
   // 0.94 with four, 0.92 with two; bf16 rows of 65536: 0.85, 0.87). Backward: two, where many share a row one
   // (bf16 rows of 1048576: 0.86, 0.92); with four it would have too few registers on sm_120.
   static constexpr int few_sharers = 4, many_sharers = 100;
-  // Blocks that share a row, at least, for the next rows to come to L2 before there is a place in the ring.
-  // Backward has its place soon: of fewer blocks (float32 rows of 8192) 0.98 of copy speed without, 0.93
-  // with; of 132 0.63 without, 0.76 with. Forward with four: 0.86 without, 0.92 with.
-  static constexpr int forward_prefetch_group = 1, backward_prefetch_group = 16;
+  // Backward: blocks that share a row, at least, for the next rows to come to L2 before there is a place in
+  // the ring. Of fewer blocks there is one soon: float32 rows of 8192 0.98 of copy speed without, 0.93 with;
+  // of 1048576 0.63 without, 0.76 with. Forward always does it: rows of 32768 0.86 without, 0.92 with.
+  static constexpr int backward_prefetch_group = 16;
   // Stages between measuring and applying in a group of blocks.
   static constexpr int forward_delay = 5, backward_delay = 3;
   // Columns that move in the time that a row costs besides: shorter slices are not worth it.
@@ -2782,10 +2785,12 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
   const int delay =
       std::min(p.stream.stages - 2, tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay);
   p.stream.delay = p.group == 1 ? 1 : std::max(1, delay);
-  p.stream.gatherers = tensors == 1 && p.group <= Tuning::few_sharers ? 4 : 2;
-  if (tensors == 2 && p.group >= Tuning::many_sharers) p.stream.gatherers = 1;
-  p.stream.prefetch =
-      p.group >= (tensors == 1 ? Tuning::forward_prefetch_group : Tuning::backward_prefetch_group);
+  if (tensors == 1) {
+    p.stream.gatherers = p.group <= Tuning::few_sharers ? 4 : 2;
+  } else {
+    p.stream.gatherers = p.group >= Tuning::many_sharers ? 1 : 2;
+  }
+  p.stream.prefetch = tensors == 1 || p.group >= Tuning::backward_prefetch_group;
   p.stream.keep_input = exceeds_l2(call, tensors + 1);
 }
 
