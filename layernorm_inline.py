@@ -29,8 +29,8 @@ Reading it
     1  Interface      what the kernels and the binding share
     2  CUDA           in this order:
            elements, epilogue, statistics                 what all kernels use
-           layer_norm_rows                                forward, rows of up to 32 KB
-           layer_norm_shared_rows                         forward, rows of up to 75 KB (Hopper)
+           layer_norm_rows                                forward, rows of up to 32 KB (16 bits on Hopper: 22)
+           layer_norm_shared_rows                         forward, rows of up to 75 KB (Hopper; not aligned: 110)
            partial_moments, finish_moments, normalize_columns
                                                           forward, rows spread over the GPU
            layer_norm_backward_rows                       backward, rows of up to 8 KB (older GPUs: 16)
