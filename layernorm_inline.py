@@ -577,6 +577,17 @@ __device__ X combine_lanes(X x, int width) {
   return values[0];
 }
 
+// As combine_lanes, in fewer steps one after the other than combining two and two: first the mean, then
+// distances from it. The mean as a distance from the first lane's: of a mean 10^7 times the spread a plain
+// one would be off by more than the spread.
+__device__ inline Moments<float> combine_means(const Moments<float>& moments, int width) {
+  const float first = __shfl_sync(~0u, moments.mean, 0, width), distance = moments.mean - first;
+  float sums[2] = {moments.count, moments.count * distance};
+  combine_lanes(sums, width);
+  const float off = sums[1] * fast_reciprocal(sums[0]), delta = distance - off;
+  return {sums[0], first + off, combine_lanes(moments.m2 + moments.count * delta * delta, width)};
+}
+
 constexpr int kMaxWarps = 16;  // of a block
 
 // Combines x[r] over the blockDim.x threads of a row: a power of two up to 32, or whole warps. A
@@ -670,7 +681,7 @@ struct Unaligned {
 // both are of input's dtype. Asking what they are at every load would be a fifth of a 16-bit row's
 // instructions. EARLY: see load_constant; rows in registers have none left for that.
 template <typename T, int V, bool SHIFTED, bool USUAL, bool EARLY = false>
-__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int64_t col,
+__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col,
                                  int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
   if constexpr (USUAL && SHIFTED && V > 1) {
@@ -1578,16 +1589,7 @@ struct ForwardPass {
     return {count, mean, combine_lanes(m2, 32)};
   }
 
-  // Of `width` lanes: first their mean, then distances from it, which takes fewer steps, one after the other,
-  // than combining two and two. The mean as a distance from the first lane's: of a mean 10^7 times the spread
-  // a plain one would be off by more than the spread.
-  static __device__ Stats together(const Stats& stats, int width) {
-    const float first = __shfl_sync(~0u, stats.mean, 0, width), distance = stats.mean - first;
-    float sums[2] = {stats.count, stats.count * distance};
-    combine_lanes(sums, width);
-    const float off = sums[1] * fast_reciprocal(sums[0]), delta = distance - off;
-    return {sums[0], first + off, combine_lanes(stats.m2 + stats.count * delta * delta, width)};
-  }
+  static __device__ Stats together(const Stats& stats, int width) { return combine_means(stats, width); }
 
   static __device__ float2 to_publish(const Stats& stats) { return {stats.mean, stats.m2}; }
   static __device__ Stats published(float2 pair, int columns) { return {float(columns), pair.x, pair.y}; }
@@ -2001,16 +2003,6 @@ __device__ X opaque(X x) {
   }
   return x;
 }
-
-// Moments of `width` lanes together: first their mean, then distances from it. That takes fewer steps, one
-// after the other, than combining two and two. ForwardPass::together keeps more digits where the mean is more
-// than 10^4 times the spread, for one exchange more.
-__device__ inline Moments<float> of_lanes(const Moments<float>& moments, int width) {
-  float sums[2] = {moments.count, moments.count * moments.mean};
-  combine_lanes(sums, width);
-  const float share = fast_reciprocal(sums[0]), near = sums[1] * share, delta = moments.mean - near;
-  return {sums[0], near, combine_lanes(moments.m2 + moments.count * delta * delta, width)};
-}
 #endif
 
 __global__ void __launch_bounds__(kJointThreads, 1)
@@ -2135,7 +2127,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
 
   // A row is measured. The last warp tells the group what this block has of it.
   auto tell = [&](int row, int odd) {
-    Moments<float> moments = of_lanes({count, mean, m2}, 32);
+    Moments<float> moments = combine_means({count, mean, m2}, 32);
     count = mean = m2 = 0;
     if (lane == 0) {
       partials[warp] = moments;
@@ -2143,7 +2135,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     }
     if (warp != kWarps - 1) return;
     barrier_wait(&measured, odd);
-    moments = of_lanes(partials[lane % kWarps], kWarps);
+    moments = combine_means(partials[lane % kWarps], kWarps);
     if (lane == 0) publish(words + row * words_per_row(sharers) + rank, {moments.mean, moments.m2});
     __syncwarp();
   };

@@ -470,7 +470,7 @@ def test_misaligned_weight(cols):
 @pytest.mark.parametrize(
     "mean,std,dtype", [(1e4, 1, torch.float32), (1e6, 1e-1, torch.float32), (1e3, 1, torch.float16)]
 )
-@pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 1048576])
+@pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 1048576, 4194304])
 def test_large_mean(cols, mean, std, dtype):
     assert_no_worse_than_pytorch(*random_case(6, cols, dtype, "both", seed=cols, mean=mean, std=std))
 
