@@ -29,8 +29,8 @@ Reading it
     1  Interface      what the kernels and the binding share
     2  CUDA           in this order:
            elements, epilogue, statistics                 what all kernels use
-           layer_norm_rows                                forward, rows of up to 32 KB (16 bits on Hopper: 22)
-           layer_norm_shared_rows                         forward, rows of up to 75 KB (Hopper; not aligned: 110)
+           layer_norm_rows                                forward, rows of up to 32 KB (16 bits on Hopper: 16)
+           layer_norm_shared_rows                         forward, aligned rows of up to 75 KB (Hopper; 16 bits: 43)
            partial_moments, finish_moments, normalize_columns
                                                           forward, rows spread over the GPU
            layer_norm_backward_rows                       backward, rows of up to 8 KB (older GPUs: 16)
@@ -580,7 +580,7 @@ __device__ X combine_lanes(X x, int width) {
 // As combine_lanes, in fewer steps one after the other than combining two and two: first the mean, then
 // distances from it. The mean as a distance from the first lane's: of a mean 10^7 times the spread a plain
 // one would be off by more than the spread.
-__device__ inline Moments<float> combine_means(const Moments<float>& moments, int width) {
+[[maybe_unused]] __device__ Moments<float> combine_means(const Moments<float>& moments, int width) {
   const float first = __shfl_sync(~0u, moments.mean, 0, width), distance = moments.mean - first;
   float sums[2] = {moments.count, moments.count * distance};
   combine_lanes(sums, width);
@@ -595,7 +595,11 @@ constexpr int kMaxWarps = 16;  // of a block
 // row need different slots: a fast warp may write for the second while a slow one still reads.
 template <typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
-  combine_lanes(x, min(int(blockDim.x), 32));
+  if (sizeof(x) <= 16 && blockDim.x >= 32) {
+    combine_lanes(x, 32);  // unrolled, as 32 is a constant: bf16 rows of 768 0.93 of copy speed -> 0.95
+  } else {
+    combine_lanes(x, min(int(blockDim.x), 32));
+  }
   if (blockDim.x <= 32) return;
   const int warps = blockDim.x / 32;
   X(*row_slots)[R] = slots + threadIdx.y * warps;
@@ -965,10 +969,13 @@ __device__ int whole_units(void* shared, const void* global, int bytes, bool ten
 
 // ---- Forward, rows that a block holds in shared memory (sm_90 and up) ----
 // For rows too long for the registers of a block: one bulk copy brings the row, so that as much as
-// fits an SM is on its way at once, whatever the number of threads.
+// fits an SM is on its way at once, whatever the number of threads. A thread takes kSharedPacks loads, or
+// more where that would be too many threads.
 
-template <typename T, bool SHIFTED, bool FUSED>
-__global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 1 : kRowBlocks)
+constexpr int kSharedThreads = 512, kSharedPacks = 4;
+
+template <typename T, bool FUSED>
+__global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 1 : kRowBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using A = Acc<T>;
@@ -978,58 +985,38 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
   using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
   __shared__ A sum_slots[kMaxWarps][1];
   __shared__ Spread spread_slots[kMaxWarps][1];
-  const int cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + blockIdx.x * call.cols;
   T* output = static_cast<T*>(call.output) + blockIdx.x * call.cols;
 
-  // A row whose start is not 16-byte aligned is copied from the 16-byte boundary before it.
-  const int early = reinterpret_cast<uintptr_t>(input) % 16;
   if (threadIdx.x == 0) {
+    const int bytes = int(call.cols) * int(sizeof(T));
     barrier_init(&loaded, 1);
     barriers_initialized();
-    const char* start = reinterpret_cast<const char*>(input) - early;
-    const int bytes = whole_units<T>(held, start, early + cols * int(sizeof(T)), blockIdx.x == gridDim.x - 1);
     barrier_arrive_expecting(&loaded, bytes);
-    bulk_copy(held, start, bytes, &loaded, l2_policy(constants.keep_input));
+    bulk_copy(held, input, bytes, &loaded, l2_policy(constants.keep_input));
   }
   __syncthreads();
   barrier_wait(&loaded, 0);
 
-  const T* x = reinterpret_cast<const T*>(held + early);
-  const Cut cut(SHIFTED ? reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T) : 0, cols, V);
-  const bool aligned =
-      !SHIFTED || (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0;
-  const A extra_x = SHIFTED && cut.extra >= 0 ? widen(x[cut.extra]) : A(0);
-  const int first_col = cut.begin + int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const int packs = (cut.end - first_col + pack_step - 1) / pack_step;  // of this thread
-  auto get = [&](int col, A(&values)[V]) {
-    if (aligned) {
-      unpack(load<T, V>(x + col), values);
-    } else {
-      Unaligned<T, V> words;
-      const int odd = words.odd(x + cut.begin);
-      words.load(x + col, odd);
-      unpack(words.get(odd), values);
-    }
-  };
-
-  A sum = extra_x;
-#pragma unroll 4
+  const T* x = reinterpret_cast<const T*>(held);
+  const int first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
+  const int packs = (int(call.cols) - first_col + pack_step - 1) / pack_step;  // of this thread
+  A sum = 0;
+#pragma unroll kSharedPacks
   for (int i = 0; i < packs; ++i) {
     A values[V], here = 0;  // short sums first, which need not wait for one another
-    get(first_col + i * pack_step, values);
+    unpack(load<T, V>(x + first_col + i * pack_step), values);
 #pragma unroll
     for (int v = 0; v < V; ++v) here += values[v];
     sum += here;
   }
   A mean = combine_row(sum, sum_slots) * constants.per_col;
   Spread spread = {};
-  if (SHIFTED && cut.extra >= 0) add_distance(spread, extra_x - mean);
-#pragma unroll 4
+#pragma unroll kSharedPacks
   for (int i = 0; i < packs; ++i) {
     A values[V];
     Spread here = {};
-    get(first_col + i * pack_step, values);
+    unpack(load<T, V>(x + first_col + i * pack_step), values);
 #pragma unroll
     for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
     spread = combine(spread, here);
@@ -1047,19 +1034,12 @@ __global__ void __launch_bounds__(512, SHIFTED || sizeof(T) == 8 ? kRowBlocks - 
     for (int i = 0; i < packs; ++i) {
       const int col = first_col + i * pack_step;
       A weight[V], bias[V], y[V];
-      load_affine_pair<T, V, SHIFTED, kUsual, true>(weight, bias, call, col, cut.begin);
-      get(col, y);
+      load_affine_pair<T, V, false, kUsual, true>(weight, bias, call, col, 0);
+      unpack(load<T, V>(x + col), y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
       apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
       store<T, V>(output + col, y);
-    }
-    if (SHIFTED && cut.extra >= 0) {
-      A weight[1], bias[1];
-      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
-      A y[1] = {(extra_x - mean) * rstd * weight[0] + bias[0]};
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
-      narrow(y[0], output[cut.extra]);
     }
   };
   if (has_usual_affine(call)) {
@@ -1482,16 +1462,16 @@ __global__ void __launch_bounds__(512)
 // measured: the exchange hides behind the rows between, and each byte moves once.
 //
 // Warps 0-15 measure and apply. One warp loads; one combines the warps' measurements and
-// publishes them to the group; others take turns to gather what the group has published, as
-// a look at another block's words takes about as long as a row.
+// publishes them to the group; others gather what the group has published, several rows at a look,
+// as a look at another block's words takes about as long as a row.
 
 [[maybe_unused]] constexpr int kStreamWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
-template <typename Pass>
-constexpr int kStreamThreads = 32 * (kGatherer + Pass::kGatherers);
+constexpr int kGatherers = 2, kStreamThreads = 32 * (kGatherer + kGatherers);
 constexpr int kStreamColumns = 16;                                 // of a thread
 constexpr int kSliceColumns = 32 * kStreamWarps * kStreamColumns;  // of a block, at most: 8192
 constexpr int kMaxStages = 8;
-[[maybe_unused]] constexpr int kPeers = 5;  // blocks whose words a lane waits for at once
+constexpr int kPeers = 5;  // blocks whose words a lane looks at, at once
+constexpr int kMostSharers = 32 * kPeers;
 
 struct Stream {
   int slice;        // columns of a block; the last one of a group may have fewer
@@ -1499,9 +1479,11 @@ struct Stream {
   int delay;        // stages between measuring and applying, less than stages
   int flight;       // stages on their way at once
   int slice_bytes;  // room for one tensor's slice of a row, a multiple of 128
-  int gatherers;    // warps that take turns, at most Pass::kGatherers
+  int gatherers;    // warps that take turns, at most kGatherers
+  int lanes;        // of a gatherer for a row: a power of two, 32 or as many as share a row
   bool prefetch;    // rows that wait for a place in the ring come to L2
   bool keep_input;  // see l2_policy
+  bool shifted;     // see ForwardPass
 };
 
 template <typename Stats>
@@ -1511,64 +1493,88 @@ struct StreamControl {
   Stats partials[kMaxStages][kStreamWarps];
 };
 
-// Forward as the stream sees it: row statistics are {mean, rstd}, and nothing is given with a row.
-template <typename T, int V, bool FUSED>
+// Forward as the stream sees it: row statistics are {mean, rstd}, and nothing is given with a row. SHIFTED:
+// rows do not start on 16-byte boundaries, but those of a group all lie as far from one (see Cut). Where they
+// do not, a load is one element, V == 1.
+template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
   using Stats = Moments<float>;
-  static constexpr int kTensors = 1, kPacks = kStreamColumns / V, kGatherers = 4;
-  enum : bool { kAligned = V > 1, kGiven = false };
-  float weight[kPacks][V], bias[kPacks][V];
+  static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
+  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false };
+  float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
   float count = 0, per_count;  // columns of this warp, and their inverse
+  Cut cut;
+  bool asks;  // for an epilogue: of rows that are not aligned one kernel does both, which is less to compile
 
   static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
 
-  __device__ ForwardPass(const Call& call, int64_t first, int columns) {
+  static __device__ int misalignment(const void* tensor, int64_t offset) {
+    return SHIFTED ? reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + offset) % 16 / sizeof(T) : 0;
+  }
+
+  // offset: of a slice of the group, in elements.
+  __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t offset)
+      : cut(misalignment(call.output, offset), columns, V),
+        asks(FUSED && (kAligned || call.activation != Activation::None || call.scale != 1)) {
+    if (threadIdx.x < 32) count = columns - (cut.end - cut.begin);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      count += max(0, min(32 * V, columns - (i * 32 * kStreamWarps + int(threadIdx.x) / 32 * 32) * V));
+      count += max(0, min(32 * V, cut.end - pack_col(i) + int(threadIdx.x) % 32 * V));
     }
     per_count = 1 / max(count, 1.f);
-    if (has_usual_affine(call)) {  // all loads at once: bf16 rows of 65536 0.83 of copy speed -> 0.87
-      Pack<T, V> w[kPacks] = {}, b[kPacks] = {};
+    auto load_affine_of_slice = [&](auto usual_affine) {
+      constexpr bool kUsual = decltype(usual_affine)::value;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-        if (col < columns) w[i] = load<T, V>(static_cast<const T*>(call.weight) + first + col);
-        if (col < columns) b[i] = load<T, V>(static_cast<const T*>(call.bias) + first + col);
+        // From inside the slice in any case, as without conditions all are asked for at once (bf16 rows of
+        // 65536: 0.83 of copy speed -> 0.87).
+        const int col = first + min(pack_col(i), cut.end - V);
+        load_affine_pair<T, V, SHIFTED, kUsual>(weight[i], bias[i], call, col, first + cut.begin);
       }
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        unpack(w[i], weight[i]);
-        unpack(b[i], bias[i]);
+      if (has_extra()) {
+        load_affine_pair<T, 1, SHIFTED, kUsual>(extra_weight, extra_bias, call, first + cut.extra, 0);
       }
+    };
+    if (has_usual_affine(call)) {
+      load_affine_of_slice(std::true_type());
     } else {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-        if (col >= columns) continue;
-        load_affine<T, V>(weight[i], call.weight, call.affine_float32, first + col, 1);
-        load_affine<T, V>(bias[i], call.bias, call.affine_float32, first + col, 0);
-      }
+      load_affine_of_slice(std::false_type());
     }
   }
 
+  __device__ int pack_col(int i) const {
+    return (SHIFTED ? cut.begin : 0) + (i * 32 * kStreamWarps + threadIdx.x) * V;
+  }
+  __device__ bool has_pack(int i) const { return pack_col(i) < cut.end; }
+  __device__ bool has_extra() const { return SHIFTED && cut.extra >= 0; }
+
   // This thread's part of a slice; zeros beyond its end.
-  static __device__ void get(Pack<T, V> (&x)[kPacks], const T* slice, int columns) {
+  __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
+    extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
+    const bool aligned = !SHIFTED || reinterpret_cast<uintptr_t>(slice + cut.begin) % 16 == 0;
+    const int odd = SHIFTED ? Unaligned<T, V>::odd(slice + cut.begin) : 0;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       x[i] = {};
-      if (col < columns) x[i] = load<T, V>(slice + col);
+      if (!has_pack(i)) continue;
+      if (aligned) {
+        x[i] = load<T, V>(slice + pack_col(i));
+      } else {
+        Unaligned<T, V> words;
+        words.load(slice + pack_col(i), odd);
+        x[i] = words.get(odd);
+      }
     }
   }
 
   // The moments of this warp's columns: first their mean, then distances from it.
-  __device__ Stats measure(const T* const (&slices)[kTensors], int columns, float2) {
+  __device__ Stats measure(const T* const (&slices)[kTensors], int, float2) {
     Pack<T, V> x[kPacks];
-    get(x, slices[0], columns);
-    float mean = 0, m2 = 0;
+    float mean, m2 = 0, extra_x;
+    get(x, extra_x, slices[0]);
+    mean = extra_x;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       float values[V], here = 0;  // short sums first, which need not wait for one another
@@ -1578,13 +1584,14 @@ struct ForwardPass {
       mean += here;
     }
     mean = combine_lanes(mean, 32) * per_count;
+    if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       float values[V], here = 0;
       unpack(x[i], values);
 #pragma unroll
       for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
-      if ((i * 32 * kStreamWarps + threadIdx.x) * V < columns) m2 += here;
+      if (has_pack(i)) m2 += here;
     }
     return {count, mean, combine_lanes(m2, 32)};
   }
@@ -1606,21 +1613,35 @@ struct ForwardPass {
     return {row_total.mean, rstd};
   }
 
-  __device__ void apply(const Call& call, const T* const (&slices)[kTensors], int columns, int64_t offset,
+  __device__ void apply(const Call& call, const T* const (&slices)[kTensors], int, int64_t offset,
                         float2 row_stats, float2) {
     const float mean = row_stats.x, rstd = row_stats.y;
     T* output = static_cast<T*>(call.output) + offset;
     Pack<T, V> x[kPacks];
-    get(x, slices[0], columns);
+    float extra_x;
+    get(x, extra_x, slices[0]);
+    auto write = [&](auto fused) {
+      constexpr bool kFused = decltype(fused)::value;
+      const Epilogue<float> epilogue = {call.activation, float(call.scale)};
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-      float y[V];
-      unpack(x[i], y);
+      for (int i = 0; i < kPacks; ++i) {
+        float y[V];
+        unpack(x[i], y);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<float>{call.activation, float(call.scale)}));
-      if (col < columns) store<T, V>(output + col, y);
+        for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
+        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
+        if (has_pack(i)) store<T, V>(output + pack_col(i), y);
+      }
+      if (has_extra()) {
+        float y[1] = {(extra_x - mean) * rstd * extra_weight[0] + extra_bias[0]};
+        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
+        narrow(y[0], output[cut.extra]);
+      }
+    };
+    if (asks) {
+      write(std::bool_constant<FUSED>());
+    } else {
+      write(std::false_type());
     }
   }
 
@@ -1634,7 +1655,7 @@ struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
-  static constexpr int kTensors = 2, kPacks = kStreamColumns / V, kGatherers = 2;
+  static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
   enum : bool { kAligned = V > 1, kGiven = true };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
@@ -1642,7 +1663,7 @@ struct BackwardPass {
     return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
   }
 
-  __device__ BackwardPass(const Call& call, int64_t first, int columns) {
+  __device__ BackwardPass(const Call& call, int64_t first, int columns, int64_t) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
@@ -1762,30 +1783,28 @@ __device__ inline void publish(uint64_t* word, float2 pair) {
   *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
 
-// All words are asked for at once: an answer takes about as long as a row.
+// One look at words of other blocks (null: none). All are asked for at once, as an answer takes about as long
+// as a row. Returns false where one is missing.
 template <int WORDS>
-__device__ void await_published(const uint64_t* const (&words)[WORDS], float2 (&pairs)[WORDS]) {
+__device__ bool look(const uint64_t* const (&words)[WORDS], float2 (&pairs)[WORDS]) {
   uint64_t bits[WORDS];
-  bool missing = true;
-  while (missing) {
-    missing = false;
+  bool complete = true;
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-      bits[i] = words[i] == nullptr ? 0 : *const_cast<const volatile uint64_t*>(words[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) missing |= bits[i] == kUnpublished;
+  for (int i = 0; i < WORDS; ++i) {
+    bits[i] = words[i] == nullptr ? 0 : *const_cast<const volatile uint64_t*>(words[i]);
   }
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) {
+    complete &= bits[i] != kUnpublished;
     pairs[i] = {__uint_as_float(unsigned(bits[i])), __uint_as_float(unsigned(bits[i] >> 32))};
   }
+  return complete;
 }
 
 #endif
 
 template <typename Pass>
-__global__ void __launch_bounds__(kStreamThreads<Pass>, 1)
+__global__ void __launch_bounds__(kStreamThreads, 1)
     stream(typename Pass::Call call, Stream s, uint64_t* words, float* partials) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using T = typename Pass::Element;
@@ -1878,39 +1897,46 @@ __global__ void __launch_bounds__(kStreamThreads<Pass>, 1)
   }
 
   if (warp >= kGatherer) {
-    if (sharers == 1 || warp - kGatherer >= s.gatherers) return;
-    Slot slot;
-    int turn = 0;
-    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
-      const bool mine = turn == warp - kGatherer;
-      turn = turn + 1 == s.gatherers ? 0 : turn + 1;
-      if (!mine) continue;
-      Stats total = {};
-      for (int first_peer = lane; first_peer < sharers; first_peer += 32 * kPeers) {
-        const uint64_t* from[kPeers];
-        float2 pairs[kPeers];
+    const int gatherer = warp - kGatherer;
+    if (sharers == 1 || gatherer >= s.gatherers) return;
+    // A look is at the next 32 / s.lanes rows of this warp, as more than one may have been published since
+    // the last (one row a look: bf16 rows of 50176 0.68 of copy speed -> 0.85).
+    const int first_peer = lane % s.lanes, ahead = lane / s.lanes * s.gatherers;
+    const int rows = (int(call.rows) - group + groups - 1) / groups;  // of this group
+    float2 pairs[kPeers];
+    bool complete = false;
+    for (int next = gatherer; next < rows;) {
+      const int64_t row = group + int64_t(next + ahead) * groups;
+      const uint64_t* from[kPeers];
 #pragma unroll
-        for (int i = 0; i < kPeers; ++i) {
-          const int peer = first_peer + i * 32;
-          from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
-        }
-        await_published(from, pairs);
-#pragma unroll
-        for (int i = 0; i < kPeers; ++i) {
-          const int peer = first_peer + i * 32;
-          if (peer >= sharers) continue;
-          total = combine(total, Pass::published(pairs[i], slice_columns(s, call.cols, peer)));
-        }
+      for (int i = 0; i < kPeers; ++i) {
+        const int peer = first_peer + i * 32;
+        const bool has = peer < sharers && next + ahead < rows;
+        from[i] = has ? words + row * words_per_row(sharers) + peer : nullptr;
       }
-      total = Pass::together(total, 32);
-      if (lane != 0) continue;
-      control.row_stats[slot.index] = Pass::finish(call, total, row, rank == 0);
-      barrier_arrive(&control.known[slot.index]);
+      if (!complete) complete = look(from, pairs);
+      const unsigned missing = __ballot_sync(~0u, !complete);
+      const int known = (missing == 0 ? 32 : __ffs(missing) - 1) / s.lanes;  // rows
+      if (known == 0) continue;
+      Stats total = {};
+#pragma unroll
+      for (int i = 0; i < kPeers; ++i) {
+        const int peer = first_peer + i * 32;
+        if (peer >= sharers) continue;
+        total = combine(total, Pass::published(pairs[i], slice_columns(s, call.cols, peer)));
+      }
+      total = Pass::together(total, s.lanes);
+      if (first_peer == 0 && lane / s.lanes < known && next + ahead < rows) {
+        const int slot = (next + ahead) % s.stages;
+        control.row_stats[slot] = Pass::finish(call, total, row, rank == 0);
+        barrier_arrive(&control.known[slot]);
+      }
+      next += known * s.gatherers;
+      complete = false;
     }
     return;
   }
 
-  Pass job(call, first, columns);
   const T* slices[Pass::kTensors];
   auto find_slices = [&](int slot, int64_t row) {
     for (int t = 0; t < Pass::kTensors; ++t) {
@@ -1921,6 +1947,7 @@ __global__ void __launch_bounds__(kStreamThreads<Pass>, 1)
   const int rows = call.rows, lag = s.delay * groups;  // a row is long, so that there are not many
   int64_t offset = group * call.cols + first;          // of the slice that is applied
   const int64_t offset_step = groups * call.cols;
+  Pass job(call, first, columns, offset);
 #pragma unroll 1
   for (int row = group; row < rows + lag; row += groups) {
     if (row < rows) {
@@ -2153,7 +2180,8 @@ __global__ void __launch_bounds__(kJointThreads, 1)
       from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
       counts[i] = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
     }
-    await_published(from, pairs);
+    while (!look(from, pairs)) {
+    }
 #pragma unroll
     for (int i = 0; i < kPeers; ++i) sum += counts[i] * pairs[i].x;
     const float near = combine_lanes(sum, 32) * constants.per_col;
@@ -2600,7 +2628,8 @@ struct Tuning {
   // each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, as weight and bias
   // are then unpacked once for four), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88
   // with 32). Blocks of 512 threads still leave room for three an SM (two of 16-bit rows): one loads, one
-  // stores.
+  // stores. Of 16 bits three loads where that leaves fewer threads idle (bf16 rows of 768: 0.96 -> 0.97, of
+  // 1536: 0.89 -> 0.95, as three loads also leave registers for more threads).
   static constexpr int forward_packs = 4, forward_threads = 512, four_rows_loads = 16,
                        unaligned_four_rows_loads = 32;
   // Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put
@@ -2608,23 +2637,24 @@ struct Tuning {
   // 0.87). With more threads than these, too few of them fit an SM (rows of 7001: 0.73 -> 0.66). With an
   // activation one, as there would be more kernels to compile.
   static constexpr int two_rows_threads = 256;
-  // 16-bit rows of more loads (22 KB) are faster in shared memory, which holds three of them, than in
-  // registers, which hold two (rows of 10240: 0.79 of copy speed, and 0.88; of 12288: 0.85, and 0.80).
-  static constexpr int loads_16_bits = 1408;
-  // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer, it would load
-  // too little while it computes (0.60 of copy speed, where the stream has 0.92; rows that are
-  // not aligned: 0.67 with two, where the stream has 0.54).
-  static constexpr int shared_rows = 3, shared_unaligned_rows = 2;
+  // 16-bit rows of more loads (16 KB) are faster in shared memory, which holds more of them than registers
+  // (rows of 9216: 0.93 of copy speed, and 0.86 in registers; of 10240: 0.92, and 0.90).
+  static constexpr int loads_16_bits = 1024;
+  // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer it would load too
+  // little while it computes (bf16 rows of 18432: 0.91 of copy speed, where the stream has 0.86; of 24576:
+  // 0.89, and 0.93; float32 rows of 16384: 0.94, and 0.94). Rows that are not aligned are faster in the
+  // stream (float32 rows of 8191: 0.90, and 0.71 in shared memory).
+  static constexpr int shared_rows = 3, shared_rows_16_bits = 5;
   // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
   // registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
   // columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed
   // with 8, 0.80 with 16; rows of 2560: 0.77 and 0.89).
   static constexpr int backward_bytes = 32, backward_columns = 8, backward_threads = 512;
   // A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041,
-  // two a thread: 0.87 of copy speed with 64 threads, 0.85 with 128). float32 rows in backward are as fast
-  // with fewer threads, and larger blocks leave fewer partial sums (rows of 64 to 1024: 2%).
-  static constexpr int block_threads = 128, unaligned_16_bit_block_threads = 64,
-                       backward_float_block_threads = 256;
+  // two a thread: 0.87 of copy speed with 64 threads, 0.85 with 128; of 640: 0.94, 0.93). float32 rows in
+  // backward are as fast with fewer threads, and larger blocks leave fewer partial sums (rows of 64 to 1024:
+  // 2%).
+  static constexpr int block_threads = 128, block_threads_16_bits = 64, backward_float_block_threads = 256;
   // Backward, rows that a block holds: beyond 8 KB of input an SM would hold too few rows at once
   // to keep loading while it reduces.
   static constexpr int64_t stream_backward_bytes = 8 << 10;
@@ -2632,10 +2662,10 @@ struct Tuning {
   // 262144 0.965 of copy speed -> 0.956; with twice as much: bf16 rows 1% slower. Backward with twice as
   // much: float32 rows of 8192 0.93 -> 0.91; with half as much: bf16 rows of 131072 0.79 -> 0.77.
   static constexpr int forward_flight_columns = 16 << 10, backward_flight_bytes = 64 << 10;
-  // Warps that gather in turn. Forward: four where few blocks share a row, else two (float32 rows of 32768:
-  // 0.94 with four, 0.92 with two; bf16 rows of 65536: 0.85, 0.87). Backward: two, where many share a row one
-  // (bf16 rows of 1048576: 0.86, 0.92); with four it would have too few registers on sm_120.
-  static constexpr int few_sharers = 4, many_sharers = 100;
+  // Backward: blocks that share a row, at least, for a delay of one stage more (bf16 rows of 1048576: 0.88 ->
+  // 0.94), and of float32 for one warp to gather instead of two (0.78 -> 0.86; bf16: 0.90 -> 0.84). Forward
+  // has one where 9 to 16 blocks share a row (bf16 rows of 131072: 0.86 -> 0.89).
+  static constexpr int many_sharers = 100;
   // Backward: blocks that share a row, at least, for the next rows to come to L2 before there is a place in
   // the ring. Of fewer blocks there is one soon: float32 rows of 8192 0.98 of copy speed without, 0.93 with;
   // of 1048576 0.63 without, 0.76 with. Forward always does it: rows of 32768 0.86 without, 0.92 with.
@@ -2744,7 +2774,7 @@ int64_t longest_slice(DType dtype, int tensors, const Device& device) {
 
 bool can_stream(int64_t cols, DType dtype, int tensors, const Device& device) {
   return device.code >= 90 && dtype != DType::Float64 &&
-         cols <= longest_slice(dtype, tensors, device) * device.sms;
+         cols <= longest_slice(dtype, tensors, device) * std::min(device.sms, kMostSharers);
 }
 
 // One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are
@@ -2754,19 +2784,30 @@ template <typename Call>
 void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols;
   const DType dtype = call.dtype;
-  const int64_t least = ceil_div(cols, longest_slice(dtype, tensors, device));
-  const int64_t worth_trying = std::max(tensors * least, device.sms / std::min<int64_t>(rows, device.sms));
-  const int64_t most = std::min(worth_trying, std::min<int64_t>(device.sms, cols / Tuning::least_slice));
+  const int64_t least = ceil_div(cols, longest_slice(dtype, tensors, device)), groups = device.sms / least;
+  int64_t step = 1;  // rows of the same shift lie a multiple of it apart
+  while (tensors == 1 && p.pack == 1 && step * cols * size_of(dtype) % 16 != 0) step *= 2;
+  p.stream.shifted = tensors == 1 && p.pack == 1 && groups >= std::min(step, rows);
+  if (!p.stream.shifted) step = 1;
+  auto groups_of = [&](int64_t group) {
+    const int64_t groups = device.sms / group;
+    return groups < rows ? groups / step * step : rows;
+  };
+  const int64_t worth_trying =
+      std::max((step > 1 ? 2 : tensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
+  const int64_t most =
+      std::min({worth_trying, int64_t(device.sms), int64_t(kMostSharers), cols / Tuning::least_slice});
   int64_t sharers = least, shortest = INT64_MAX;
   for (int64_t group = least; group <= std::max(least, most); ++group) {
-    const int64_t time = ceil_div(rows, device.sms / group) * (ceil_div(cols, group) + Tuning::least_slice);
+    if (groups_of(group) == 0) break;
+    const int64_t time = ceil_div(rows, groups_of(group)) * (ceil_div(cols, group) + Tuning::least_slice);
     if (time < shortest) sharers = group, shortest = time;
   }
   const int unit = 128 / size_of(dtype);  // slices start on the boundaries of cache lines where rows do
   p.regime = Regime::Stream;
   p.stream.slice = ceil_div(ceil_div(cols, sharers), unit) * unit;
   p.group = ceil_div(cols, p.stream.slice);
-  p.groups = std::min<int64_t>(rows, device.sms / p.group);
+  p.groups = groups_of(p.group);
   p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + (p.pack == 1 ? 16 : 0), 128) * 128;
   const int stage_bytes = tensors * p.stream.slice_bytes;
   p.stream.stages = std::min<int64_t>(kMaxStages, (device.shared_bytes - kControlBytes) / stage_bytes);
@@ -2774,14 +2815,13 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
       tensors == 1 ? Tuning::forward_flight_columns * size_of(dtype) : Tuning::backward_flight_bytes;
   p.stream.flight = std::max(1, std::min(p.stream.stages - 1, flight_bytes / stage_bytes));
   // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
-  const int delay =
-      std::min(p.stream.stages - 2, tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay);
-  p.stream.delay = p.group == 1 ? 1 : std::max(1, delay);
-  if (tensors == 1) {
-    p.stream.gatherers = p.group <= Tuning::few_sharers ? 4 : 2;
-  } else {
-    p.stream.gatherers = p.group >= Tuning::many_sharers ? 1 : 2;
-  }
+  const bool many = p.group >= Tuning::many_sharers;
+  const int delay = tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay + many;
+  p.stream.delay = p.group == 1 ? 1 : std::max(1, std::min(p.stream.stages - 2, delay));
+  p.stream.lanes = 4;
+  while (p.stream.lanes < std::min(p.group, 32)) p.stream.lanes *= 2;
+  const bool one_gatherer = tensors == 1 ? p.stream.lanes == 16 : many && dtype == DType::Float32;
+  p.stream.gatherers = one_gatherer ? 1 : kGatherers;
   p.stream.prefetch = tensors == 1 || p.group >= Tuning::backward_prefetch_group;
   p.stream.keep_input = exceeds_l2(call, tensors + 1);
 }
@@ -2804,7 +2844,7 @@ void plan_joint(Plan& p, const Forward& call, const Device& device) {
   const int64_t least_group = ceil_div(call.cols / p.pack, kJointStages * kStageSize);
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (groups == 0 || call.rows < Tuning::joint_rows * groups) return;
-  const int group = std::min<int64_t>(device.sms / groups, 32 * kPeers), lines = ceil_div(call.cols, 32);
+  const int group = std::min<int64_t>(device.sms / groups, kMostSharers), lines = ceil_div(call.cols, 32);
   Joint joint = {lines / group, lines % group, 0};
   int stages = 0, rest = 0;
   for (const int rank : {0, joint.more, group - 1}) {  // blocks of all lengths
@@ -2830,13 +2870,17 @@ void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const D
   const int four_rows = p.pack == 1 ? Tuning::unaligned_four_rows_loads : Tuning::four_rows_loads;
   p.packs = loads <= (few_rows ? threads : four_rows) ? 1 : Tuning::forward_packs;
   p.threads_per_row = row_threads(loads, p.packs);
-  p.rows = Tuning::forward_packs / p.packs;
+  p.rows = p.packs == 1 ? Tuning::forward_packs : 1;
+  if (p.packs > 1 && size_of(call.dtype) == 2 && p.pack > 1) {
+    const int three = row_threads(loads, 3), threads = p.threads_per_row;
+    if (3 * three < p.packs * threads && three <= Tuning::forward_threads)
+      p.packs = 3, p.threads_per_row = three;
+  }
   const bool two_rows = p.threads_per_row <= Tuning::two_rows_threads && !is_fused(call);
   if (p.pack == 1 && p.packs > 1 && two_rows) p.rows = 2;
   if (few_rows || call.dtype == DType::Float64) p.rows = 1;
   if (p.pack == 1) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
-  const int block_threads = p.pack == 1 && size_of(call.dtype) == 2 ? Tuning::unaligned_16_bit_block_threads
-                                                                    : Tuning::block_threads;
+  const int block_threads = size_of(call.dtype) == 2 ? Tuning::block_threads_16_bits : Tuning::block_threads;
   p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
   // A thread's rows are those of neighbouring blocks, or where rows are not aligned of blocks that
   // have the same misalignment. Both are powers of two.
@@ -2852,15 +2896,16 @@ Plan plan(const Forward& call) {
   const int64_t loads = std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16);  // whole packs
   const int threads = p.pack > 1 ? Tuning::forward_threads : kShiftedThreads;
   const int64_t held = device.shared_bytes / (16 * loads + kRowControlBytes);
-  const int wanted = p.pack > 1 ? Tuning::shared_rows : Tuning::shared_unaligned_rows;
-  const bool shared_fits = device.code >= 90 && held >= wanted && call.rows >= device.sms;
-  const bool shared_wins = shared_fits && size_of(call.dtype) == 2 && p.pack > 1;
-  if (loads <= (shared_wins ? Tuning::loads_16_bits : Tuning::forward_packs * threads)) {
+  const bool is_16_bit = size_of(call.dtype) == 2;
+  const bool shared_fits = device.code >= 90 && p.pack > 1 && call.rows >= device.sms &&
+                           held >= (is_16_bit ? Tuning::shared_rows_16_bits : Tuning::shared_rows);
+  if (loads <= (shared_fits && is_16_bit ? Tuning::loads_16_bits : Tuning::forward_packs * threads)) {
     plan_rows(p, call, loads, threads, device);
     return p;
   }
   if (shared_fits) {
     p.regime = Regime::SharedRows;
+    p.threads_per_row = std::min(kSharedThreads, row_threads(loads, kSharedPacks));
     return p;
   }
   plan_spread(p, call.rows, call.cols, device);
@@ -2973,7 +3018,7 @@ template <typename Pass>
 cudaError_t launch_stream(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                           cudaStream_t cuda_stream) {
   const int shared = p.stream.stages * Pass::kTensors * p.stream.slice_bytes;
-  return launch_together(stream<Pass>, dim3(p.group, p.groups), kStreamThreads<Pass>, shared, p.group > 1,
+  return launch_together(stream<Pass>, dim3(p.group, p.groups), kStreamThreads, shared, p.group > 1,
                          cuda_stream, call, p.stream, words, partials);
 }
 
@@ -3008,26 +3053,34 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
         return launch_rows(layer_norm_rows<T, kPacks, 2, true, FUSED>, call, p, stream);
       }
     }
+    if constexpr (V > 1 && sizeof(T) == 2) {
+      if (p.packs == 3) return launch_rows(layer_norm_rows<T, 3, 1, false, FUSED>, call, p, stream);
+    }
     if (p.packs == kPacks) return launch_rows(layer_norm_rows<T, kPacks, 1, V == 1, FUSED>, call, p, stream);
     if constexpr (sizeof(T) < 8) {
       if (p.rows > 1) return launch_rows(layer_norm_rows<T, 1, kPacks, V == 1, FUSED>, call, p, stream);
     }
     return launch_rows(layer_norm_rows<T, 1, 1, V == 1, FUSED>, call, p, stream);
   }
-  if (p.regime == Regime::SharedRows) {
-    const auto kernel = layer_norm_shared_rows<T, V == 1, FUSED>;
-    const int shared = ceil_div(call.cols * sizeof(T) + 16, 16) * 16;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    if (error != cudaSuccess) return error;
-    kernel<<<call.rows, 512, shared, stream>>>(call, row_constants<Acc<T>>(call));
-    return cudaGetLastError();
+  if constexpr (V > 1) {
+    if (p.regime == Regime::SharedRows) {
+      const auto kernel = layer_norm_shared_rows<T, FUSED>;
+      const int shared = call.cols * sizeof(T);
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+      if (error != cudaSuccess) return error;
+      kernel<<<call.rows, p.threads_per_row, shared, stream>>>(call, row_constants<Acc<T>>(call));
+      return cudaGetLastError();
+    }
   }
   if constexpr (sizeof(T) < 8) {
     if (p.regime == Regime::Stream) {
-      constexpr bool kAsks = FUSED || V == 1;  // rows that are not aligned make do with one kernel to compile
-      const cudaError_t error =
-          launch_stream<ForwardPass<T, V, kAsks>>(call, p, static_cast<uint64_t*>(scratch), nullptr, stream);
+      constexpr bool kAsks = FUSED || V == 1;
+      auto launch_pass = launch_stream<ForwardPass<T, 16 / sizeof(T), V == 1, kAsks>>;
+      if constexpr (V == 1) {
+        if (!p.stream.shifted) launch_pass = launch_stream<ForwardPass<T, 1, false, kAsks>>;
+      }
+      const cudaError_t error = launch_pass(call, p, static_cast<uint64_t*>(scratch), nullptr, stream);
       if (!refused(error)) return error;
     }
     if (p.regime == Regime::Joint) {

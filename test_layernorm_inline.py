@@ -440,7 +440,20 @@ def test_misaligned_start(cols, dtype):
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("rows,cols", [(2207, 9), (2501, 150), (2211, 255), (1103, 2041), (1103, 2048), (703, 4099)])
+@pytest.mark.parametrize(
+    "rows,cols",
+    [
+        (2207, 9),
+        (2501, 150),
+        (2211, 255),
+        (1103, 2041),
+        (1103, 2048),
+        (703, 4099),
+        (211, 50257),
+        (103, 100004),
+        (37, 131075),
+    ],
+)
 def test_many_unaligned_rows(rows, cols, offset, dtype):
     assert_no_worse_than_pytorch(*random_case(rows, cols, dtype, "both", seed=cols, offset=offset), slack=5)
 
