@@ -2793,6 +2793,7 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
     const int64_t groups = device.sms / group;
     return groups < rows ? groups / step * step : rows;
   };
+  // Twice the least where groups come in multiples: float32 rows of 131075 0.70 of copy speed -> 0.80.
   const int64_t worth_trying =
       std::max((step > 1 ? 2 : tensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
   const int64_t most =
