@@ -1502,10 +1502,12 @@ struct ForwardPass {
   using Element = T;
   using Stats = Moments<float>;
   static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false };
+  enum : bool { kAligned = V > 1 && !SHIFTED, kSameShift = SHIFTED, kGiven = false };
   float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
   float count = 0, per_count;  // columns of this warp, and their inverse
   Cut cut;
+  int odd = 0;          // see Unaligned
+  bool aligned = true;  // input as output
   bool asks;  // for an epilogue: of rows that are not aligned one kernel does both, which is less to compile
 
   static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
@@ -1518,6 +1520,10 @@ struct ForwardPass {
   __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t offset)
       : cut(misalignment(call.output, offset), columns, V),
         asks(FUSED && (kAligned || call.activation != Activation::None || call.scale != 1)) {
+    if (SHIFTED) {
+      odd = Unaligned<T, V>::odd(tensor(call, 0) + offset + cut.begin);
+      aligned = misalignment(call.input, offset) == misalignment(call.output, offset);
+    }
     if (threadIdx.x < 32) count = columns - (cut.end - cut.begin);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -1553,17 +1559,17 @@ struct ForwardPass {
   // This thread's part of a slice; zeros beyond its end.
   __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
     extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
-    const bool aligned = !SHIFTED || reinterpret_cast<uintptr_t>(slice + cut.begin) % 16 == 0;
-    const int odd = SHIFTED ? Unaligned<T, V>::odd(slice + cut.begin) : 0;
+    if (!SHIFTED || aligned) {
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      x[i] = {};
-      if (!has_pack(i)) continue;
-      if (aligned) {
-        x[i] = load<T, V>(slice + pack_col(i));
-      } else {
-        Unaligned<T, V> words;
-        words.load(slice + pack_col(i), odd);
+      for (int i = 0; i < kPacks; ++i) {
+        x[i] = {};
+        if (has_pack(i)) x[i] = load<T, V>(slice + pack_col(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        Unaligned<T, V> words = {};
+        if (has_pack(i)) words.load(slice + pack_col(i), odd);
         x[i] = words.get(odd);
       }
     }
@@ -1656,7 +1662,7 @@ struct BackwardPass {
   using Element = T;
   using Stats = Sums<float>;
   static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1, kGiven = true };
+  enum : bool { kAligned = V > 1, kSameShift = false, kGiven = true };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
   static __device__ const T* tensor(const Call& call, int which) {
@@ -1938,9 +1944,11 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
 
   const T* slices[Pass::kTensors];
+  const int shift = misalignment(0, group);
   auto find_slices = [&](int slot, int64_t row) {
     for (int t = 0; t < Pass::kTensors; ++t) {
-      slices[t] = reinterpret_cast<const T*>(room_of(slot, t) + misalignment(t, row));
+      const int early = Pass::kSameShift ? shift : misalignment(t, row);
+      slices[t] = reinterpret_cast<const T*>(room_of(slot, t) + early);
     }
   };
   Slot measuring, applying;
@@ -2749,15 +2757,15 @@ enum class Regime { Rows, SharedRows, Stream, Joint, Spread };
 struct Plan {
   Regime regime;
   int pack;                             // elements a load; forward Rows: 1 where rows are not aligned
-  int threads_per_row, rows_per_block;  // Rows: threads of a block on one row, and their rows
-  int rows, packs, step_log2;           //   a thread's rows; forward: its loads, how far its rows lie apart
-  Stream stream;                        // Stream; where it cannot be launched, Spread
-  Joint joint;                          // Joint; where it cannot be launched, Spread
-  int shared;                           //   bytes of its dynamic shared memory
-  int group, groups;                    //   both: blocks that share a row, and groups of them
-  int pieces;                           // Spread: blocks a row for the statistics,
-  int64_t tiles, row_blocks;            //   blocks over columns and over rows for the rest
-  int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias; 0: none
+  int threads_per_row, rows_per_block;  // Rows, SharedRows (one): threads of a block on one row, and its rows
+  int rows, packs, step_log2;  // Rows: a thread's rows; forward: its loads, how far its rows lie apart
+  Stream stream;               // Stream; where it cannot be launched, Spread
+  Joint joint;                 // Joint; where it cannot be launched, Spread
+  int shared;                  //   bytes of its dynamic shared memory
+  int group, groups;           //   both: blocks that share a row, and groups of them
+  int pieces;                  // Spread: blocks a row for the statistics,
+  int64_t tiles, row_blocks;   //   blocks over columns and over rows for the rest
+  int64_t partial_rows;        // backward: rows of partial sums of grad_weight, grad_bias; 0: none
 };
 
 constexpr int kRowControlBytes = 2048;    // of shared memory, beside a row
@@ -2790,8 +2798,8 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
   p.stream.shifted = tensors == 1 && p.pack == 1 && groups >= std::min(step, rows);
   if (!p.stream.shifted) step = 1;
   auto groups_of = [&](int64_t group) {
-    const int64_t groups = device.sms / group;
-    return groups < rows ? groups / step * step : rows;
+    const int64_t fit = device.sms / group;
+    return fit < rows ? fit / step * step : rows;
   };
   // Twice the least where groups come in multiples: float32 rows of 131075 0.70 of copy speed -> 0.80.
   const int64_t worth_trying =
