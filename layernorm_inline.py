@@ -2366,19 +2366,41 @@ __global__ void zero_affine(Backward call) {
 // convolution with two taps t a dimension: k = 1 - p + 2 t reads input q + p - t.
 //
 // An output line (all w' of one d', h' for 64 channels) is a matrix product: channels x (taps, input
-// channels) x w'. A block keeps the weights of one (parity of d', parity of h') in shared memory for
-// its whole run and takes 8 lines a round, h' two apart; a warp has 32 channels of two of them. As the
-// last dimension is what LayerNorm normalizes, each of its rows is in the accumulators of four lanes.
+// channels) x w'. A block keeps the weights of one (parity of d', parity of h') on chip for its whole run.
+// Its two groups of four warps take 4 lines a round each, h' two apart, and then go on to the next depth, of
+// which one tap has been read already. As the last dimension is what LayerNorm normalizes, each of its rows
+// is in the accumulators of four lanes.
 
 [[maybe_unused]] constexpr int kConvIn = 32, kConvOut = 64,
                                kConvWidth = 32;  // channels in and out, input width
-constexpr int kConvLines = 8, kConvThreads = 256;
-// A slab: the input lines of one depth that a round needs, each channel with room for the zeros beside
-// it. A pitch of 8 banks more than a multiple of 32 spreads a fragment's 4 channels x 8 columns.
-[[maybe_unused]] constexpr int kSlabRows = kConvLines + 1, kSlabPitch = 40, kSlabLeft = 4;
-constexpr int kSlabFloats = kSlabRows * kConvIn * kSlabPitch;
-constexpr int kConvWeights = 2 * 2 * (kConvIn / 8) * 2 * 2 * (kConvOut / 16) * 128;  // floats of a block
-constexpr int kConvShared = 4 * (kConvWeights + 2 * kSlabFloats + 2 * kConvOut);
+constexpr int kConvLines = 4, kConvGroups = 2, kConvGroupThreads = 128;
+constexpr int kConvThreads = kConvGroups * kConvGroupThreads;
+// A fragment: the weights of 8 input channels for one tap and parity of each dimension. A block has 64 of
+// them, four for each of 16 steps: a tap of d, a tap of h and 8 input channels.
+constexpr int kConvFragment = 8 * kConvOut, kConvWeights = 64 * kConvFragment;
+
+// A slab: the input lines of one depth that a round needs, as (channel / 4, line, column, channel % 4): a
+// column to the left or right is 16 bytes away, with zeros beside the first and the last one. ASYNC: every 8
+// columns have copies of their neighbours beside them, so that the products of all lines are one.
+template <bool ASYNC>
+struct Slab {
+  enum : int {
+    kLines = kConvLines + 1,
+    kEightColumns = 4 * (ASYNC ? 10 : 8),  // floats from 8 columns to the next ones, from a line, a plane
+    kLine = 4 * (ASYNC ? 40 : 34),
+    kPlane = 4 * (ASYNC ? 201 : 171),  // of which the last place spreads four planes over the banks
+    kFloats = kConvIn / 4 * kPlane,
+    // The first fragment of weights is in registers where there is no room for it in shared memory.
+    kHeld = ASYNC ? kConvFragment : 0,
+    kBytes = 4 * (kConvWeights - kHeld + 2 * kConvOut + kConvGroups * 2 * kFloats)
+  };
+
+  // Where the column before the first one of an output line's input is, for a step.
+  static __device__ int columns_of(int step, int line) {
+    return step % 4 * 2 * kPlane + (line + 1 - step / 4 % 2) * kLine;
+  }
+};
+constexpr int kConvShared = std::max<int>(Slab<false>::kBytes, Slab<true>::kBytes);
 
 // Tensor cores read 10 bits of mantissa and ignore the others. TF32 rounds ties to the even number, as
 // cuDNN does: where they went up, one output of 850 was off by more than 1e-4 from PyTorch's.
@@ -2387,34 +2409,56 @@ __device__ inline float round_to_tf32(float x) {
   return __uint_as_float(bits + 0xfff + (bits >> 13 & 1));
 }
 
-// The weights in the order in which lanes take them: (parity of d, of h, taps of d, h, 8 input channels,
-// parity of w, tap of w, 16 output channels, lane, register).
+// Hopper's own products go on while the warps do something else, and read shared memory themselves.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kHasAsyncProducts = true;
+#else
+[[maybe_unused]] constexpr bool kHasAsyncProducts = false;
+#endif
+
+[[maybe_unused]] __device__ inline int fragment_of(int step, int parity_w, int tap_w) {
+  return (step * 2 + parity_w) * 2 + tap_w;
+}
+
+// The weights as blocks take them: (parity of d, of h, step, parity of w, tap of w), and of each of these
+// fragments (input channel / 4, output channel, input channel % 4) for async products, else (16 output
+// channels, lane, register).
 __global__ void __launch_bounds__(256) arrange_weights(Convolution call, float* arranged) {
-  const int index = blockIdx.x * 256 + threadIdx.x;
-  int rest = index;
+  const int index = blockIdx.x * 256 + threadIdx.x, within = index % kConvFragment;
+  int rest = index / kConvFragment;
   auto digit = [&](int base) {
     const int d = rest % base;
     rest /= base;
     return d;
   };
-  const int reg = digit(4), lane = digit(32), tile = digit(kConvOut / 16), tap_w = digit(2),
-            parity_w = digit(2);
-  const int chunk = digit(kConvIn / 8), tap_h = digit(2), tap_d = digit(2), parity_h = digit(2),
-            parity_d = rest;
-  const int out = tile * 16 + lane / 4 + reg % 2 * 8, in = chunk * 8 + lane % 4 + reg / 2 * 4;
+  const int tap_w = digit(2), parity_w = digit(2), chunk = digit(kConvIn / 8), tap_h = digit(2);
+  const int tap_d = digit(2), parity_h = digit(2), parity_d = rest;
+  int out = within / 128 * 16 + within / 16 % 8 + within % 2 * 8;
+  int in = chunk * 8 + within / 4 % 4 + within / 2 % 2 * 4;  // as mma.sync has them in its registers
+  if (kHasAsyncProducts && call.tf32) {
+    out = within / 4 % kConvOut, in = chunk * 8 + within % 4 + within / (4 * kConvOut) * 4;
+  }
   const int d = 1 - parity_d + 2 * tap_d, h = 1 - parity_h + 2 * tap_h, w = 1 - parity_w + 2 * tap_w;
   const float weight = call.conv_weight[(((in * kConvOut + out) * 4 + d) * 4 + h) * 4 + w];
   arranged[index] = call.tf32 ? round_to_tf32(weight) : weight;
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-__device__ inline void multiply_add(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
+__device__ inline void multiply_add(float* c, const float (&a)[4], const float (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+
+// A barrier of some warps: `threads` threads wait at it, or only arrive.
+__device__ inline void named_barrier_wait(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+[[maybe_unused]] __device__ inline void named_barrier_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 // Copies 16 bytes, or writes zeros where there is nothing to read.
@@ -2441,28 +2485,177 @@ __device__ inline float second_part(float x) {
 }
 #endif
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// c += a * b: 64 x 8, 16 rows a warp, by 8 x 128, in 64 cycles. With mma.sync that takes 98.
+#define LAYERNORM_MULTIPLY_ADD(a, b, ...)                                                               \
+  asm volatile(                                                                                         \
+      "{ .reg .pred p;\n"                                                                               \
+      "setp.ne.b32 p, 1, 0;\n"                                                                          \
+      "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"        \
+      "%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"        \
+      "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,"        \
+      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1; }\n"                                \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), \
+        "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]),        \
+        "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]),      \
+        "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]),      \
+        "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]),      \
+        "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), "+f"(c[42]),      \
+        "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]), "+f"(c[49]),      \
+        "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]),      \
+        "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])       \
+      : __VA_ARGS__                                                                                     \
+      : "memory")
+
+// A place in shared memory, in units of 16 bytes; from there to the next 4 input channels, to the next 8
+// rows.
+__device__ inline uint64_t matrix_at(unsigned place, int channels_step, int rows_step) {
+  return uint64_t(rows_step) << 32 | (place + (channels_step << 16));
+}
+
+__device__ inline void multiply_add_async(float (&c)[64], const float (&a)[4], uint64_t b) {
+  LAYERNORM_MULTIPLY_ADD("{%64, %65, %66, %67}", "%68", "r"(__float_as_uint(a[0])),
+                         "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+                         "l"(b));
+}
+__device__ inline void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b) {
+  LAYERNORM_MULTIPLY_ADD("%64", "%65", "l"(a), "l"(b));
+}
+
+// The sums of a round: parity of w, unit, (8 columns, register). A unit is a line of 16 channels, and a warp
+// has four of the 16: async, four lines of the same channels, else two lines of 32.
+//
+// slabs: of both taps of d. held: the first fragment.
+__device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const float (&held)[4],
+                                               const float* weights, const float* const (&slabs)[2]) {
+  using S = Slab<true>;
+  auto place_of = [](const float* p) {  // from one lane, so that the compiler knows that all have the same
+    return __shfl_sync(~0u, unsigned(__cvta_generic_to_shared(p)) / 16, 0);
+  };
+  const unsigned places[2] = {place_of(slabs[0]), place_of(slabs[1])}, weights_place = place_of(weights);
+  auto keep_in_registers = [&] {  // and not move meanwhile: the compiler would wait for each product
+#pragma unroll
+    for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(sums[i / 64][i / 16 % 4][i % 16])::"memory");
+  };
+  keep_in_registers();
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int step = 0; step < 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int tap_w = i / 2, parity_w = i % 2, fragment = fragment_of(step, parity_w, tap_w);
+      const unsigned columns = places[step / 8] + S::columns_of(step, 0) / 4 + 1 + parity_w - tap_w;
+      const uint64_t b = matrix_at(columns, S::kPlane / 4, S::kEightColumns / 4);
+      float (&sum)[64] = reinterpret_cast<float (&)[64]>(sums[parity_w]);
+      if (fragment * kConvFragment < S::kHeld) {
+        multiply_add_async(sum, held, b);
+      } else {
+        const unsigned place = weights_place + (fragment * kConvFragment - S::kHeld) / 4;
+        multiply_add_async(sum, matrix_at(place, kConvOut, 8), b);
+      }
+    }
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  keep_in_registers();
+}
+#endif
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 // TF32: inputs rounded to TF32, as PyTorch does where it is allowed. Otherwise each product is three,
 // of the leading and the remaining bits of both factors (Ootomo, Yokota, 2022, arXiv:2203.03341), and
 // tensor cores, which truncate sums, add no more than 6 of them before a rounded addition.
 template <bool TF32>
+__device__ __forceinline__ void multiply(float (&sums)[2][4][16], const float* weights,
+                                         const float* const (&slabs)[2], int first_tile, int first_line) {
+  using S = Slab<false>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int step = 0; step < 16; ++step) {
+    float a[2][2][2][4];  // parity of w, tap of w, tile
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* from = weights + fragment_of(step, i / 4, i / 2 % 2) * kConvFragment;
+      const float4 four = *reinterpret_cast<const float4*>(from + ((first_tile + i % 2) * 32 + lane) * 4);
+      float (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
+      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    }
+#pragma unroll
+    for (int line = 0; line < 2; ++line) {
+      const float* slab = step < 8 ? slabs[0] : slabs[1];
+      const float* from = slab + S::columns_of(step, first_line + line) + lane;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float b[3][2];  // shifted by -1, 0, 1
+#pragma unroll
+        for (int i = 0; i < 6; ++i) {
+          b[i / 2][i % 2] = from[S::kEightColumns * j + i / 2 * 4 + i % 2 * S::kPlane];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int tile = i / 2, parity_w = i % 2;
+          float* sum = sums[parity_w][2 * line + tile] + 4 * j;
+          if constexpr (TF32) {
+            multiply_add(sum, a[parity_w][0][tile], b[1 + parity_w]);
+            multiply_add(sum, a[parity_w][1][tile], b[parity_w]);
+          } else {
+            float part[4] = {};
+#pragma unroll
+            for (int tap_w = 0; tap_w < 2; ++tap_w) {
+              float first_a[4], second_a[4], first_b[2], second_b[2];
+#pragma unroll
+              for (int k = 0; k < 4; ++k) {
+                first_a[k] = first_part(a[parity_w][tap_w][tile][k]);
+                second_a[k] = second_part(a[parity_w][tap_w][tile][k]);
+              }
+#pragma unroll
+              for (int k = 0; k < 2; ++k) {
+                first_b[k] = first_part(b[1 + parity_w - tap_w][k]);
+                second_b[k] = second_part(b[1 + parity_w - tap_w][k]);
+              }
+              multiply_add(part, second_a, first_b);
+              multiply_add(part, first_a, second_b);
+              multiply_add(part, first_a, first_b);
+            }
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum[k] += part[k];
+          }
+        }
+      }
+    }
+  }
+}
+#endif
+
+template <bool TF32>
 __global__ void __launch_bounds__(kConvThreads, 1)
     conv_transpose_layer_norm_gelu(Convolution call, const float* arranged) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  constexpr bool kAsync = TF32 && kHasAsyncProducts;
+  using S = Slab<kAsync>;
   extern __shared__ __align__(128) unsigned char conv_shared[];
   float* weights = reinterpret_cast<float*>(conv_shared);
-  float* slabs = weights + kConvWeights;
-  float* affine = slabs + 2 * kSlabFloats;
+  float* affine = weights + kConvWeights - S::kHeld;
 
   const int parity = blockIdx.x % 4, parity_d = parity / 2, parity_h = parity % 2;
-  const int groups = (call.height + kConvLines - 1) / kConvLines;
-  const int64_t rounds = call.batch * call.depth * groups;
-  const int64_t first_round = blockIdx.x / 4, round_step = gridDim.x / 4;
+  const int group = threadIdx.x / kConvGroupThreads, thread = threadIdx.x % kConvGroupThreads;
+  const int warp = thread / 32, lane = threadIdx.x % 32;
+  float* slabs = affine + 2 * kConvOut + group * 2 * S::kFloats;
 
-  for (int i = threadIdx.x * 4; i < kConvWeights; i += kConvThreads * 4) {
-    *reinterpret_cast<float4*>(weights + i) =
-        *reinterpret_cast<const float4*>(arranged + parity * kConvWeights + i);
+  // Rounds go through depths first. A block has a range of them, the first group the first half.
+  const int line_groups = (call.height + kConvLines - 1) / kConvLines;
+  const int64_t all_rounds = call.batch * line_groups * call.depth;
+  const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
+  const int begin = all_rounds * block / blocks, count = int(all_rounds * (block + 1) / blocks) - begin;
+  const int rounds_of_first = count - count / 2, rounds_of_second = count / 2;
+  const int first_round = begin + group * rounds_of_first;
+  const int rounds = group == 0 ? rounds_of_first : rounds_of_second;
+
+  arranged += parity * kConvWeights;
+  for (int i = threadIdx.x * 4; i < kConvWeights - S::kHeld; i += kConvThreads * 4) {
+    *reinterpret_cast<float4*>(weights + i) = *reinterpret_cast<const float4*>(arranged + S::kHeld + i);
   }
-  for (int i = threadIdx.x; i < 2 * kSlabFloats; i += kConvThreads) slabs[i] = 0;
+  for (int i = thread; i < 2 * S::kFloats; i += kConvGroupThreads) slabs[i] = 0;
   if (threadIdx.x < kConvOut) {
     affine[threadIdx.x] = call.weight == nullptr ? 1 : call.weight[threadIdx.x];
     affine[kConvOut + threadIdx.x] = call.bias == nullptr ? 0 : call.bias[threadIdx.x];
@@ -2470,157 +2663,149 @@ __global__ void __launch_bounds__(kConvThreads, 1)
   __syncthreads();
 
   struct Place {
-    int64_t batch;
-    int d, h;  // of the first line, in steps of two
+    int batch, d, h;  // h: of the first line, in steps of two
   };
-  auto place_of = [&](int64_t round) {
-    return Place{round / groups / call.depth, int(round / groups % call.depth),
-                 int(round % groups) * kConvLines};
+  auto place_of = [&](int round) {
+    const int column = round / call.depth;
+    return Place{column / line_groups, round % call.depth, column % line_groups * kConvLines};
   };
-  // Where a thread's i-th, i + kConvThreads-th, ... 4 columns are in a slab.
-  constexpr int kSlabCopies = kSlabRows * kConvIn * (kConvWidth / 4);
-  auto slab_place = [&](int tap, int i) {
-    return slabs + tap * kSlabFloats + i / (kConvWidth / 4) * kSlabPitch + kSlabLeft +
-           i % (kConvWidth / 4) * 4;
-  };
-  // The lines that tap `tap` of the depth reads; the last round's successor copies nothing.
-  auto fetch = [&](int64_t round, int tap) {
-    if (round < rounds) {
-      const Place p = place_of(round);
-      const int d = p.d + parity_d - tap;
-#pragma unroll 1  // unrolled, its addresses would take the registers of sums
-      for (int i = threadIdx.x; i < kSlabCopies; i += kConvThreads) {
-        const int quarter = i % (kConvWidth / 4), in = i / (kConvWidth / 4) % kConvIn;
-        const int row = i / (kConvWidth / 4) / kConvIn, h = p.h + parity_h - 1 + row;
-        const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
-        const int64_t line =
-            ((p.batch * kConvIn + in) * call.depth + (exists ? d : 0)) * call.height + (exists ? h : 0);
-        copy_or_zero(slab_place(tap, i), call.input + line * kConvWidth + 4 * quarter, exists);
+  // A thread copies blocks of 4 channels x 4 columns, of every second line.
+  const int copied_plane = thread / 2 % 4 + thread / 32 % 2 * 4, copied_line = thread / 64;
+  const int copied_eight = thread / 8 % 4, copied_half = thread % 2;  // of columns
+  float* copied = slabs + copied_plane * S::kPlane + copied_line * S::kLine +
+                  copied_eight * S::kEightColumns + 4 + copied_half * 16;
+  // A channel's 4 columns come to where one column's 4 channels will be.
+  auto fetch = [&](const Place& p, int tap, int slab) {
+    const int d = p.d + parity_d - tap, h = p.h + parity_h - 1 + copied_line;
+    const int64_t channel_step = int64_t(call.depth) * call.height * kConvWidth;
+    const float* from = call.input + (int64_t(p.batch) * kConvIn + 4 * copied_plane) * channel_step +
+                        copied_eight * 8 + copied_half * 4;
+#pragma unroll
+    for (int line = 0; line < S::kLines; line += 2) {
+      if (copied_line + line >= S::kLines) continue;
+      const bool exists = d >= 0 && d < call.depth && h + line >= 0 && h + line < call.height;
+      const int64_t offset = exists ? (int64_t(d) * call.height + h + line) * kConvWidth : 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        copy_or_zero(copied + slab * S::kFloats + line * S::kLine + 4 * i, from + i * channel_step + offset,
+                     exists);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  // Transposes what this thread has copied, and rounds it.
+  auto arrange = [&](int slab) {
+#pragma unroll
+    for (int line = 0; line < S::kLines; line += 2) {
+      if (copied_line + line >= S::kLines) continue;
+      float4* columns = reinterpret_cast<float4*>(copied + slab * S::kFloats + line * S::kLine);
+      float x[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 four = columns[i];
+        x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i][j] = TF32 ? round_to_tf32(x[i][j]) : x[i][j];
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) columns[j] = {x[0][j], x[1][j], x[2][j], x[3][j]};
+      if constexpr (kAsync) {  // also beside the 8 columns before, beside the next ones
+        if (copied_half == 0 && copied_eight > 0) columns[-2] = {x[0][0], x[1][0], x[2][0], x[3][0]};
+        if (copied_half == 1 && copied_eight < 3) columns[5] = {x[0][3], x[1][3], x[2][3], x[3][3]};
+      }
+    }
   };
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first_tile = warp % 2 * 2, first_line = warp / 2 * 2;  // this warp's two of each
+  // This warp's units (see multiply_async): 16 channels and line of the first one, and from there.
+  const int first_tile = kAsync ? warp : warp % 2 * 2, first_line = kAsync ? 0 : warp / 2 * 2;
+  auto tile_of = [](int unit) { return kAsync ? 0 : unit % 2; };
+  auto line_of = [](int unit) { return kAsync ? unit : unit / 2; };
   const float scale = call.scale, eps = call.eps;
+  // Barriers: 0 is __syncthreads, then one for each group's turn to multiply, then one for each group.
+  auto turn_of = [](int group) { return 1 + group; };
+  auto group_barrier = [&] { named_barrier_wait(1 + kConvGroups + group, kConvGroupThreads); };
 
-  fetch(first_round, 0);
-  fetch(first_round, 1);
-  for (int64_t round = first_round; round < rounds; round += round_step) {
-    float sums[2][2][4][2][4] = {};  // tile, line, 8 columns, parity of w, register
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  float held[4];
+  for (int i = 0; i < 4; ++i) {
+    held[i] = arranged[(i / 2 * kConvOut + warp * 16 + lane / 4 + i % 2 * 8) * 4 + lane % 4];
+  }
+#endif
+  Place p = place_of(first_round);
+  int slab_of_first_tap = 0;
+  bool both_taps = true;  // are new; else only the first
+  auto fetch_taps = [&] {
 #pragma unroll 1
-    for (int tap_d = 0; tap_d < 2; ++tap_d) {
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      for (int i = threadIdx.x; TF32 && i < kSlabCopies; i += kConvThreads) {  // what this thread has copied
-        float4* four = reinterpret_cast<float4*>(slab_place(tap_d, i));
-        *four = {round_to_tf32(four->x), round_to_tf32(four->y), round_to_tf32(four->z),
-                 round_to_tf32(four->w)};
-      }
-      __syncthreads();
-      const float* slab = slabs + tap_d * kSlabFloats;
+    for (int tap = 0; tap <= both_taps; ++tap) fetch(p, tap, slab_of_first_tap ^ tap);
+  };
+  if (rounds > 0) fetch_taps();
+  for (int round = 0; round < rounds; ++round) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll 1
-      for (int step = 0; step < 2 * (kConvIn / 8); ++step) {
-        const int tap_h = step / (kConvIn / 8), chunk = step % (kConvIn / 8);
-        float a[2][2][2][4];  // parity of w, tap of w, tile
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int at = ((tap_d * 2 + tap_h) * (kConvIn / 8) + chunk) * 4 + i / 2;
-          const float4 four = reinterpret_cast<const float4*>(
-              weights)[(at * (kConvOut / 16) + first_tile + i % 2) * 32 + lane];
-          float (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
-          to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-        }
-#pragma unroll
-        for (int line = 0; line < 2; ++line) {
-          const int row = first_line + line + 1 - tap_h;
-          const float* from =
-              slab + (row * kConvIn + chunk * 8 + lane % 4) * kSlabPitch + kSlabLeft + lane / 4;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            float b[3][2];  // shifted by -1, 0, 1
-#pragma unroll
-            for (int i = 0; i < 6; ++i) {
-              b[i / 2][i % 2] = from[8 * j + i / 2 - 1 + i % 2 * 4 * kSlabPitch];
-            }
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-              for (int parity_w = 0; parity_w < 2; ++parity_w) {
-                float (&sum)[4] = sums[tile][line][j][parity_w];
-                if constexpr (TF32) {
-                  multiply_add(sum, a[parity_w][0][tile], b[1 + parity_w]);
-                  multiply_add(sum, a[parity_w][1][tile], b[parity_w]);
-                } else {
-                  float part[4] = {};
-#pragma unroll
-                  for (int tap_w = 0; tap_w < 2; ++tap_w) {
-                    float first_a[4], second_a[4], first_b[2], second_b[2];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                      first_a[i] = first_part(a[parity_w][tap_w][tile][i]);
-                      second_a[i] = second_part(a[parity_w][tap_w][tile][i]);
-                    }
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                      first_b[i] = first_part(b[1 + parity_w - tap_w][i]);
-                      second_b[i] = second_part(b[1 + parity_w - tap_w][i]);
-                    }
-                    multiply_add(part, second_a, first_b);
-                    multiply_add(part, first_a, second_b);
-                    multiply_add(part, first_a, first_b);
-                  }
-#pragma unroll
-                  for (int i = 0; i < 4; ++i) sum[i] += part[i];
-                }
-              }
-            }
-          }
-        }
+    for (int tap = 0; tap <= both_taps; ++tap) arrange(slab_of_first_tap ^ tap);
+    float sums[2][4][16] = {};  // parity of w, unit, (8 columns, register)
+    const float* const taps[2] = {slabs + slab_of_first_tap * S::kFloats,
+                                  slabs + (slab_of_first_tap ^ 1) * S::kFloats};
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (kAsync) {
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      group_barrier();
+      // One group multiplies while the other one normalizes and stores.
+      if (group == 1 || round > 0) named_barrier_wait(turn_of(group), kConvThreads);
+      multiply_async(sums, held, weights, taps);
+      if (group == 0 ? round < rounds_of_second : round + 1 < rounds_of_first) {
+        named_barrier_arrive(turn_of(1 - group), kConvThreads);
       }
-      __syncthreads();
-      fetch(round + round_step, tap_d);
     }
+#endif
+    if constexpr (!kAsync) {
+      group_barrier();
+      multiply<TF32>(sums, weights, taps, first_tile, first_line);
+    }
+    group_barrier();
+    const Place now = p;
+    p = place_of(first_round + round + 1);
+    both_taps = p.d == 0;
+    slab_of_first_tap ^= 1;
+    if (round + 1 < rounds) fetch_taps();
 
     // The convolution's bias is one number a row: it leaves with the mean.
-    const Place p = place_of(round);
+    float mean[8], rstd[8];  // of rows: unit, half of a tile
 #pragma unroll
-    for (int line = 0; line < 2; ++line) {
-      const int h = p.h + first_line + line;
+    for (int row = 0; row < 8; ++row) {
+      auto value = [&](int i) { return sums[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2]; };
+      float sum = 0, m2 = 0;
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
+      for (int i = 0; i < 16; ++i) sum += value(i);
+      mean[row] = combine_lanes(sum, 4) * (1.0f / kConvOut);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float mean = 0, m2 = 0;
+      for (int i = 0; i < 16; ++i) m2 += (value(i) - mean[row]) * (value(i) - mean[row]);
+      rstd[row] = rsqrtf(combine_lanes(m2, 4) * (1.0f / kConvOut) + eps);
+    }
+    // Where channels and lines begin in output, both parities of d and h counted.
+    const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kConvOut;
+    float* first_output = call.output +
+                          (int64_t(now.batch) * kConvOut + first_tile * 16 + lane / 4) * channel_step +
+                          (int64_t(2 * now.d + parity_d) * call.height + now.h + first_line) * 2 * kConvOut +
+                          parity_h * kConvOut + lane % 4 * 4;
+    const int lines = call.height - now.h - first_line;
 #pragma unroll
-          for (int i = 0; i < 16; ++i) mean += sums[tile][line][i / 4][i / 2 % 2][2 * half + i % 2];
-          mean = combine_lanes(mean, 4) * (1.0f / kConvOut);
+    for (int j = 0; j < 4; ++j) {
+      const int col = 16 * j + 4 * (lane % 4);
+      const float4 w = *reinterpret_cast<const float4*>(affine + col);
+      const float4 b = *reinterpret_cast<const float4*>(affine + kConvOut + col);
+      const float weight[4] = {w.x, w.y, w.z, w.w}, bias[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            const float distance = sums[tile][line][i / 4][i / 2 % 2][2 * half + i % 2] - mean;
-            m2 += distance * distance;
-          }
-          const float rstd = rsqrtf(combine_lanes(m2, 4) * (1.0f / kConvOut) + eps);
-          if (h >= call.height) continue;
-          const int out = (first_tile + tile) * 16 + lane / 4 + 8 * half;
-          float* output =
-              call.output +
-              ((((p.batch * kConvOut + out) * call.depth + p.d) * 2 + parity_d) * call.height + h) * 2 *
-                  kConvOut +
-              parity_h * kConvOut;
+      for (int row = 0; row < 8; ++row) {
+        float y[4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int col = 16 * j + 4 * (lane % 4);
-            float y[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float xhat = (sums[tile][line][j][i % 2][2 * half + i / 2] - mean) * rstd;
-              const float z = xhat * affine[col + i] + affine[kConvOut + col + i];
-              y[i] = scale * (TF32 ? gelu_tf32(z) : gelu(z));
-            }
-            store<float, 4, true>(output + col, y);
-          }
+        for (int i = 0; i < 4; ++i) {
+          const float value = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
+          const float z = (value - mean[row]) * rstd[row] * weight[i] + bias[i];
+          y[i] = scale * (TF32 ? gelu_tf32(z) : gelu(z));
         }
+        const int line = line_of(row / 2), out = tile_of(row / 2) * 16 + row % 2 * 8;
+        float* output = first_output + out * channel_step + line * 2 * kConvOut + 16 * j;
+        if (line < lines) store<float, 4, true>(output, y);
       }
     }
   }
@@ -3746,6 +3931,8 @@ def _gencode_flags():
         return []
     capabilities = {torch.cuda.get_device_capability(d) for d in range(torch.cuda.device_count())}
     numbers = [f"{major}{minor}" for major, minor in sorted(capabilities)]
+    if int(torch.version.cuda.split(".")[0]) >= 12:
+        numbers = ["90a" if n == "90" else n for n in numbers]  # with what only Hopper has: the convolution
     return [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
 
 
