@@ -3937,10 +3937,13 @@ def _gencode_flags():
     if os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return []
     capabilities = {torch.cuda.get_device_capability(d) for d in range(torch.cuda.device_count())}
-    numbers = [f"{major}{minor}" for major, minor in sorted(capabilities)]
-    if int(torch.version.cuda.split(".")[0]) >= 12:
-        numbers = ["90a" if n == "90" else n for n in numbers]  # with what only Hopper has: the convolution
-    return [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+    codes = {f"{major}{minor}": f"sm_{major}{minor}" for major, minor in sorted(capabilities)}
+    if codes.pop("90", None):
+        if int(torch.version.cuda.split(".")[0]) >= 12:
+            codes["90a"] = "sm_90a"  # with the tensor core instructions that only Hopper has
+        else:
+            codes["80"] = "compute_80"  # CUDA 11 has not all instructions that the kernels take there
+    return [f"-gencode=arch=compute_{n},code={code}" for n, code in codes.items()]
 
 
 def _find_cuda_home():

@@ -1939,6 +1939,23 @@ def test_without_a_home(tmp_path):
     assert (tmp_path / "xdg" / "torch_extensions").exists()
 
 
+@pytest.mark.parametrize(
+    "cuda,capabilities,expected",
+    [
+        ("13.0", [(9, 0), (9, 0)], ["compute_90a,code=sm_90a"]),
+        ("12.1", [(8, 6), (9, 0)], ["compute_86,code=sm_86", "compute_90a,code=sm_90a"]),
+        ("11.8", [(7, 5), (9, 0)], ["compute_75,code=sm_75", "compute_80,code=compute_80"]),
+        ("12.8", [(12, 0)], ["compute_120,code=sm_120"]),
+    ],
+)
+def test_code_for_the_gpus_there_are(monkeypatch, cuda, capabilities, expected):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+    assert layernorm_inline._gencode_flags() == [f"-gencode=arch={code}" for code in expected]
+
+
 HIDE_GPU_AND_ARCH = dict(CUDA_VISIBLE_DEVICES="", TORCH_CUDA_ARCH_LIST=None)
 
 
