@@ -1007,7 +1007,7 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
 
   const T* x = reinterpret_cast<const T*>(held);
   const int first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const int packs = (int(call.cols) - first_col + pack_step - 1) / pack_step;  // of this thread
+  const int cols = call.cols, packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
   A sum = 0;
 #pragma unroll kSharedPacks
   for (int i = 0; i < packs; ++i) {
@@ -1037,16 +1037,22 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
 
   auto normalize = [&](auto usual_affine) {
     constexpr bool kUsual = decltype(usual_affine)::value;
+    // Blocks begin at different columns, so that not all ask the same slices of L2 for weight and bias
+    // (float32 rows of 16384: 0.956 of copy speed -> 0.971; 16 bits, and with an activation: 1% slower).
+    constexpr bool kTurned = sizeof(T) > 2 && !FUSED;
+    const int steps = kTurned ? (cols + pack_step - 1) / pack_step : packs;
+    const int first_step = kTurned ? blockIdx.x % steps : 0;
 #pragma unroll 2  // weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90
-    for (int i = 0; i < packs; ++i) {
-      const int col = first_col + i * pack_step;
+    for (int step = 0; step < steps; ++step) {
+      const int i = step + first_step < steps ? step + first_step : step + first_step - steps;
+      const int wanted = first_col + i * pack_step, col = kTurned ? min(wanted, cols - V) : wanted;
       A weight[V], bias[V], y[V];
       load_affine_pair<T, V, false, kUsual, true>(weight, bias, call, col, 0);
       unpack(load<T, V>(x + col), y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
       apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
-      store<T, V>(output + col, y);
+      if (wanted == col) store<T, V>(output + col, y);
     }
   };
   if (has_usual_affine(call)) {
