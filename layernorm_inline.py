@@ -279,9 +279,8 @@ __device__ void unpack(const Pack<T, V>& pack, Acc<T> (&x)[V]) {
   }
 }
 
-// STREAMING: nobody reads it again before it has left L2, so that it should be the first to leave.
-template <typename T, int V, bool STREAMING = false>
-__device__ void store(T* p, const Acc<T> (&x)[V]) {
+template <typename T, int V>
+__device__ Pack<T, V> packed(const Acc<T> (&x)[V]) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
 #pragma unroll
@@ -290,6 +289,13 @@ __device__ void store(T* p, const Acc<T> (&x)[V]) {
 #pragma unroll
     for (int v = 0; v < V; ++v) narrow(x[v], pack.at[v]);
   }
+  return pack;
+}
+
+// STREAMING: nobody reads it again before it has left L2, so that it should be the first to leave.
+template <typename T, int V, bool STREAMING = false>
+__device__ void store(T* p, const Acc<T> (&x)[V]) {
+  const Pack<T, V> pack = packed<T>(x);
   if constexpr (STREAMING && sizeof(pack) == 16) {
     uint4 bits;
     memcpy(&bits, &pack, 16);
@@ -366,64 +372,73 @@ bool is_fused(const Call& call) {
   return call.activation != Activation::None || call.scale != 1;
 }
 
+// The fast instructions for float: within 2 units in the last place. Those of double are called, as in place
+// for every element they took 5% of the time to compile.
 __device__ inline float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __noinline__ double fast_exp2(double x) { return exp2(x); }
 
 __device__ inline float fast_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __noinline__ double fast_reciprocal(double x) { return 1 / x; }
 
-// The tail 1 - Phi(|z|), as t exp(-z^2 / 2 + polynomial of t) with t = 1 / (1 + |z| / sqrt(8)): within 2.4e-7
-// of itself, where 1 + erf(z) has lost its digits (Press et al.: Numerical Recipes, erfcc; here in
-// powers of two), and with erff's 40 instructions rows of 64 took 13% longer than plain ones.
-__device__ inline float gelu(float z) {
-  const float t = fast_reciprocal(1 + 0.35355339f * fabsf(z));
-  float power = 0.24651729f;
-  power = power * t - 1.18611497f;
-  power = power * t + 2.14747456f;
-  power = power * t - 1.63775313f;
-  power = power * t + 0.40232177f;
-  power = power * t - 0.26875686f;
-  power = power * t + 0.13963006f;
-  power = power * t + 0.53970062f;
-  power = power * t + 1.44272921f;
-  power = power * t - 2.82574821f;
-  const float tail = t * fast_exp2(power - 0.72134752f * z * z);
-  return fmaxf(z, 0) - fabsf(z) * tail;
-}
-// Called, as erf in place for every element took 5% of the time to compile.
-__device__ __noinline__ double gelu(double z) { return 0.5 * z * (1 + erf(z * 0.7071067811865476)); }
-
-// gelu(z) from the binary logarithm of the tail as a polynomial of |z|, highest power first, for results that
-// need fewer digits: half the instructions (bf16 rows of 1024: 0.083 -> 0.076 ms).
+// 2 to the power of a polynomial of t, highest power first.
 template <typename... Coefficients>
-__device__ float gelu_of_log_tail(float z, float power, Coefficients... coefficients) {
-  const float t = fabsf(z);
+__device__ float exp2_of_polynomial(float t, float power, Coefficients... coefficients) {
   ((power = power * t + coefficients), ...);
-  return fmaxf(z, 0) - t * fast_exp2(power);
+  return fast_exp2(power);
 }
 
-// For 16-bit output: fitted, within 2.1e-4 of the tail up to 4.3, where float16 ends.
-__device__ inline float gelu_16_bits(float z) {
-  return gelu_of_log_tail(z, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f,
-                          -1.00029845f);
+// The tail 1 - Phi(t) for t >= 0, where 1 + erf has lost its digits. Its binary logarithm is nearly a
+// parabola, so that a polynomial fits it: within 7e-6 of the tail up to 5, and t times it within 3e-8.
+// Float32 rows of 64 take 129 us plain, 130 with GELU, 137 with a reciprocal in it (Press et al.: Numerical
+// Recipes, erfcc); with erff 13% more than plain.
+__device__ inline float normal_tail(float t) {
+  return exp2_of_polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f,
+                            -0.000275404571f, -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f,
+                            -1.15110636f, -0.99999994f);
+}
+__device__ __noinline__ double normal_tail(double t) { return 0.5 * erfc(t * 0.7071067811865476); }
+
+// After a convolution in TF32, and for gradients of 16 bits: within 8e-6 of the tail.
+__device__ inline float normal_tail_5_digits(float t) {
+  return exp2_of_polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f,
+                            -0.0536014629f, -0.458833878f, -1.15109677f, -1.00000961f);
 }
 
-// z (1 + tanh(u)) / 2 = z / (1 + exp(-2 u)) with u = sqrt(2 / pi) (z + 0.044715 z^3)
+// For output of 16 bits: within 2.1e-4 of the tail up to 4.3, where float16 ends, with half the instructions
+// (bf16 rows of 1024: 0.083 -> 0.076 ms).
+__device__ inline float normal_tail_16_bits(float t) {
+  return exp2_of_polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f,
+                            -1.00029845f);
+}
+
 template <typename A>
-__device__ A twice_tanh_argument(A z) {
-  return z * (A(1.5957691216057308) + A(0.07135481627260025) * z * z);
+__device__ A gelu_of_tail(A z, A tail) {
+  return max(z, A(0)) - abs(z) * tail;
 }
 
-__device__ inline float gelu_tanh(float z) {
-  return z * fast_reciprocal(1 + fast_exp2(z * (-2.3022082f - 0.10294324f * z * z)));  // in powers of two
+// For output of type T.
+template <typename T, typename A>
+__device__ A gelu(A z) {
+  if constexpr (sizeof(T) == 2) {
+    return gelu_of_tail(z, normal_tail_16_bits(fabsf(z)));
+  } else {
+    return gelu_of_tail(z, normal_tail(abs(z)));
+  }
 }
-__device__ __noinline__ double gelu_tanh(double z) { return z / (1 + exp(-twice_tanh_argument(z))); }
+
+// The tanh form is z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); -u in powers of two.
+template <typename A>
+__device__ A gelu_tanh_exponent(A z) {
+  return z * (A(-2.302208198144325) - A(0.1029432395800235) * z * z);
+}
 
 // The epilogue, but where HIDDEN the compiler cannot tell that its activation never changes: it would make a
 // copy of the kernel for each combination of what is asked in its loops (float32 rows: 6455 instructions, and
@@ -444,18 +459,10 @@ __device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue)
   if constexpr (FUSED) {
     if (epilogue.activation == Activation::Gelu) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        if constexpr (sizeof(T) == 2) {
-          z[v] = gelu_16_bits(z[v]);
-        } else {
-          z[v] = gelu(z[v]);
-        }
-      }
+      for (int v = 0; v < V; ++v) z[v] = gelu<T>(z[v]);
     } else if (epilogue.activation == Activation::GeluTanh) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        z[v] = gelu_tanh(z[v]);
-      }
+      for (int v = 0; v < V; ++v) z[v] *= fast_reciprocal(1 + fast_exp2(gelu_tanh_exponent(z[v])));
     }
     if (epilogue.scale != 1) {
 #pragma unroll
@@ -464,19 +471,63 @@ __device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue)
   }
 }
 
-// d activation / dz
+// d gelu / dz, for gradients of type T.
+template <typename T, typename A>
+__device__ A gelu_derivative(A z) {
+  A tail;
+  if constexpr (sizeof(T) == 2) {
+    tail = normal_tail_5_digits(fabsf(z));
+  } else {
+    tail = normal_tail(abs(z));
+  }
+  const A density = fast_exp2(A(-0.7213475204444817) * z * z);
+  return (z < 0 ? tail : 1 - tail) + A(0.3989422804014327) * z * density;
+}
+
+// With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
 template <typename A>
-__device__ A derivative(Activation activation, A z) {
-  if (activation == Activation::Gelu) {
-    return A(0.5) * (1 + erf(z * A(0.7071067811865476))) + z * A(0.3989422804014327) * exp(A(-0.5) * z * z);
+__device__ A gelu_tanh_derivative(A z) {
+  const A exponent = gelu_tanh_exponent(z), slope = A(1.5957691216057308) + A(0.21406444881780076) * z * z;
+  const A power = fast_exp2(-abs(exponent)), larger = fast_reciprocal(1 + power);
+  return (exponent > 0 ? power * larger : larger) + z * power * slope * larger * larger;
+}
+
+// Makes grad_output, of scale * activation(z) with z = xhat * weight + bias, the gradient of z; rounded to
+// input's dtype, as it is where PyTorch's operations follow one another. Two passes, this one writing it to
+// memory, took twice as long (float32 rows of 64, backward: 418 us, and 205). Kernels of double, which are
+// compiled for both cases, find here that there is nothing to do.
+template <typename T, bool FUSED, int V>
+__device__ void apply_derivative(Pack<T, V>& grad_output, const Acc<T> (&xhat)[V], const Acc<T> (&weight)[V],
+                                 const Backward& call, int64_t col) {
+  if constexpr (FUSED) {
+    using A = Acc<T>;
+    const Epilogue<A> epilogue = asked_anew<true>(Epilogue<A>{call.activation, A(call.scale)});
+    if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
+    A grad[V], bias[V];
+    unpack(grad_output, grad);
+    load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+    if (epilogue.activation == Activation::Gelu) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) grad[v] *= gelu_derivative<T>(xhat[v] * weight[v] + bias[v]);
+    } else if (epilogue.activation == Activation::GeluTanh) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) grad[v] *= gelu_tanh_derivative(xhat[v] * weight[v] + bias[v]);
+    }
+    if (epilogue.scale != 1) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) grad[v] *= epilogue.scale;
+    }
+    grad_output = packed<T>(grad);
   }
-  if (activation == Activation::GeluTanh) {
-    // With s = 1 / (1 + exp(-v)): s + z v' s (1 - s). From exp(-|v|), as 1 - s would lose its digits.
-    const A v = twice_tanh_argument(z), slope = A(1.5957691216057308) + 3 * A(0.07135481627260025) * z * z;
-    const A power = exp(-abs(v)), larger = 1 / (1 + power);
-    return (v < 0 ? power * larger : larger) + z * slope * power * larger * larger;
-  }
-  return 1;
+}
+
+// (x - mean) * rstd. Of 16 bits in one instruction, which adds as much to the error as the mean, itself
+// rounded to a float, is off by (bf16 rows of 65536 with GELU: 83.6 us -> 81.1). Rows in registers have the
+// distances from the mean already, and would be 1% slower.
+template <typename T, typename A>
+__device__ A normalized(A x, A mean, A rstd) {
+  if constexpr (sizeof(T) == 2) return fmaf(x, rstd, -mean * rstd);
+  return (x - mean) * rstd;
 }
 
 // ---- Statistics: (count, mean, m2) combine as in Chan, Golub, LeVeque (1979) ----
@@ -942,6 +993,10 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
       : "memory");
 }
 
+// What this thread wrote to shared memory comes before the bulk copies and matrix products that others begin
+// when it has told them.
+__device__ inline void writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Look at the machine code where it is called under a condition: ptxas 13.0 has taken the number of bytes
 // from a register that it sets in one case only, and four times as many came.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
@@ -1051,7 +1106,7 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
       load_affine_pair<T, V, false, kUsual, true>(weight, bias, call, col, 0);
       unpack(load<T, V>(x + col), y);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[v] + bias[v];
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean, rstd) * weight[v] + bias[v];
       apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
       if (wanted == col) store<T, V>(output + col, y);
     }
@@ -1207,7 +1262,7 @@ __global__ void __launch_bounds__(512)
       A y[V];
       unpack(x[i], y);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean, rstd) * weight[i][v] + bias[i][v];
       apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<A>{call.activation, A(call.scale)}));
       store<T, V, true>(output + col, y);
     }
@@ -1223,7 +1278,7 @@ __global__ void __launch_bounds__(512)
 // grad_bias gather in registers and input and grad_output are read once for all three
 // gradients. ROWS rows share a barrier, and the next ROWS are on their way meanwhile. Each block leaves its
 // share of grad_weight and grad_bias in scratch, (2, gridDim.x, cols), for sum_partials.
-template <typename T, int V, int PACKS, int ROWS>
+template <typename T, int V, int PACKS, int ROWS, bool FUSED>
 __global__ void __launch_bounds__(512)
     layer_norm_backward_rows(Backward call, Acc<T>* scratch, bool keep_input) {
   using A = Acc<T>;
@@ -1286,10 +1341,12 @@ __global__ void __launch_bounds__(512)
         A grad[V];
         dy[r][i] = next_dy[r][i];
         unpack(next_x[r][i], xhat[r][i]);
+#pragma unroll
+        for (int v = 0; v < V; ++v) xhat[r][i][v] = (xhat[r][i][v] - next_mean[r]) * rstd[r];
+        apply_derivative<T, FUSED>(dy[r][i], xhat[r][i], weight[i], call, (i * blockDim.x + threadIdx.x) * V);
         unpack(dy[r][i], grad);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          xhat[r][i][v] = (xhat[r][i][v] - next_mean[r]) * rstd[r];
           const A wdy = product(weight[i][v], grad[v]);
           sums[r].wdy += wdy;
           sums[r].wdy_xhat += wdy * xhat[r][i][v];
@@ -1346,7 +1403,7 @@ __global__ void __launch_bounds__(512)
 }
 
 // Rows spread over many blocks: first the two sums of each piece of a row,
-template <typename T, int V, int PACKS>
+template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(256, kMeasuringBlocks)
     backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
   using A = Acc<T>;
@@ -1366,15 +1423,19 @@ __global__ void __launch_bounds__(256, kMeasuringBlocks)
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
       if (col < cols) {
-        A x[V], dy[V], weight[V];
-        unpack(load<T, V>(input + col), x);
-        unpack(load<T, V>(grad_output + col), dy);
+        A xhat[V], grad[V], weight[V];
+        unpack(load<T, V>(input + col), xhat);
+        Pack<T, V> dy = load<T, V>(grad_output + col);
         load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
 #pragma unroll
+        for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
+        apply_derivative<T, FUSED>(dy, xhat, weight, call, col);
+        unpack(dy, grad);
+#pragma unroll
         for (int v = 0; v < V; ++v) {
-          const A wdy = product(weight[v], dy[v]);
+          const A wdy = product(weight[v], grad[v]);
           here.wdy += wdy;
-          here.wdy_xhat += wdy * ((x[v] - mean) * rstd);
+          here.wdy_xhat += wdy * xhat[v];
         }
       }
     }
@@ -1404,7 +1465,7 @@ __global__ void __launch_bounds__(256)
 // then the gradients, going down the rows with the columns' weight, grad_weight and grad_bias in
 // registers. With one block a column (gridDim.y == 1) the totals are complete and written at
 // once; otherwise they go to partials, (2, gridDim.y, cols), for sum_partials.
-template <typename T, int V, int PACKS>
+template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(512)
     backward_columns(Backward call, const Sums<Acc<T>>* row_means, int64_t rows_per_block, Acc<T>* partials) {
   using A = Acc<T>;
@@ -1442,10 +1503,12 @@ __global__ void __launch_bounds__(512)
       if (col >= cols) continue;
       A xhat[V], grad[V], dx[V];
       unpack(x[i], xhat);
+#pragma unroll
+      for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
+      apply_derivative<T, FUSED>(dy[i], xhat, weight[i], call, col);
       unpack(dy[i], grad);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
-        xhat[v] = (xhat[v] - mean) * rstd;
         dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
         grad_weight[i][v] += grad[v] * xhat[v];
         grad_bias[i][v] += grad[v];
@@ -1516,7 +1579,7 @@ struct ForwardPass {
   using Element = T;
   using Stats = Moments<float>;
   static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kSameShift = SHIFTED, kGiven = false };
+  enum : bool { kAligned = V > 1 && !SHIFTED, kSameShift = SHIFTED, kGiven = false, kWrites = false };
   float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
   float count = 0, per_count;  // columns of this warp, and their inverse
   Cut cut;
@@ -1590,7 +1653,7 @@ struct ForwardPass {
   }
 
   // The moments of this warp's columns: first their mean, then distances from it.
-  __device__ Stats measure(const T* const (&slices)[kTensors], int, float2) {
+  __device__ Stats measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
     Pack<T, V> x[kPacks];
     float mean, m2 = 0, extra_x;
     get(x, extra_x, slices[0]);
@@ -1625,7 +1688,7 @@ struct ForwardPass {
 
   static __device__ float2 finish(const Call& call, const Stats& row_total, int64_t row, bool save) {
     // No division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
-    const float rstd = rsqrtf(row_total.m2 * fast_reciprocal(call.cols) + float(call.eps));
+    const float rstd = rsqrtf(row_total.m2 * fast_reciprocal(float(call.cols)) + float(call.eps));
     if (save && call.mean != nullptr) {
       static_cast<float*>(call.mean)[row] = row_total.mean;
       static_cast<float*>(call.rstd)[row] = rstd;
@@ -1633,8 +1696,8 @@ struct ForwardPass {
     return {row_total.mean, rstd};
   }
 
-  __device__ void apply(const Call& call, const T* const (&slices)[kTensors], int, int64_t offset,
-                        float2 row_stats, float2) {
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset, float2 row_stats,
+                        float2) {
     const float mean = row_stats.x, rstd = row_stats.y;
     T* output = static_cast<T*>(call.output) + offset;
     Pack<T, V> x[kPacks];
@@ -1648,12 +1711,12 @@ struct ForwardPass {
         float y[V];
         unpack(x[i], y);
 #pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = (y[v] - mean) * rstd * weight[i][v] + bias[i][v];
+        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean, rstd) * weight[i][v] + bias[i][v];
         apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
         if (has_pack(i)) store<T, V>(output + pack_col(i), y);
       }
       if (has_extra()) {
-        float y[1] = {(extra_x - mean) * rstd * extra_weight[0] + extra_bias[0]};
+        float y[1] = {normalized<T>(extra_x, mean, rstd) * extra_weight[0] + extra_bias[0]};
         apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
         narrow(y[0], output[cut.extra]);
       }
@@ -1670,13 +1733,13 @@ struct ForwardPass {
 
 // Backward as the stream sees it: row statistics are {mean(wdy), mean(wdy * xhat)}, and {mean, rstd} are
 // given.
-template <typename T, int V>
+template <typename T, int V, bool FUSED>
 struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
   static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1, kSameShift = false, kGiven = true };
+  enum : bool { kAligned = V > 1, kSameShift = false, kGiven = true, kWrites = FUSED };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
   static __device__ const T* tensor(const Call& call, int which) {
@@ -1691,7 +1754,9 @@ struct BackwardPass {
     }
   }
 
-  __device__ Stats measure(const T* const (&slices)[kTensors], int columns, float2 given) {
+  // An activation's part of the gradient is left in the slice, for apply.
+  __device__ Stats measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
+                           float2 given) {
     const float mean = given.x, rstd = given.y;
     Stats stats = {0, 0};
 #pragma unroll
@@ -1699,6 +1764,18 @@ struct BackwardPass {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
       if (col < columns) {
         float x[V], dy[V];
+        if constexpr (FUSED) {  // before the rest and four by four, as there are few registers
+          constexpr int F = V < 4 ? V : 4;
+#pragma unroll
+          for (int f = 0; f < V; f += F) {
+            float xhat[F], w[F];
+            unpack(load<T, F>(slices[0] + col + f), xhat);
+#pragma unroll
+            for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd, w[v] = weight[i][f + v];
+            auto* grad_output = reinterpret_cast<Pack<T, F>*>(slices[1] + col + f);
+            apply_derivative<T, FUSED>(*grad_output, xhat, w, call, first + col + f);
+          }
+        }
         unpack(load<T, V>(slices[0] + col), x);
         unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
@@ -1725,11 +1802,11 @@ struct BackwardPass {
   }
 
   static __device__ float2 finish(const Call& call, const Stats& row_total, int64_t, bool) {
-    const float per_col = fast_reciprocal(call.cols);
+    const float per_col = fast_reciprocal(float(call.cols));
     return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
   }
 
-  __device__ void apply(const Call& call, const T* const (&slices)[kTensors], int columns, int64_t offset,
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
                         float2 row_stats, float2 given) {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = row_stats.x, mean_wdy_xhat = row_stats.y, mean = given.x, rstd = given.y;
@@ -1957,12 +2034,12 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     return;
   }
 
-  const T* slices[Pass::kTensors];
+  T* slices[Pass::kTensors];
   const int shift = misalignment(0, group);
   auto find_slices = [&](int slot, int64_t row) {
     for (int t = 0; t < Pass::kTensors; ++t) {
       const int early = Pass::kSameShift ? shift : misalignment(t, row);
-      slices[t] = reinterpret_cast<const T*>(room_of(slot, t) + early);
+      slices[t] = reinterpret_cast<T*>(room_of(slot, t) + early);
     }
   };
   Slot measuring, applying;
@@ -1975,7 +2052,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     if (row < rows) {
       barrier_wait(&control.loaded[measuring.index], measuring.parity);
       find_slices(measuring.index, row);
-      const Stats stats = job.measure(slices, columns, control.given[measuring.index]);
+      const Stats stats = job.measure(call, slices, first, columns, control.given[measuring.index]);
       if (lane == 0) {
         control.partials[measuring.index][warp] = stats;
         barrier_arrive(&control.measured[measuring.index]);
@@ -1988,6 +2065,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       job.apply(call, slices, columns, offset, control.row_stats[applying.index],
                 control.given[applying.index]);
       offset += offset_step;
+      if (Pass::kWrites) writes_before_copies();
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.applied[applying.index]);
       applying.advance(s.stages);
@@ -2340,31 +2418,6 @@ __global__ void __launch_bounds__(kSumThreads)
   store_affine<T>(grad, call.affine_float32, col, total);
 }
 
-// The gradient of the layer norm inside scale * activation(layer norm): the backward kernels then take
-// it for grad_output. It moves input and grad_output once more, but keeps bias and a second copy of
-// the activation out of every backward kernel.
-template <typename T, int V>
-__global__ void __launch_bounds__(256) activation_backward(Backward call, T* grad) {
-  using A = Acc<T>;
-  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, cols = call.cols;
-  if (row >= call.rows) return;
-  const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
-  const A scale = call.scale;
-  const int64_t col_step = int64_t(gridDim.y) * blockDim.x * V;
-  for (int64_t col = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * V; col < cols; col += col_step) {
-    A x[V], dy[V], weight[V], bias[V];
-    unpack(load<T, V>(static_cast<const T*>(call.input) + row * cols + col), x);
-    unpack(load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col), dy);
-    load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
-    load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      dy[v] *= scale * derivative(call.activation, (x[v] - mean) * rstd * weight[v] + bias[v]);
-    }
-    store<T, V>(grad + row * cols + col, dy);
-  }
-}
-
 // No rows: the gradients of weight and bias are sums of nothing.
 template <typename T>
 __global__ void zero_affine(Backward call) {
@@ -2480,12 +2533,6 @@ __device__ inline void copy_or_zero(float* shared, const float* global, bool exi
   const unsigned to = unsigned(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0)
                : "memory");
-}
-
-// After a convolution in TF32: fitted, within 8e-6 of the tail.
-__device__ inline float gelu_tf32(float z) {
-  return gelu_of_log_tail(z, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f,
-                          -0.0536014629f, -0.458833878f, -1.15109677f, -1.00000961f);
 }
 
 // For float32: x is the sum of two numbers of 10 bits, but for 2^-22 of it. How ties are rounded does not
@@ -2762,7 +2809,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
                                   slabs + (slab_of_first_tap ^ 1) * S::kFloats};
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (kAsync) {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      writes_before_copies();
       group_barrier();
       // One group multiplies while the other one normalizes and stores.
       if (group == 1 || round > 0) named_barrier_wait(turn_of(group), kConvThreads);
@@ -2816,7 +2863,7 @@ __global__ void __launch_bounds__(kConvThreads, 1)
         for (int i = 0; i < 4; ++i) {
           const float value = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
           const float z = (value - mean[row]) * rstd[row] * weight[i] + bias[i];
-          y[i] = scale * (TF32 ? gelu_tf32(z) : gelu(z));
+          y[i] = scale * gelu_of_tail(z, TF32 ? normal_tail_5_digits(fabsf(z)) : normal_tail(fabsf(z)));
         }
         const int line = line_of(row / 2), out = tile_of(row / 2) * 16 + row % 2 * 8;
         float* output = first_output + out * channel_step + line * 2 * kConvOut + 16 * j;
@@ -3046,8 +3093,8 @@ void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
 
 // As many groups as can each hold a row, of as many blocks as there are. float32 without an activation only:
 // with twice the elements to a byte, or more to do for each, the few warps that have the registers to hold
-// weight and bias are slower than reading twice (an earlier form of the kernel on the main shape, when
-// float32 took 0.200 ms: bf16 0.146 ms, and 0.118 spread; GELU 0.257, and 0.217).
+// weight and bias are slower than reading twice (the main shape with GELU: 0.239 ms, and 0.214 spread; bf16,
+// an earlier form of the kernel: 0.146 ms, and 0.118).
 void plan_joint(Plan& p, const Forward& call, const Device& device) {
   if (device.code < 90 || call.dtype != DType::Float32 || p.pack == 1 || is_fused(call)) return;
   const int64_t least_group = ceil_div(call.cols / p.pack, kJointStages * kStageSize);
@@ -3318,27 +3365,8 @@ cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cuda
   return launch_fused<T, V, true>(call, p, scratch, stream);
 }
 
-// Bytes for the gradient inside the activation, at the start of scratch.
-size_t activation_bytes(const Backward& call) {
-  return is_fused(call) ? ceil_div(call.rows * call.cols * size_of(call.dtype), 256) * 256 : 0;
-}
-
-template <typename T, int V>
-cudaError_t launch_typed(Backward call, const Plan& p, void* scratch, cudaStream_t stream) {
-  if (call.rows == 0) {
-    zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
-    return cudaGetLastError();
-  }
-  if (is_fused(call)) {
-    const int64_t loads = ceil_div(call.cols, V);
-    const dim3 block(row_threads(std::min<int64_t>(loads, 256), 1), 1);
-    const dim3 rows_and_tiles(ceil_div(call.rows, 256 / block.x),
-                              std::min<int64_t>(65535, ceil_div(loads, 1024)));
-    activation_backward<T, V>
-        <<<rows_and_tiles, dim3(block.x, 256 / block.x), 0, stream>>>(call, static_cast<T*>(scratch));
-    call.grad_output = scratch;
-    scratch = static_cast<char*>(scratch) + activation_bytes(call);
-  }
+template <typename T, int V, bool FUSED>
+cudaError_t launch_fused(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
   auto* partials = static_cast<Acc<T>*>(scratch);
   int64_t partial_rows = p.partial_rows;
   bool spread = p.regime == Regime::Spread;
@@ -3346,16 +3374,16 @@ cudaError_t launch_typed(Backward call, const Plan& p, void* scratch, cudaStream
     const dim3 block(p.threads_per_row, p.rows_per_block);
     constexpr int kColumns = std::min<int>(Tuning::backward_bytes / sizeof(T), Tuning::backward_columns);
     constexpr int kRows = sizeof(T) < 8 && V > 1 ? 2 : 1;
-    auto kernel = layer_norm_backward_rows<T, V, kColumns / V, kRows>;
+    auto kernel = layer_norm_backward_rows<T, V, kColumns / V, kRows, FUSED>;
     if constexpr (sizeof(T) == 2 && V > 1) {
-      if (p.rows == 1) kernel = layer_norm_backward_rows<T, V, 2, 1>;
+      if (p.rows == 1) kernel = layer_norm_backward_rows<T, V, 2, 1, FUSED>;
     }
     kernel<<<p.partial_rows, block, 0, stream>>>(call, partials, exceeds_l2(call, 3));
   }
   if constexpr (sizeof(T) < 8) {
     if (p.regime == Regime::Stream) {
       auto* words = reinterpret_cast<uint64_t*>(partials + 2 * partials_of(p.groups) * call.cols);
-      const cudaError_t error = launch_stream<BackwardPass<T, V>>(call, p, words, partials, stream);
+      const cudaError_t error = launch_stream<BackwardPass<T, V, FUSED>>(call, p, words, partials, stream);
       spread = refused(error);
       if (!spread && error != cudaSuccess) return error;
       if (!spread) partial_rows = partials_of(p.groups);
@@ -3365,12 +3393,12 @@ cudaError_t launch_typed(Backward call, const Plan& p, void* scratch, cudaStream
     auto* sums = reinterpret_cast<Sums<Acc<T>>*>(partials + 2 * p.partial_rows * call.cols);
     Sums<Acc<T>>* row_means = sums + call.rows * p.pieces;
     if (call.grad_input != nullptr) {
-      backward_partial_sums<T, V, kTilePacks<V>>
+      backward_partial_sums<T, V, kTilePacks<V>, FUSED>
           <<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
       launch_next(finish_sums<T>, call.rows, 256, stream, call, p.pieces, sums, row_means);
     }
-    launch_next(backward_columns<T, V, kTilePacks<V>>, dim3(p.tiles, p.row_blocks), kTileThreads<V>, stream,
-                call, row_means, ceil_div(call.rows, p.row_blocks), partials);
+    launch_next(backward_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
+                stream, call, row_means, ceil_div(call.rows, p.row_blocks), partials);
   }
   if (partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
     const int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
@@ -3379,6 +3407,18 @@ cudaError_t launch_typed(Backward call, const Plan& p, void* scratch, cudaStream
                 partial_rows);
   }
   return cudaGetLastError();
+}
+
+template <typename T, int V>
+cudaError_t launch_typed(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+  if (call.rows == 0) {
+    zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
+    return cudaGetLastError();
+  }
+  if constexpr (sizeof(T) < 8) {  // double is rare and makes do with fewer kernels to compile
+    if (!is_fused(call)) return launch_fused<T, V, false>(call, p, scratch, stream);
+  }
+  return launch_fused<T, V, true>(call, p, scratch, stream);
 }
 
 template <typename Call>
@@ -3405,8 +3445,7 @@ size_t scratch_bytes(const Backward& call) {
   const int64_t stream =
       p.regime == Regime::Stream ? 2 * 4 * partials_of(p.groups) * call.cols + 8 * words : 0;
   const int64_t spread_sums = p.pieces > 0 ? call.rows * (p.pieces + 1) : 0;
-  return activation_bytes(call) +
-         std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + spread_sums));
+  return std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + spread_sums));
 }
 
 cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream) {
