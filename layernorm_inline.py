@@ -30,7 +30,7 @@ Reading it
     2  CUDA           in this order:
            elements, epilogue, statistics                 what all kernels use
            layer_norm_rows                                forward, rows of up to 32 KB (16 bits on Hopper: 16)
-           layer_norm_shared_rows                         forward, aligned rows of up to 75 KB (Hopper; 16 bits: 43)
+           layer_norm_shared_rows                         forward, aligned rows of up to 43 KB (Hopper; float64: 73)
            partial_moments, finish_moments, normalize_columns
                                                           forward, rows spread over the GPU
            layer_norm_backward_rows                       backward, rows of up to 8 KB (older GPUs: 16)
@@ -191,6 +191,18 @@ __device__ inline void narrow(float x, float& y) { y = x; }
 __device__ inline void narrow(double x, double& y) { y = x; }
 __device__ inline void narrow(float x, __half& y) { y = __low2half(__floats2half2_rn(x, x)); }
 __device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
+
+// x, of which the compiler knows no more than its type: what follows from it is neither computed early and
+// kept in registers that are scarce, nor is x itself computed anew at every use.
+template <typename X>
+__device__ X opaque(X x) {
+  if constexpr (sizeof(X) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+  return x;
+}
 
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p) {
@@ -396,7 +408,7 @@ __device__ float exp2_of_polynomial(float t, float power, Coefficients... coeffi
 }
 
 // The tail 1 - Phi(t) for t >= 0, where 1 + erf has lost its digits. Its binary logarithm is nearly a
-// parabola, so that a polynomial fits it: within 7e-6 of the tail up to 5, and t times it within 3e-8.
+// parabola, so that a polynomial fits it: within 5e-6 of the tail up to 5, and t times it within 5e-9.
 // Float32 rows of 64 take 129 us plain, 130 with GELU, 137 with a reciprocal in it (Press et al.: Numerical
 // Recipes, erfcc); with erff 13% more than plain.
 __device__ inline float normal_tail(float t) {
@@ -419,18 +431,24 @@ __device__ inline float normal_tail_16_bits(float t) {
                             -1.00029845f);
 }
 
+// Phi(z), of the tail of |z|.
 template <typename A>
-__device__ A gelu_of_tail(A z, A tail) {
-  return max(z, A(0)) - abs(z) * tail;
+__device__ A normal_distribution(A z, A tail) {
+  return z < 0 ? tail : 1 - tail;
 }
+
+// z Phi(z), in one instruction less.
+__device__ inline float gelu_of_tail(float z, float tail) { return fmaxf(z, 0) - fabsf(z) * tail; }
 
 // For output of type T.
 template <typename T, typename A>
 __device__ A gelu(A z) {
   if constexpr (sizeof(T) == 2) {
     return gelu_of_tail(z, normal_tail_16_bits(fabsf(z)));
+  } else if constexpr (sizeof(T) == 4) {
+    return gelu_of_tail(z, normal_tail(fabsf(z)));
   } else {
-    return gelu_of_tail(z, normal_tail(abs(z)));
+    return z * normal_distribution(z, normal_tail(abs(z)));
   }
 }
 
@@ -481,7 +499,7 @@ __device__ A gelu_derivative(A z) {
     tail = normal_tail(abs(z));
   }
   const A density = fast_exp2(A(-0.7213475204444817) * z * z);
-  return (z < 0 ? tail : 1 - tail) + A(0.3989422804014327) * z * density;
+  return normal_distribution(z, tail) + A(0.3989422804014327) * z * density;
 }
 
 // With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
@@ -496,38 +514,40 @@ __device__ A gelu_tanh_derivative(A z) {
 // input's dtype, as it is where PyTorch's operations follow one another. Two passes, this one writing it to
 // memory, took twice as long (float32 rows of 64, backward: 418 us, and 205). Kernels of double, which are
 // compiled for both cases, find here that there is nothing to do.
-template <typename T, bool FUSED, int V>
+template <typename T, int V>
 __device__ void apply_derivative(Pack<T, V>& grad_output, const Acc<T> (&xhat)[V], const Acc<T> (&weight)[V],
-                                 const Backward& call, int64_t col) {
-  if constexpr (FUSED) {
-    using A = Acc<T>;
-    const Epilogue<A> epilogue = asked_anew<true>(Epilogue<A>{call.activation, A(call.scale)});
-    if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
-    A grad[V], bias[V];
-    unpack(grad_output, grad);
-    load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
-    if (epilogue.activation == Activation::Gelu) {
+                                 const Acc<T> (&bias)[V], const Backward& call) {
+  using A = Acc<T>;
+  const Epilogue<A> epilogue = asked_anew<true>(Epilogue<A>{call.activation, A(call.scale)});
+  if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
+  A grad[V];
+  unpack(grad_output, grad);
+  if (epilogue.activation == Activation::Gelu) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) grad[v] *= gelu_derivative<T>(xhat[v] * weight[v] + bias[v]);
-    } else if (epilogue.activation == Activation::GeluTanh) {
+    for (int v = 0; v < V; ++v) grad[v] *= gelu_derivative<T>(xhat[v] * weight[v] + bias[v]);
+  } else if (epilogue.activation == Activation::GeluTanh) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) grad[v] *= gelu_tanh_derivative(xhat[v] * weight[v] + bias[v]);
-    }
-    if (epilogue.scale != 1) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) grad[v] *= epilogue.scale;
-    }
-    grad_output = packed<T>(grad);
+    for (int v = 0; v < V; ++v) grad[v] *= gelu_tanh_derivative(xhat[v] * weight[v] + bias[v]);
   }
+  if (epilogue.scale != 1) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) grad[v] *= epilogue.scale;
+  }
+  grad_output = packed<T>(grad);
 }
 
 // (x - mean) * rstd. Of 16 bits in one instruction, which adds as much to the error as the mean, itself
 // rounded to a float, is off by (bf16 rows of 65536 with GELU: 83.6 us -> 81.1). Rows in registers have the
-// distances from the mean already, and would be 1% slower.
+// distances from the mean already, and would be 1% slower. Where all numbers of a row are the same, the mean
+// is not off, and applied_rstd is 0 (NaN for an infinite rstd).
 template <typename T, typename A>
 __device__ A normalized(A x, A mean, A rstd) {
   if constexpr (sizeof(T) == 2) return fmaf(x, rstd, -mean * rstd);
   return (x - mean) * rstd;
+}
+template <typename T, typename A>
+__device__ A applied_rstd(A rstd, A m2) {
+  return sizeof(T) == 2 && m2 == 0 ? rstd * 0 : rstd;
 }
 
 // ---- Statistics: (count, mean, m2) combine as in Chan, Golub, LeVeque (1979) ----
@@ -548,6 +568,33 @@ __device__ Moments<A> combine(const Moments<A>& a, const Moments<A>& b) {
   return {count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
 }
 
+// The mean of equal numbers is that number, so that their distances from it are 0. For that the sum of N
+// numbers of type T, N a power of two, has no error if they are equal: of 16 bits in any order (bf16 rows of
+// 50257: 1% slower by twos), of float32 by twos. The quotient is rounded as a division's.
+template <typename T, typename A, int N>
+__device__ A sum_of(const A (&x)[N]) {
+  A sums[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) sums[n] = x[n];
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int n = 1; n < N; ++n) sums[0] += sums[n];
+  } else {
+#pragma unroll
+    for (int left = N / 2; left > 0; left /= 2) {
+#pragma unroll
+      for (int n = 0; n < left; ++n) sums[n] += sums[left + n];
+    }
+  }
+  return sums[0];
+}
+
+template <typename A>
+__device__ A quotient(A sum, A count, A per_count) {
+  const A near = sum * per_count;
+  return fma(fma(-near, count, sum), per_count, near);
+}
+
 // A product rounded by itself. Fused into a later subtraction it would keep digits that the
 // sum of such products has lost, and grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
@@ -564,8 +611,8 @@ __device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
-// Distances from a mean: the sum of their squares and, where input has digits to lose (float32,
-// double), their own sum, which tells how far the mean was off by rounding.
+// Distances from a mean: the sum of their squares and, where input or its sum has digits to lose (float32,
+// double, long rows of float16), their own sum, which tells how far the mean was off by rounding.
 template <typename A>
 struct Distances {
   A squares, sum;
@@ -639,6 +686,39 @@ __device__ X combine_lanes(X x, int width) {
   return {sums[0], first + off, combine_lanes(moments.m2 + moments.count * delta * delta, width)};
 }
 
+// Whether combining X adds the numbers that it is made of, and their type.
+template <typename X>
+constexpr bool is_sum = true;
+template <typename A>
+constexpr bool is_sum<Moments<A>> = false;
+template <typename X>
+struct NumberOf {
+  using Type = X;
+};
+template <template <typename> class X, typename A>
+struct NumberOf<X<A>> {
+  using Type = A;
+};
+
+// Sums of N numbers over a warp, N a power of two; lane l gets that of number l / (32 / N). Lanes halve what
+// they are still to add when they exchange it: four sums take 6 exchanges, one after the other 20.
+template <typename A, int N>
+__device__ A sum_lanes(A (&x)[N]) {
+  int offset = 16;
+#pragma unroll
+  for (int left = N / 2; left > 0; left /= 2, offset /= 2) {
+    const bool upper = threadIdx.x & offset;
+#pragma unroll
+    for (int n = 0; n < left; ++n) {
+      const A kept = upper ? x[left + n] : x[n], given = upper ? x[n] : x[left + n];
+      x[n] = kept + exchange(given, offset);
+    }
+  }
+#pragma unroll
+  for (; offset > 0; offset /= 2) x[0] += exchange(x[0], offset);
+  return x[0];
+}
+
 constexpr int kMaxWarps = 16;  // of a block
 
 // Combines x[r] over the blockDim.x threads of a row: a power of two up to 32, or whole warps. A
@@ -646,17 +726,32 @@ constexpr int kMaxWarps = 16;  // of a block
 // row need different slots: a fast warp may write for the second while a slow one still reads.
 template <typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
-  if (sizeof(x) <= 16 && blockDim.x >= 32) {
-    combine_lanes(x, 32);  // unrolled, as 32 is a constant: bf16 rows of 768 0.93 of copy speed -> 0.95
-  } else {
-    combine_lanes(x, min(int(blockDim.x), 32));
-  }
-  if (blockDim.x <= 32) return;
-  const int warps = blockDim.x / 32;
+  using A = typename NumberOf<X>::Type;
+  constexpr int N = is_sum<X> ? sizeof(x) / sizeof(A) : 1, kLanes = 32 / N;
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
   X(*row_slots)[R] = slots + threadIdx.y * warps;
-  if (threadIdx.x % 32 == 0) {
+  if (N > 1 && warps > 0) {
+    A numbers[N];
+    memcpy(numbers, x, sizeof(numbers));
+    const A sum = sum_lanes(numbers);
+    if (warps == 1) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
+      for (int n = 0; n < N; ++n) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
+      memcpy(x, numbers, sizeof(numbers));
+      return;
+    }
+    if (lane % kLanes == 0) reinterpret_cast<A*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
+  } else {
+    if (N == 1 && sizeof(x) <= 16 && warps > 0) {
+      combine_lanes(x, 32);  // unrolled, as 32 is a constant: bf16 rows of 768 0.93 of copy speed -> 0.95
+    } else {
+      combine_lanes(x, min(int(blockDim.x), 32));
+    }
+    if (warps <= 1) return;
+    if (lane == 0) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
+    }
   }
   __syncthreads();
   const int slot = threadIdx.x % kMaxWarps;
@@ -812,11 +907,11 @@ constexpr int most_row_threads() {  // of a block
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED>
 constexpr int row_blocks() {
-  if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
-  if (ROWS > 1 || sizeof(T) == 8) return 1;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
   if (SHIFTED && sizeof(T) == 2) return 1;
 #endif
+  if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
+  if (ROWS > 1 || sizeof(T) == 8) return 1;
   return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
 }
 
@@ -897,7 +992,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   combine_row(mean, sum_slots);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    mean[r] *= constants.per_col;
+    mean[r] = quotient(mean[r], A(cols), constants.per_col);
     spread[r] = {};
     if (has_extra) add_distance(spread[r], extra_x[r] - mean[r]);
 #pragma unroll
@@ -1057,7 +1152,8 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
   constexpr int V = 16 / sizeof(T);
   extern __shared__ __align__(128) unsigned char held[];
   __shared__ uint64_t loaded;
-  using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
+  // The sum of so many equal numbers of float16 has an error, of bfloat16 not.
+  using Spread = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, A, Distances<A>>;
   __shared__ A sum_slots[kMaxWarps][1];
   __shared__ Spread spread_slots[kMaxWarps][1];
   const T* input = static_cast<const T*>(call.input) + blockIdx.x * call.cols;
@@ -1085,7 +1181,7 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
     for (int v = 0; v < V; ++v) here += values[v];
     sum += here;
   }
-  A mean = combine_row(sum, sum_slots) * constants.per_col;
+  A mean = quotient(combine_row(sum, sum_slots), A(cols), constants.per_col);
   Spread spread = {};
 #pragma unroll kSharedPacks
   for (int i = 0; i < packs; ++i) {
@@ -1097,32 +1193,26 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
     spread = combine(spread, here);
   }
   spread = combine_row(spread, spread_slots);
-  const A rstd = rsqrt(settle(spread, mean, constants.per_col) * constants.per_col + constants.eps);
+  const A m2 = settle(spread, mean, constants.per_col);
+  A rstd = rsqrt(m2 * constants.per_col + constants.eps);
   if (call.mean != nullptr && threadIdx.x == 0) {
     static_cast<A*>(call.mean)[blockIdx.x] = mean;
     static_cast<A*>(call.rstd)[blockIdx.x] = rstd;
   }
+  rstd = applied_rstd<T>(rstd, m2);
 
   auto normalize = [&](auto usual_affine) {
     constexpr bool kUsual = decltype(usual_affine)::value;
-    // Blocks begin at different columns, so that not all ask the same slices of L2 for weight and bias
-    // (float32 rows of 12288: 141 us -> 138, of 16384: 139.4 -> 138.3; 16 bits, and with an activation: 1%
-    // slower). A load beyond a row's end is moved into it and not stored, so that no load waits for a
-    // condition.
-    constexpr bool kTurned = sizeof(T) > 2 && !FUSED;
-    const int steps = kTurned ? (cols + pack_step - 1) / pack_step : packs;
-    const int first_step = kTurned ? blockIdx.x % steps : 0;
 #pragma unroll 2  // weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90
-    for (int step = 0; step < steps; ++step) {
-      const int i = step + first_step < steps ? step + first_step : step + first_step - steps;
-      const int wanted = first_col + i * pack_step, col = kTurned ? min(wanted, cols - V) : wanted;
+    for (int i = 0; i < packs; ++i) {
+      const int col = first_col + i * pack_step;
       A weight[V], bias[V], y[V];
       load_affine_pair<T, V, false, kUsual, true>(weight, bias, call, col, 0);
       unpack(load<T, V>(x + col), y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean, rstd) * weight[v] + bias[v];
       apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
-      if (wanted == col) store<T, V>(output + col, y);
+      store<T, V>(output + col, y);
     }
   };
   if (has_usual_affine(call)) {
@@ -1183,7 +1273,7 @@ __global__ void __launch_bounds__(256, kMeasuringBlocks)
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Pack<T, V> x[PACKS];
     int count = 0;
-    A sum = 0, m2 = 0;
+    A sums[PACKS] = {}, m2 = 0;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
@@ -1194,11 +1284,10 @@ __global__ void __launch_bounds__(256, kMeasuringBlocks)
       if (i * V < count) {
         Acc<T> values[V];
         unpack(x[i], values);
-#pragma unroll
-        for (int v = 0; v < V; ++v) sum += values[v];
+        sums[i] = sum_of<T>(values);
       }
     }
-    const A mean = sum / A(max(count, 1));
+    const A mean = sum_of<T>(sums) / A(max(count, 1));
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
@@ -1231,7 +1320,7 @@ __global__ void __launch_bounds__(256)
   if (threadIdx.x != 0) return;
   const A rstd = rsqrt(moments.m2 / A(call.cols) + A(call.eps));
   row_stats[row][0] = moments.mean;
-  row_stats[row][1] = rstd;
+  row_stats[row][1] = applied_rstd<T>(rstd, moments.m2);
   if (call.mean != nullptr) {
     static_cast<A*>(call.mean)[row] = moments.mean;
     static_cast<A*>(call.rstd)[row] = rstd;
@@ -1296,7 +1385,8 @@ template <typename T, int V, int PACKS, int ROWS, bool FUSED>
 __global__ void __launch_bounds__(512)
     layer_norm_backward_rows(Backward call, Acc<T>* scratch, bool keep_input) {
   using A = Acc<T>;
-  constexpr int kShared = 256 * V * PACKS;  // columns times rows of a block with several rows
+  // First bias, then sums: columns times rows of a block with several rows.
+  constexpr int kShared = (FUSED ? 512 : 256) * V * PACKS;
   __shared__ Sums<A> slots[2][kMaxWarps][ROWS];
   __shared__ __align__(16) A share[kShared];
   const int cols = call.cols;
@@ -1312,14 +1402,32 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) live_col[i] = (i * blockDim.x + threadIdx.x) * V < cols;
 
-  // Rows row + r * blockDim.y; offset is of this thread's first element in the first of them.
+  // bias is kept as numbers of type A, so that nobody asks at every load what it is (bf16 rows of 1024 with
+  // GELU: 0.71 of copy speed -> 0.74).
+  if constexpr (FUSED) {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int col = (i * blockDim.x + threadIdx.x) * V;
+      if (threadIdx.y > 0 || !live_col[i]) continue;
+      A bias[V];
+      load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+      store_sums(share + col, bias);
+    }
+    __syncthreads();
+  }
+
+  // Of the rows of the next turn, row + r * blockDim.y; x_at and dy_at are of this thread's first element in
+  // the first one. With the places of all found anew each turn: bf16 rows of 2048 0.92 of copy speed -> 0.90.
   Pack<T, V> next_x[ROWS][PACKS], next_dy[ROWS][PACKS];
   A next_mean[ROWS], next_rstd[ROWS];
   const int row_step = blockDim.y * cols, pack_step = blockDim.x * V;
   const uint64_t policy = l2_policy(keep_input);
-  auto fetch = [&](int64_t row, int64_t offset) {
-    const T* x = static_cast<const T*>(call.input) + offset;
-    const T* dy = static_cast<const T*>(call.grad_output) + offset;
+  const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = opaque(row_stride * cols);
+  int64_t row = int64_t(blockIdx.x) * blockDim.y * ROWS + threadIdx.y;
+  const int64_t offset = row * cols + threadIdx.x * V;
+  const T* x_at = static_cast<const T*>(call.input) + offset;
+  const T* dy_at = static_cast<const T*>(call.grad_output) + offset;
+  auto fetch = [&](int64_t row) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (row + r * blockDim.y >= call.rows) continue;
@@ -1328,19 +1436,16 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
         if (!live_col[i]) continue;
-        next_x[r][i] = load<T, V>(x + r * row_step + i * pack_step, policy);
-        next_dy[r][i] = load<T, V>(dy + r * row_step + i * pack_step, policy);
+        next_x[r][i] = load<T, V>(x_at + r * row_step + i * pack_step, policy);
+        next_dy[r][i] = load<T, V>(dy_at + r * row_step + i * pack_step, policy);
       }
     }
+    x_at += stride, dy_at += stride;
   };
-
-  const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = row_stride * cols;
-  int64_t row = int64_t(blockIdx.x) * blockDim.y * ROWS + threadIdx.y;
-  int64_t offset = row * cols + threadIdx.x * V;
   const A per_col = A(1) / A(cols);
-  fetch(row, offset);
+  fetch(row);
   int turn = 0;  // of the two sets of slots: one barrier a turn is enough
-  for (; row - threadIdx.y < call.rows; row += row_stride, offset += stride, turn ^= 1) {
+  for (; row - threadIdx.y < call.rows; row += row_stride, turn ^= 1) {
     A xhat[ROWS][PACKS][V], rstd[ROWS];
     Pack<T, V> dy[ROWS][PACKS];
     Sums<A> sums[ROWS];
@@ -1357,7 +1462,11 @@ __global__ void __launch_bounds__(512)
         unpack(next_x[r][i], xhat[r][i]);
 #pragma unroll
         for (int v = 0; v < V; ++v) xhat[r][i][v] = (xhat[r][i][v] - next_mean[r]) * rstd[r];
-        apply_derivative<T, FUSED>(dy[r][i], xhat[r][i], weight[i], call, (i * blockDim.x + threadIdx.x) * V);
+        if constexpr (FUSED) {
+          A bias[V];
+          load_affine<T, V>(bias, share, true, (i * blockDim.x + threadIdx.x) * V, 0);
+          apply_derivative<T>(dy[r][i], xhat[r][i], weight[i], bias, call);
+        }
         unpack(dy[r][i], grad);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -1369,10 +1478,10 @@ __global__ void __launch_bounds__(512)
         }
       }
     }
-    fetch(row + row_stride, offset + stride);
+    fetch(row + row_stride);
     if (call.grad_input == nullptr) continue;
     combine_row(sums, slots[turn]);
-    T* grad_input = static_cast<T*>(call.grad_input) + offset;
+    T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + threadIdx.x * V);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (row + r * blockDim.y >= call.rows) continue;
@@ -1443,7 +1552,11 @@ __global__ void __launch_bounds__(256, kMeasuringBlocks)
         load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
 #pragma unroll
         for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-        apply_derivative<T, FUSED>(dy, xhat, weight, call, col);
+        if constexpr (FUSED) {
+          A bias[V];
+          load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+          apply_derivative<T>(dy, xhat, weight, bias, call);
+        }
         unpack(dy, grad);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -1519,7 +1632,11 @@ __global__ void __launch_bounds__(512)
       unpack(x[i], xhat);
 #pragma unroll
       for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-      apply_derivative<T, FUSED>(dy[i], xhat, weight[i], call, col);
+      if constexpr (FUSED) {
+        A bias[V];
+        load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
+        apply_derivative<T>(dy[i], xhat, weight[i], bias, call);
+      }
       unpack(dy[i], grad);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
@@ -1669,18 +1786,15 @@ struct ForwardPass {
   // The moments of this warp's columns: first their mean, then distances from it.
   __device__ Stats measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
     Pack<T, V> x[kPacks];
-    float mean, m2 = 0, extra_x;
+    float sums[kPacks], m2 = 0, extra_x;
     get(x, extra_x, slices[0]);
-    mean = extra_x;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      float values[V], here = 0;  // short sums first, which need not wait for one another
+      float values[V];
       unpack(x[i], values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) here += values[v];
-      mean += here;
+      sums[i] = sum_of<T>(values);
     }
-    mean = combine_lanes(mean, 32) * per_count;
+    const float mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, 32), count, per_count);
     if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -1707,7 +1821,7 @@ struct ForwardPass {
       static_cast<float*>(call.mean)[row] = row_total.mean;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
-    return {row_total.mean, rstd};
+    return {row_total.mean, applied_rstd<T>(rstd, row_total.m2)};
   }
 
   __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset, float2 row_stats,
@@ -1782,12 +1896,13 @@ struct BackwardPass {
           constexpr int F = V < 4 ? V : 4;
 #pragma unroll
           for (int f = 0; f < V; f += F) {
-            float xhat[F], w[F];
+            float xhat[F], w[F], bias[F];
+            load_affine<T, F>(bias, call.bias, call.affine_float32, first + col + f, 0);
             unpack(load<T, F>(slices[0] + col + f), xhat);
 #pragma unroll
             for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd, w[v] = weight[i][f + v];
             auto* grad_output = reinterpret_cast<Pack<T, F>*>(slices[1] + col + f);
-            apply_derivative<T, FUSED>(*grad_output, xhat, w, call, first + col + f);
+            apply_derivative<T>(*grad_output, xhat, w, bias, call);
           }
         }
         unpack(load<T, V>(slices[0] + col), x);
@@ -2079,7 +2194,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       job.apply(call, slices, columns, offset, control.row_stats[applying.index],
                 control.given[applying.index]);
       offset += offset_step;
-      if (Pass::kWrites) writes_before_copies();
+      if (Pass::kWrites) writes_before_copies();  // measure has written to the slice
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.applied[applying.index]);
       applying.advance(s.stages);
@@ -2131,20 +2246,6 @@ __host__ __device__ inline int joint_rest(int packs, int in_registers) {
   const int rest = packs - (in_registers - skipped) * kJointThreads;
   return rest > 0 ? rest : 0;
 }
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// x, but what follows from it is not computed early and kept from row to row: registers are scarce, and those
-// that spill find no room in L1 beside so much shared memory (one spilled word a thread: 0.179 -> 0.187 ms).
-template <typename X>
-__device__ X opaque(X x) {
-  if constexpr (sizeof(X) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
-  }
-  return x;
-}
-#endif
 
 __global__ void __launch_bounds__(kJointThreads, 1)
     layer_norm_joint_rows(Forward call, RowConstants<float> constants, Joint joint, uint64_t* words) {
@@ -2241,7 +2342,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
   float count = 0, mean = 0, m2 = 0;  // of this thread's columns of a row
   auto measure = [&](const Packed(&x)[kStagePacks], auto is_last) {
     constexpr bool kLast = decltype(is_last)::value;
-    const int last = opaque(last_packs);
+    const int last = opaque(last_packs);  // one spilled word a thread: the main shape 0.179 -> 0.187 ms
     float values[kStagePacks][V], sum = 0, squares = 0, here = 0;
 #pragma unroll
     for (int i = 0; i < kStagePacks; ++i) {
@@ -2910,10 +3011,11 @@ struct Tuning {
   // (rows of 9216: 0.93 of copy speed, and 0.86 in registers; of 10240: 0.92, and 0.90).
   static constexpr int loads_16_bits = 1024;
   // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer it would load too
-  // little while it computes (bf16 rows of 18432: 0.91 of copy speed, where the stream has 0.86; of 24576:
-  // 0.89, and 0.93; float32 rows of 16384: 0.94, and 0.94). Rows that are not aligned are faster in the
-  // stream (float32 rows of 8191: 0.90, and 0.71 in shared memory).
-  static constexpr int shared_rows = 3, shared_rows_16_bits = 5;
+  // little while it computes (bf16 rows of 18432: 0.93 of copy speed, where the stream has 0.87; of 24576:
+  // 0.89, and 0.93; float32 rows of 10240: 0.97, and 0.95; of 12288: 0.92, and 0.95). float64 has no stream.
+  // Rows that are not aligned are faster in the stream (float32 rows of 8191: 0.90, and 0.71 in shared
+  // memory).
+  static constexpr int shared_rows = 5, shared_rows_float64 = 3;
   // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
   // registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
   // columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed
@@ -2957,7 +3059,8 @@ struct Tuning {
 
 static_assert(Tuning::block_threads_16_bits <= kFourRowsThreads,
               "a block of four rows a thread is too large");
-static_assert(Tuning::unaligned_four_rows_loads <= kFourRowsThreads, "as is one row of them");
+static_assert(Tuning::unaligned_four_rows_loads <= kFourRowsThreads,
+              "a row that is not aligned is too long for them");
 
 struct Device {
   std::once_flag asked;
@@ -3172,7 +3275,7 @@ Plan plan(const Forward& call) {
   const int64_t held = device.shared_bytes / (16 * loads + kRowControlBytes);
   const bool is_16_bit = size_of(call.dtype) == 2;
   const bool shared_fits = device.code >= 90 && p.pack > 1 && call.rows >= device.sms &&
-                           held >= (is_16_bit ? Tuning::shared_rows_16_bits : Tuning::shared_rows);
+                           held >= (streams ? Tuning::shared_rows : Tuning::shared_rows_float64);
   if (loads <= (shared_fits && is_16_bit ? Tuning::loads_16_bits : Tuning::forward_packs * threads)) {
     plan_rows(p, call, loads, threads, device);
     return p;
@@ -3375,16 +3478,12 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
   return cudaGetLastError();
 }
 
-template <typename T, int V>
-cudaError_t launch_typed(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  if constexpr (sizeof(T) < 8) {  // double is rare and makes do with fewer kernels to compile
-    if (!is_fused(call)) return launch_fused<T, V, false>(call, p, scratch, stream);
-  }
-  return launch_fused<T, V, true>(call, p, scratch, stream);
-}
-
 template <typename T, int V, bool FUSED>
 cudaError_t launch_fused(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
+  if (call.rows == 0) {
+    zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
+    return cudaGetLastError();
+  }
   auto* partials = static_cast<Acc<T>*>(scratch);
   int64_t partial_rows = p.partial_rows;
   bool spread = p.regime == Regime::Spread;
@@ -3427,12 +3526,8 @@ cudaError_t launch_fused(const Backward& call, const Plan& p, void* scratch, cud
   return cudaGetLastError();
 }
 
-template <typename T, int V>
-cudaError_t launch_typed(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  if (call.rows == 0) {
-    zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
-    return cudaGetLastError();
-  }
+template <typename T, int V, typename Call>
+cudaError_t launch_typed(const Call& call, const Plan& p, void* scratch, cudaStream_t stream) {
   if constexpr (sizeof(T) < 8) {  // double is rare and makes do with fewer kernels to compile
     if (!is_fused(call)) return launch_fused<T, V, false>(call, p, scratch, stream);
   }

@@ -222,6 +222,7 @@ def sweep_cases():
 
 def sweep_row(what, rows, cols, dtype):
     """Times eager, torch.compile and ours on one shape. Returns a dict of milliseconds."""
+    torch.cuda.empty_cache()  # in memory that earlier rows have used, bf16 rows of 768 take 3 to 4% longer
     options = dict(device="cuda", dtype=DTYPES[dtype])
     flat = torch.randn(rows * cols + 1, **options)
     x = (flat[1:] if "x[1:]" in what else flat[:-1]).view(rows, cols)
@@ -366,7 +367,7 @@ SHAPES = [
     (1, 1), (7, 1), (1000, 2), (513, 7), (4096, 16), (300, 33), (1000, 64), (77, 100), (333, 128),
     (64, 129), (50, 255), (40, 256), (31, 768), (65, 1000), (200, 1024), (19, 2041), (9, 4096), (10, 4099),
     (6, 8192), (5, 8200), (7, 10007), (5, 16384), (3, 16392), (3, 20001), (5, 32768), (2, 50257), (3, 65536),
-    (2, 131072), (3, 262144), (1, 1000003), (2, 1048576), (40, 40000), (3, 4194304),
+    (2, 131072), (3, 262144), (1, 1000003), (2, 1048576), (40, 40000), (3, 4194304), (180, 9000), (300, 16384),
 ]  # fmt: skip
 
 
@@ -438,7 +439,7 @@ def assert_no_worse_than_pytorch(*cases, eps=1e-5, functions=(layer_norm, nn.fun
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows,cols", SHAPES)
 def test_values(rows, cols, dtype):
-    for i, affine in enumerate(AFFINE if rows * cols < 10**6 else ["both"]):
+    for i, affine in enumerate(AFFINE if rows * cols < 2 * 10**6 else ["both"]):
         if affine == "float32" and dtype.itemsize != 2:
             continue
         assert_no_worse_than_pytorch(random_case(rows, cols, dtype, affine, seed=rows * 31 + cols + i))
@@ -522,8 +523,9 @@ def test_a_bad_row_stays_alone(cols):
 @gpu
 @pytest.mark.parametrize(
     "rows,cols",
-    [(1000, 64), (40, 4099), (100, 1024), (40, 16384), (150, 50257), (9, 262144), (4, 4194304), (3, 4194304)],
-)
+    [(1000, 64), (40, 4099), (100, 1024), (300, 9000), (40, 16384), (150, 50257), (9, 262144), (4, 4194304),
+     (3, 4194304)],
+)  # fmt: skip
 def test_the_same_bits_every_time(rows, cols):
     case = random_case(rows, cols, torch.float32, "both", seed=1)
     first = run_case(layer_norm, *case)
@@ -719,7 +721,7 @@ def chain(x, normalized_shape, weight, bias, eps, activation, scale):
 @pytest.mark.parametrize(
     "rows,cols,device",
     [(5, 24, "cpu")] + [pytest.param(rows, cols, "cuda", marks=gpu) for rows, cols in (
-        (200, 3), (1000, 64), (64, 129), (31, 768), (9, 4096), (6, 8192), (300, 16384), (300, 16392), (300, 20001),
+        (200, 3), (1000, 64), (64, 129), (31, 768), (9, 4096), (6, 8192), (300, 9000), (300, 16392), (300, 20001),
         (5, 40000), (3, 262144), (2, 1048577), (3, 4194304))],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -765,6 +767,12 @@ def test_activation_of_every_argument(activation, dtype):
         assert (slope_error <= some * eps * exact_z.grad.abs().clamp_min(1)).all()
         tail = (z > -5) & (z < 0)
         assert activation != "gelu" or (error[tail] <= 100 * eps * exact[tail].abs()).all()
+
+
+@gpu
+def test_gelu_of_infinity():
+    x, weight, bias, _ = random_case(3, 8, torch.float64, "both", seed=0)
+    assert (layer_norm(x, (8,), weight, torch.full_like(bias, torch.inf), activation="gelu") == torch.inf).all()
 
 
 @gpu
@@ -1057,15 +1065,23 @@ def test_mixed_precision_training_step():
 # ---- Hard numbers ----
 
 
+# rstd is 316 there, so that a mean off by its last digit shows.
 @gpu
-@pytest.mark.parametrize("cols", [1, 7, 64, 1000, 4096, 20001, 262144])
-def test_constant_rows(cols):
-    for value in (0.0, 1.0, 1e4, -3.7e5):
-        x = torch.full((5, cols), value, device="cuda", requires_grad=True)
-        y = layer_norm(x, (cols,))
-        assert y.abs().max() <= nn.functional.layer_norm(x, (cols,)).abs().max() + 1e-6
-        y.sum().backward()
-        assert x.grad.isfinite().all()
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "rows,cols",
+    [(5, 1), (5, 7), (2207, 41), (70, 64), (2211, 255), (5, 1000), (40, 2041), (5, 4096), (180, 9000), (180, 11000),
+     (5, 20001), (40, 50257), (3, 262144), (3, 1200001), (4, 4194304)],
+)  # fmt: skip
+def test_constant_rows(rows, cols, dtype):
+    _, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=cols)
+    for value in (0.0, 1.0, 1 / 3, -3.7e4, 1234.567):
+        x = torch.full_like(dy, value)
+        ours = run_case(layer_norm, x, weight, bias, dy)
+        theirs = run_case(nn.functional.layer_norm, x, weight, bias, dy)
+        for mine, their, exact in zip(ours[::2], theirs[::2], (bias, 0)):  # output and grad_weight
+            assert (mine - exact).abs().max() <= (their - exact).abs().max() + 1e-6, value
+        assert ours[1].isfinite().all()
 
 
 @gpu
@@ -1175,7 +1191,7 @@ def test_runs_on_the_current_stream(rows, cols):
 
 @gpu
 @pytest.mark.parametrize(
-    "rows,cols", [(64, 768), (40, 5000), (300, 16384), (5, 20000), (8, 262144), (4, 4194304), (3, 4194304)]
+    "rows,cols", [(64, 768), (40, 5000), (300, 9000), (5, 20000), (8, 262144), (4, 4194304), (3, 4194304)]
 )
 def test_cuda_graph_of_a_training_step(rows, cols):
     module = ModelNew(cols).cuda()
@@ -1207,7 +1223,7 @@ def test_cuda_graph_of_a_training_step(rows, cols):
 
 
 @gpu
-@pytest.mark.parametrize("rows,cols", [(1000, 64), (300, 16384), (9, 262144), (4, 4194304), (3, 4194304)])
+@pytest.mark.parametrize("rows,cols", [(1000, 64), (300, 9000), (9, 262144), (4, 4194304), (3, 4194304)])
 def test_many_streams_and_threads_at_once(rows, cols):
     import concurrent.futures
 
@@ -1312,7 +1328,8 @@ REGIMES = """
             (33, 64, single, None), (9, 768, brain, "gelu_tanh"), (7, 1000, half, None), (5, 2041, single, "gelu"),
             (17 * sms + 5, 150, half, None), (17 * sms + 5, 101, single, "gelu"),
             (2 * sms, 4099, brain, None), (2 * sms, 8192, single, None), (5, 9000, brain, None),
-            (sms + 8, 16384, single, None), (sms + 8, 16384, brain, "gelu"), (sms + 8, 20001, brain, None),
+            (sms + 8, 16384, single, None), (sms + 60, 9000, single, None), (sms + 60, 9000, double, None),
+            (sms + 8, 16384, brain, "gelu"), (sms + 8, 20001, brain, None),
             (7, 16384, single, "gelu"), (5, 40001, brain, None), (3, 65536, single, None), (3, 20000, double, None),
             (2, 1200000, single, "gelu"), (2, 1200001, brain, None), (3, 500, double, None), (4, 2200004, single, None),
             (17 * sms, 768, brain, "gelu"), (sms + 60, 24576, brain, None), (9, 524289, half, None),
@@ -1364,7 +1381,7 @@ def test_guard_bands_around_every_buffer(tmp_path):
     """)
     done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "43 cases\n"
+    assert done.stdout == "45 cases\n"
 
 
 @gpu
@@ -1382,7 +1399,7 @@ def test_compute_sanitizer_finds_nothing(tmp_path, tool):
         command += ["--kernel-name", "kns=layernorm_inline"]
     command += [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "43 cases" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "45 cases" in done.stdout, done.stdout + done.stderr
     assert re.search("ERROR SUMMARY: 0 errors|0 hazards displayed", done.stdout), done.stdout
 
 
