@@ -466,6 +466,15 @@ def test_many_unaligned_rows(rows, cols, offset, dtype):
     assert_no_worse_than_pytorch(random_case(rows, cols, dtype, "both", seed=cols, offset=offset), slack=5)
 
 
+# Rows on 16-byte boundaries, but not on those of cache lines: what is copied with them must not be taken for theirs.
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("offset", [0, 8, 40])
+@pytest.mark.parametrize("cols", [8712, 10008, 20008, 50264, 131080])
+def test_rows_between_lines(cols, offset, dtype):
+    assert_no_worse_than_pytorch(random_case(150, cols, dtype, "both", seed=cols, offset=offset), slack=5)
+
+
 # The kernels read what exceeds L2 (60 MB on an H200) with another priority.
 @gpu
 @pytest.mark.parametrize("cols", [1024, 12288, 65536])
@@ -1075,8 +1084,10 @@ def test_mixed_precision_training_step():
 )  # fmt: skip
 def test_constant_rows(rows, cols, dtype):
     _, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=cols)
-    for value in (0.0, 1.0, 1 / 3, -3.7e4, 1234.567):
+    values = (0.0, 1.0, 1 / 3, 1e4, -3.7e4, 1234.567) + (() if dtype == torch.float16 else (-3.7e5,))
+    for value in values:
         x = torch.full_like(dy, value)
+        assert layer_norm(x, (cols,)).abs().max() <= nn.functional.layer_norm(x, (cols,)).abs().max() + 1e-6, value
         ours = run_case(layer_norm, x, weight, bias, dy)
         theirs = run_case(nn.functional.layer_norm, x, weight, bias, dy)
         for mine, their, exact in zip(ours[::2], theirs[::2], (bias, 0)):  # output and grad_weight
