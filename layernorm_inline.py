@@ -1146,11 +1146,11 @@ __device__ int whole_units(void* shared, const void* global, int bytes, bool ten
 // ---- Forward, rows that a block holds in shared memory (sm_90 and up) ----
 // For rows too long for the registers of a block: one bulk copy brings the row, so that as much as
 // fits an SM is on its way at once, whatever the number of threads. A thread takes kSharedPacks loads, or
-// more where that would be too many threads.
+// more where that would be too many threads, of each of ROWS rows.
 
 constexpr int kSharedThreads = 512, kSharedPacks = 4;
 
-template <typename T, bool FUSED>
+template <typename T, bool FUSED, int ROWS>
 __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 1 : kRowBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -1160,14 +1160,17 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
   __shared__ uint64_t loaded;
   // The sum of so many equal numbers of float16 has an error, of bfloat16 not.
   using Spread = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, A, Distances<A>>;
-  __shared__ A sum_slots[kMaxWarps][1];
-  __shared__ Spread spread_slots[kMaxWarps][1];
-  const T* input = static_cast<const T*>(call.input) + blockIdx.x * call.cols;
-  T* output = static_cast<T*>(call.output) + blockIdx.x * call.cols;
+  __shared__ A sum_slots[kMaxWarps][ROWS];
+  __shared__ Spread spread_slots[kMaxWarps][ROWS];
+  const int cols = call.cols;
+  const int64_t row = int64_t(blockIdx.x) * ROWS;
+  const int rows = min(int64_t(ROWS), call.rows - row);
+  const T* input = static_cast<const T*>(call.input) + row * cols;
+  T* output = static_cast<T*>(call.output) + row * cols;
   const int early = reinterpret_cast<uintptr_t>(input) % kLineBytes;
 
   if (threadIdx.x == 0) {
-    const int bytes = early + int(call.cols) * int(sizeof(T));
+    const int bytes = early + rows * cols * int(sizeof(T));
     barrier_init(&loaded, 1);
     barriers_initialized();
     barrier_arrive_expecting(&loaded, bytes);
@@ -1179,48 +1182,65 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
 
   const T* x = reinterpret_cast<const T*>(held + early);
   const int first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const int cols = call.cols, packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
-  A sum = 0;
-#pragma unroll kSharedPacks
+  const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
+  A sum[ROWS] = {};
+#pragma unroll(kSharedPacks / ROWS)
   for (int i = 0; i < packs; ++i) {
-    A values[V], here = 0;  // short sums first, which need not wait for one another
-    unpack(load<T, V>(x + first_col + i * pack_step), values);
 #pragma unroll
-    for (int v = 0; v < V; ++v) here += values[v];
-    sum += here;
+    for (int r = 0; r < ROWS; ++r) {
+      A values[V], here = 0;  // short sums first, which need not wait for one another
+      unpack(load<T, V>(x + r * cols + first_col + i * pack_step), values);
+#pragma unroll
+      for (int v = 0; v < V; ++v) here += values[v];
+      sum[r] += here;
+    }
   }
-  A mean = quotient(combine_row(sum, sum_slots), A(cols), constants.per_col);
-  Spread spread = {};
-#pragma unroll kSharedPacks
+  combine_row(sum, sum_slots);
+  A mean[ROWS], rstd[ROWS];
+  Spread spread[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) mean[r] = quotient(sum[r], A(cols), constants.per_col), spread[r] = {};
+#pragma unroll(kSharedPacks / ROWS)
   for (int i = 0; i < packs; ++i) {
-    A values[V];
-    Spread here = {};
-    unpack(load<T, V>(x + first_col + i * pack_step), values);
 #pragma unroll
-    for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
-    spread = combine(spread, here);
+    for (int r = 0; r < ROWS; ++r) {
+      A values[V];
+      Spread here = {};
+      unpack(load<T, V>(x + r * cols + first_col + i * pack_step), values);
+#pragma unroll
+      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean[r]);
+      spread[r] = combine(spread[r], here);
+    }
   }
-  spread = combine_row(spread, spread_slots);
-  const A m2 = settle(spread, mean, constants.per_col);
-  A rstd = rsqrt(m2 * constants.per_col + constants.eps);
-  if (call.mean != nullptr && threadIdx.x == 0) {
-    static_cast<A*>(call.mean)[blockIdx.x] = mean;
-    static_cast<A*>(call.rstd)[blockIdx.x] = rstd;
+  combine_row(spread, spread_slots);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const A m2 = settle(spread[r], mean[r], constants.per_col);
+    rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
+    if (call.mean != nullptr && threadIdx.x == 0 && r < rows) {
+      static_cast<A*>(call.mean)[row + r] = mean[r];
+      static_cast<A*>(call.rstd)[row + r] = rstd[r];
+    }
+    rstd[r] = applied_rstd<T>(rstd[r], m2);
   }
-  rstd = applied_rstd<T>(rstd, m2);
 
   auto normalize = [&](auto usual_affine) {
     constexpr bool kUsual = decltype(usual_affine)::value;
-#pragma unroll 2  // weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90
+    // Weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90.
+#pragma unroll(ROWS == 1 ? 2 : 1)
     for (int i = 0; i < packs; ++i) {
       const int col = first_col + i * pack_step;
-      A weight[V], bias[V], y[V];
+      A weight[V], bias[V];
       load_affine_pair<T, V, false, kUsual, true>(weight, bias, call, col, 0);
-      unpack(load<T, V>(x + col), y);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean, rstd) * weight[v] + bias[v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
-      store<T, V>(output + col, y);
+      for (int r = 0; r < ROWS; ++r) {
+        A y[V];
+        unpack(load<T, V>(x + r * cols + col), y);
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean[r], rstd[r]) * weight[v] + bias[v];
+        apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
+        if (r < rows) store<T, V>(output + r * cols + col, y);
+      }
     }
   };
   if (has_usual_affine(call)) {
@@ -3027,6 +3047,10 @@ struct Tuning {
   // Rows that are not aligned are faster in the stream (float32 rows of 8191: 0.90, and 0.71 in shared
   // memory).
   static constexpr int shared_rows = 5, shared_rows_float64 = 3;
+  // 16-bit rows with an activation, which take the SMs' time, two a block where an SM holds so many: weight
+  // and bias are unpacked once for both (bf16 rows of 8448 with GELU 0.78 of copy speed -> 0.85, of 16384
+  // 0.82 -> 0.85; without an activation 0.95 -> 0.92).
+  static constexpr int two_shared_rows = 6;
   // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
   // registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
   // columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed
@@ -3147,15 +3171,16 @@ enum class Regime { Rows, SharedRows, Stream, Joint, Spread };
 struct Plan {
   Regime regime;
   int pack;                             // elements a load; forward Rows: 1 where rows are not aligned
-  int threads_per_row, rows_per_block;  // Rows, SharedRows (one): threads of a block on one row, and its rows
-  int rows, packs, step_log2;  // Rows: a thread's rows; forward: its loads, how far its rows lie apart
-  Stream stream;               // Stream; where it cannot be launched, Spread
-  Joint joint;                 // Joint; where it cannot be launched, Spread
-  int shared;                  //   bytes of its dynamic shared memory
-  int group, groups;           //   both: blocks that share a row, and groups of them
-  int pieces;                  // Spread: blocks a row for the statistics,
-  int64_t tiles, row_blocks;   //   blocks over columns and over rows for the rest
-  int64_t partial_rows;        // backward: rows of partial sums of grad_weight, grad_bias; 0: none
+  int threads_per_row, rows_per_block;  // Rows, SharedRows: threads on a row; Rows: rows side by side
+  int rows;                             // Rows, SharedRows: a thread's
+  int packs, step_log2;                 // Rows, forward: a thread's loads, how far its rows lie apart
+  Stream stream;                        // Stream; where it cannot be launched, Spread
+  Joint joint;                          // Joint; where it cannot be launched, Spread
+  int shared;                           //   bytes of its dynamic shared memory
+  int group, groups;                    //   both: blocks that share a row, and groups of them
+  int pieces;                           // Spread: blocks a row for the statistics,
+  int64_t tiles, row_blocks;            //   blocks over columns and over rows for the rest
+  int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias; 0: none
 };
 
 constexpr int kRowControlBytes = 2048;    // of shared memory, beside a row
@@ -3307,6 +3332,8 @@ Plan plan(const Forward& call) {
   if (shared_fits) {
     p.regime = Regime::SharedRows;
     p.threads_per_row = std::min(kSharedThreads, row_threads(loads, kSharedPacks));
+    const bool has_two = held >= Tuning::two_shared_rows && call.rows >= 16 * device.sms;
+    p.rows = is_16_bit && is_fused(call) && has_two ? 2 : 1;
     return p;
   }
   plan_spread(p, call.rows, call.cols, device);
@@ -3465,12 +3492,16 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
   }
   if constexpr (V > 1) {
     if (p.regime == Regime::SharedRows) {
-      const auto kernel = layer_norm_shared_rows<T, FUSED>;
-      const int shared = call.cols * sizeof(T) + kLineBytes;
+      auto kernel = layer_norm_shared_rows<T, FUSED, 1>;
+      if constexpr (FUSED && sizeof(T) == 2) {
+        if (p.rows == 2) kernel = layer_norm_shared_rows<T, FUSED, 2>;
+      }
+      const int shared = p.rows * call.cols * sizeof(T) + kLineBytes;
       const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
       if (error != cudaSuccess) return error;
-      kernel<<<call.rows, p.threads_per_row, shared, stream>>>(call, row_constants<Acc<T>>(call));
+      kernel<<<ceil_div(call.rows, p.rows), p.threads_per_row, shared, stream>>>(call,
+                                                                                 row_constants<Acc<T>>(call));
       return cudaGetLastError();
     }
   }
