@@ -1399,6 +1399,9 @@ def test_guard_bands_around_every_buffer(tmp_path):
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_compute_sanitizer_finds_nothing(tmp_path, tool):
+    # Few rows of each regime: racecheck (2025.3) does not follow a ring whose slots are used again, where one lane
+    # arrives at a barrier for its warp after __syncwarp. It reports hazards in a textbook pipeline of 40 lines, too,
+    # and none where all lanes arrive.
     script = tmp_path / "regimes.py"
     script.write_text(textwrap.dedent(REGIMES) + "print(len(list(every_regime())), 'cases')\n")
     (tmp_path / "layernorm_inline.py").write_text(open(SOURCE).read())
