@@ -55,6 +55,7 @@ import glob
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -3658,6 +3659,7 @@ CPP_SOURCE = (
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/conv_transpose3d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
@@ -3738,24 +3740,26 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
   return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
 }
 
-// As at::native_layer_norm: contiguous, whatever the strides of like.
-Tensor empty_contiguous(const Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); }
+// Makes a tensor on the device of `like`, contiguous as at::native_layer_norm's, whatever the strides of
+// `like`.
+using Empty = Tensor (*)(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like);
 
-Outputs allocate_forward(const Tensor& input, SymIntArrayRef shape, bool save_statistics) {
+Outputs allocate_forward(const Tensor& input, SymIntArrayRef shape, bool save_statistics, Empty empty) {
+  const auto dtype = input.scalar_type();
   Tensor statistics;
   if (save_statistics) {
-    const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    statistics = at::empty_symint({2, row_count(input, shape)}, input.options().dtype(dtype));
+    statistics = empty({2, row_count(input, shape)}, dtype == at::kDouble ? dtype : at::kFloat, input);
   }
-  return {empty_contiguous(input), statistics};
+  return {empty(input.sym_sizes(), dtype, input), statistics};
 }
 
 Gradients allocate_backward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                            std::array<bool, 3> output_mask) {
+                            std::array<bool, 3> output_mask, Empty empty) {
+  auto empty_as = [&](const Tensor& t) { return empty(t.sym_sizes(), t.scalar_type(), t); };
   Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) grad_input = empty_contiguous(input);
-  if (output_mask[1] && present(weight)) grad_weight = empty_contiguous(*weight);
-  if (output_mask[2] && present(bias)) grad_bias = empty_contiguous(*bias);
+  if (output_mask[0]) grad_input = empty_as(input);
+  if (output_mask[1] && present(weight)) grad_weight = empty_as(*weight);
+  if (output_mask[2] && present(bias)) grad_bias = empty_as(*bias);
   return {grad_input, grad_weight, grad_bias};
 }
 
@@ -3774,6 +3778,11 @@ OptionalTensor contiguous(const OptionalTensor& t) {
   return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
 }
 
+// Not through the dispatcher: a call of 8 x 768 with gradient takes 14.2 us instead of 14.9.
+Tensor empty_cuda(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
+  return Tensor(at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(sizes), like.options().dtype(dtype)));
+}
+
 const void* read(const OptionalTensor& t) { return present(t) ? t->data_ptr() : nullptr; }
 void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 void* second_half(const Tensor& t) {
@@ -3784,7 +3793,7 @@ template <typename Call>
 void run(const Call& call, const Tensor& input) {
   const size_t bytes = scratch_bytes(call);
   Tensor scratch;
-  if (bytes > 0) scratch = at::empty({static_cast<int64_t>(bytes)}, input.options().dtype(at::kByte));
+  if (bytes > 0) scratch = empty_cuda({static_cast<int64_t>(bytes)}, at::kByte, input);
   C10_CUDA_CHECK(launch(call, write(scratch), c10::cuda::getCurrentCUDAStream()));
 }
 
@@ -3793,7 +3802,7 @@ Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const Optional
                        bool save_statistics) {
   check(input, shape, weight, bias);
   const c10::cuda::CUDAGuard guard(input.device());
-  const Outputs outputs = allocate_forward(input, shape, save_statistics);
+  const Outputs outputs = allocate_forward(input, shape, save_statistics, empty_cuda);
   if (input.numel() == 0) return outputs;
   const auto& [output, statistics] = outputs;
 
@@ -3832,7 +3841,7 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
                         const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                         int64_t activation, double scale, std::array<bool, 3> output_mask) {
   const c10::cuda::CUDAGuard guard(input.device());
-  const Gradients gradients = allocate_backward(input, weight, bias, output_mask);
+  const Gradients gradients = allocate_backward(input, weight, bias, output_mask, empty_cuda);
   const Tensor dy = grad_output.contiguous(), x = input.contiguous();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   const auto& affine = present(w) ? w : b;
@@ -3912,22 +3921,26 @@ Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const Op
 
 // ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
 
+Tensor empty_meta(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
+  return at::empty_symint(sizes, like.options().dtype(dtype));
+}
+
 Tensor layer_norm_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double, int64_t, double) {
   check(input, normalized_shape, weight, bias);
-  return std::get<0>(allocate_forward(input, normalized_shape, false));
+  return std::get<0>(allocate_forward(input, normalized_shape, false, empty_meta));
 }
 
 Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                      const OptionalTensor& bias, double, int64_t, double) {
   check(input, normalized_shape, weight, bias);
-  return allocate_forward(input, normalized_shape, true);
+  return allocate_forward(input, normalized_shape, true, empty_meta);
 }
 
 Gradients backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, const Tensor&,
                         const OptionalTensor& weight, const OptionalTensor& bias, int64_t, double,
                         std::array<bool, 3> output_mask) {
-  return allocate_backward(input, weight, bias, output_mask);
+  return allocate_backward(input, weight, bias, output_mask, empty_meta);
 }
 
 Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor&,
@@ -4177,6 +4190,16 @@ def _find_cuda_home():
     )
 
 
+def _ptxas_flags(cuda_home):
+    """Assembles kernels side by side, to the same machine code (first import, 16 cores: 44 s -> 30)."""
+    ptxas = os.path.join(cuda_home, "bin", "ptxas")
+    if not os.path.exists(ptxas):  # where nvcc is a wrapper
+        return []
+    options = subprocess.run([ptxas, "--help"], capture_output=True, text=True).stdout
+    threads = min(8, len(os.sched_getaffinity(0)))
+    return ["-Xptxas", f"--split-compile={threads}"] if "--split-compile" in options else []  # CUDA 11 has none
+
+
 def _check_room(directory, writable):
     """Raises where the compiled kernels, or the compiler's temporary files, could not be written."""
     if not writable:
@@ -4241,7 +4264,7 @@ def _compile(name, directory, cuda_flags):
         cpp_sources=CPP_SOURCE,
         cuda_sources=CUDA_SOURCE,
         extra_cflags=_CPP_FLAGS,
-        extra_cuda_cflags=cuda_flags,
+        extra_cuda_cflags=cuda_flags + _ptxas_flags(cuda_home),
         extra_ldflags=link_flags,
         build_directory=directory,
         is_python_module=False,
