@@ -490,17 +490,34 @@ __device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue)
   }
 }
 
-// d gelu / dz, for gradients of type T.
+// The density of the normal distribution at t times a polynomial, highest power first.
+template <typename... Coefficients>
+__device__ float density_times_polynomial(float t, float sum, Coefficients... coefficients) {
+  ((sum = sum * t + coefficients), ...);
+  return sum * fast_exp2(-0.72134752f * t * t);
+}
+
+// d gelu / dz at z = -t, t >= 0, for gradients of type T: the tail less t times the density. Within 1.6e-5 for 16
+// bits, 7e-8 for float32. One exponential: with one for the tail and one for the density ...
+template <typename T, typename A>
+__device__ A gelu_derivative_below(A t) {
+  if constexpr (sizeof(T) == 2) {
+    return density_times_polynomial(t, 0.000704222533f, -0.0080418298f, 0.0396720842f, -0.116940886f, 0.244423389f,
+                                    -0.797151744f, 0.499984294f);
+  } else if constexpr (sizeof(T) == 4) {
+    return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
+                                    -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
+                                    0.249972567f, -0.797882855f, 0.49999997f);
+  } else {
+    return normal_tail(t) - A(0.3989422804014327) * t * fast_exp2(A(-0.7213475204444817) * t * t);
+  }
+}
+
 template <typename T, typename A>
 __device__ A gelu_derivative(A z) {
-  A tail;
-  if constexpr (sizeof(T) == 2) {
-    tail = normal_tail_5_digits(fabsf(z));
-  } else {
-    tail = normal_tail(abs(z));
-  }
-  const A density = fast_exp2(A(-0.7213475204444817) * z * z);
-  return normal_distribution(z, tail) + A(0.3989422804014327) * z * density;
+  const A t = abs(z) > 40 ? A(40) : abs(z);  // beyond, the density is 0; NaN stays NaN
+  const A below = gelu_derivative_below<T>(t);
+  return z < 0 ? below : 1 - below;
 }
 
 // With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
