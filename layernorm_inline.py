@@ -420,7 +420,7 @@ __device__ inline float normal_tail(float t) {
 __device__ __noinline__ double normal_tail(double t) { return 0.5 * erfc(t * 0.7071067811865476); }
 
 // After a convolution in TF32, and for gradients of 16 bits: within 8e-6 of the tail.
-__device__ inline float normal_tail_5_digits(float t) {
+[[maybe_unused]] __device__ inline float normal_tail_5_digits(float t) {
   return exp2_of_polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f,
                             -0.0536014629f, -0.458833878f, -1.15109677f, -1.00000961f);
 }
@@ -497,17 +497,17 @@ __device__ float density_times_polynomial(float t, float sum, Coefficients... co
   return sum * fast_exp2(-0.72134752f * t * t);
 }
 
-// d gelu / dz at z = -t, t >= 0, for gradients of type T: the tail less t times the density. Within 1.6e-5 for 16
-// bits, 7e-8 for float32. One exponential: with one for the tail and one for the density ...
+// d gelu / dz at z = -t, t >= 0, for gradients of type T: the tail less t times the density. Within 1.6e-5
+// for 16 bits, 7e-8 for float32. One exponential: with one for the tail and one for the density ...
 template <typename T, typename A>
 __device__ A gelu_derivative_below(A t) {
   if constexpr (sizeof(T) == 2) {
-    return density_times_polynomial(t, 0.000704222533f, -0.0080418298f, 0.0396720842f, -0.116940886f, 0.244423389f,
-                                    -0.797151744f, 0.499984294f);
+    return density_times_polynomial(t, 0.000704222533f, -0.0080418298f, 0.0396720842f, -0.116940886f,
+                                    0.244423389f, -0.797151744f, 0.499984294f);
   } else if constexpr (sizeof(T) == 4) {
     return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
-                                    -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
-                                    0.249972567f, -0.797882855f, 0.49999997f);
+                                    -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
+                                    -0.13280578f, 0.249972567f, -0.797882855f, 0.49999997f);
   } else {
     return normal_tail(t) - A(0.3989422804014327) * t * fast_exp2(A(-0.7213475204444817) * t * t);
   }
@@ -1831,6 +1831,8 @@ struct ForwardPass {
     }
   }
 
+  __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
+
   // The moments of this warp's columns: first their mean, then distances from it.
   __device__ Stats measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
     Pack<T, V> x[kPacks];
@@ -1918,6 +1920,21 @@ struct BackwardPass {
   enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
+  // Measured at a time: with an activation few, as there are few registers.
+  static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
+  Pack<T, kAtOnce> next_bias = {};
+
+  // Bias for what measure takes next, where it is of input's dtype: it comes from L2 while this thread waits for the
+  // slice, or measures what comes before.
+  __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
+    constexpr int kTurns = V / kAtOnce;  // of a pack
+    const int col = (turn / kTurns * 32 * kStreamWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;
+    const bool usual = call.bias != nullptr && (sizeof(T) > 2 || !call.affine_float32);
+    if (FUSED && usual && col < columns && turn < kPacks * kTurns) {
+      next_bias = load<T, kAtOnce>(static_cast<const T*>(call.bias) + first + col);
+    }
+  }
+
   static __device__ const T* tensor(const Call& call, int which) {
     return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
   }
@@ -1938,31 +1955,34 @@ struct BackwardPass {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-      if (col < columns) {
-        float x[V], dy[V];
-        if constexpr (FUSED) {  // before the rest and four by four, as there are few registers
-          constexpr int F = V < 4 ? V : 4;
+      if (col >= columns) continue;
+      constexpr int F = kAtOnce;
 #pragma unroll
-          for (int f = 0; f < V; f += F) {
-            float xhat[F], w[F], bias[F];
-            load_affine<T, F>(bias, call.bias, call.affine_float32, first + col + f, 0);
-            unpack(load<T, F>(slices[0] + col + f), xhat);
+      for (int f = 0; f < V; f += F) {
+        float xhat[F], dy[F];
+        unpack(load<T, F>(slices[0] + col + f), xhat);
+        Pack<T, F> grad_output = load<T, F>(slices[1] + col + f);
 #pragma unroll
-            for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd, w[v] = weight[i][f + v];
-            auto* grad_output = reinterpret_cast<Pack<T, F>*>(slices[1] + col + f);
-            apply_derivative<T>(*grad_output, xhat, w, bias, call);
-          }
+        for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd;
+        if constexpr (FUSED) {
+          float w[F], b[F];
+          unpack(next_bias, b);
+          ask_for_bias(call, first, columns, (i * V + f) / F + 1);
+#pragma unroll
+          for (int v = 0; v < F; ++v) w[v] = weight[i][f + v];
+          if (sizeof(T) == 2 && call.affine_float32)
+            load_affine<T, F>(b, call.bias, true, first + col + f, 0);
+          apply_derivative<T>(grad_output, xhat, w, b, call);
+          *reinterpret_cast<Pack<T, F>*>(slices[1] + col + f) = grad_output;
         }
-        unpack(load<T, V>(slices[0] + col), x);
-        unpack(load<T, V>(slices[1] + col), dy);
+        unpack(grad_output, dy);
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const float xhat = (x[v] - mean) * rstd;
-          const float wdy = product(weight[i][v], dy[v]);
+        for (int v = 0; v < F; ++v) {
+          const float wdy = product(weight[i][f + v], dy[v]);
           stats.wdy += wdy;
-          stats.wdy_xhat += wdy * xhat;
-          grad_weight[i][v] += dy[v] * xhat;
-          grad_bias[i][v] += dy[v];
+          stats.wdy_xhat += wdy * xhat[v];
+          grad_weight[i][f + v] += dy[v] * xhat[v];
+          grad_bias[i][f + v] += dy[v];
         }
       }
     }
@@ -1988,6 +2008,9 @@ struct BackwardPass {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = row_stats.x, mean_wdy_xhat = row_stats.y, mean = given.x, rstd = given.y;
     T* grad_input = static_cast<T*>(call.grad_input) + offset;
+    // grad_input = rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). Of 16 bits as of_x * x + rstd * wdy +
+    // rest: see normalized. Where all numbers of a row are the same, mean_wdy_xhat is 0, and so is of_x.
+    const float of_x = -rstd * rstd * mean_wdy_xhat, rest = -rstd * mean_wdy - mean * of_x;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
@@ -1997,8 +2020,12 @@ struct BackwardPass {
         unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const float xhat = (x[v] - mean) * rstd;
-          dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
+          const float wdy = product(weight[i][v], dy[v]);
+          if constexpr (sizeof(T) == 2) {
+            dx[v] = x[v] * of_x + (wdy * rstd + rest);
+          } else {
+            dx[v] = rstd * (wdy - mean_wdy - (x[v] - mean) * rstd * mean_wdy_xhat);
+          }
         }
         store<T, V>(grad_input + col, dx);
       }
@@ -2220,24 +2247,23 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   };
   Slot measuring, applying;
   const int rows = call.rows, lag = s.delay * groups;  // a row is long, so that there are not many
-  int64_t offset = group * call.cols + first;          // of the slice that is applied
-  const int64_t offset_step = groups * call.cols;
-  unsigned measured_offset = offset;  // of the slice that is measured, its lowest bits
-  Pass job(call, first, columns, offset);
+  auto offset_of = [&](int row) { return int64_t(row) * int(call.cols) + first; };
+  Pass job(call, first, columns, offset_of(group));
 #pragma unroll 1
   for (int row = group; row < rows + lag; row += groups) {
     if (row < rows) {
-      find_slices(measuring, measured_offset);
+      find_slices(measuring, offset_of(row));
+      job.ask_for_bias(call, first, columns, 0);
       barrier_wait(&control.loaded[measuring.index], measuring.parity);
       const Stats stats = job.measure(call, slices, first, columns, control.given[measuring.index]);
       if (lane == 0) {
         control.partials[measuring.index][warp] = stats;
         barrier_arrive(&control.measured[measuring.index]);
       }
-      measured_offset += offset_step;
       measuring.advance(s.stages);
     }
     if (row >= lag) {
+      const int64_t offset = offset_of(row - lag);
       find_slices(applying, offset);
       barrier_wait(&control.known[applying.index], applying.parity);
       job.apply(call, slices, columns, offset, control.row_stats[applying.index],
@@ -2245,7 +2271,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       if (Pass::kWrites) writes_before_copies();  // measure has written to the slice
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.applied[applying.index]);
-      offset += offset_step;
       applying.advance(s.stages);
     }
   }
