@@ -3616,7 +3616,9 @@ cudaError_t launch_fused(const Backward& call, const Plan& p, void* scratch, cud
                 stream, call, row_means, ceil_div(call.rows, p.row_blocks), partials);
   }
   if (partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
-    const int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
+    // Of a column; no more than are at work at once (16 rows of 65536: 17 us -> 4).
+    int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
+    while (sharers > 1 && 2 * call.cols * sharers > 2048 * current_device().sms) sharers /= 2;
     const dim3 block(kSumThreads / sharers, sharers);
     launch_next(sum_partials<T>, dim3(ceil_div(call.cols, block.x), 2), block, stream, call, partials,
                 partial_rows);
