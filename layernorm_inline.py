@@ -497,13 +497,14 @@ __device__ float density_times_polynomial(float t, float sum, Coefficients... co
   return sum * fast_exp2(-0.72134752f * t * t);
 }
 
-// d gelu / dz at z = -t, t >= 0, for gradients of type T: the tail less t times the density. Within 1.6e-5
-// for 16 bits, 7e-8 for float32. One exponential: with one for the tail and one for the density ...
+// d gelu / dz at z = -t, t >= 0, for gradients of type T: the tail less t times the density. Of 16 bits
+// within 4e-6, of float32 within 7e-8. In one exponential instead of two, of the tail and of the density:
+// 16-bit rows 3 to 4% faster in backward.
 template <typename T, typename A>
 __device__ A gelu_derivative_below(A t) {
   if constexpr (sizeof(T) == 2) {
-    return density_times_polynomial(t, 0.000704222533f, -0.0080418298f, 0.0396720842f, -0.116940886f,
-                                    0.244423389f, -0.797151744f, 0.499984294f);
+    return density_times_polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
+                                    -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f);
   } else if constexpr (sizeof(T) == 4) {
     return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
                                     -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
@@ -1924,8 +1925,8 @@ struct BackwardPass {
   static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
   Pack<T, kAtOnce> next_bias = {};
 
-  // Bias for what measure takes next, where it is of input's dtype: it comes from L2 while this thread waits for the
-  // slice, or measures what comes before.
+  // Bias for what measure takes next, where it is of input's dtype: it comes from L2 while this thread waits
+  // for the slice, or measures what comes before.
   __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
     constexpr int kTurns = V / kAtOnce;  // of a pack
     const int col = (turn / kTurns * 32 * kStreamWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;

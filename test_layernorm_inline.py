@@ -21,6 +21,7 @@ grad_input out).
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import os
 import pickle
@@ -748,6 +749,16 @@ def test_activation(rows, cols, device, dtype, activation, scale):
         return chain(x, shape, weight, bias, eps, activation, scale)
 
     assert_no_worse_than_pytorch(*cases, functions=(fused, pytorch), slack=3)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows,cols", [(400, 1000), (150, 16392), (150, 20001), (3, 1200000)])
+@pytest.mark.parametrize("affine", ["weight", "bias", "none", "float32"])
+def test_activation_with_any_affine(affine, rows, cols, dtype):
+    case = random_case(rows, cols, dtype, affine, seed=cols)
+    fused, pytorch = (functools.partial(f, activation="gelu", scale=1.5) for f in (layer_norm, chain))
+    assert_no_worse_than_pytorch(case, functions=(fused, pytorch), slack=3)
 
 
 @gpu
