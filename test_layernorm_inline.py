@@ -1122,6 +1122,12 @@ def test_tiny_and_huge_numbers(cols, dtype, std):
     assert_no_worse_than_pytorch(random_case(5, cols, dtype, "both", seed=cols, std=std))
 
 
+@gpu
+@pytest.mark.parametrize("cols", [1000, 9000, 16392, 20001])
+def test_rstd_whose_square_overflows(cols):
+    assert_no_worse_than_pytorch(random_case(40, cols, torch.bfloat16, "both", seed=cols, std=3e-20), eps=0.0, slack=5)
+
+
 PROPERTY_CASES = int(os.environ.get("PROPERTY_CASES", 500))  # of each property test
 
 
