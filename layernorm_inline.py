@@ -2119,11 +2119,13 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const int64_t first = int64_t(rank) * s.slice;
   const int columns = slice_columns(s, call.cols, rank);
 
-  if (threadIdx.x < s.stages) {
-    barrier_init(&control.loaded[threadIdx.x], 1);
-    barrier_init(&control.measured[threadIdx.x], kStreamWarps);
-    barrier_init(&control.known[threadIdx.x], 1);
-    barrier_init(&control.applied[threadIdx.x], kStreamWarps);
+  // A slot by a warp of its own: lanes of one warp would take turns, 1 us for all (bf16 rows of 32768: 0.925 of
+  // copy speed -> 0.935).
+  if (lane == 0 && warp < s.stages) {
+    barrier_init(&control.loaded[warp], 1);
+    barrier_init(&control.measured[warp], kStreamWarps);
+    barrier_init(&control.known[warp], 1);
+    barrier_init(&control.applied[warp], kStreamWarps);
     barriers_initialized();
   }
   __syncthreads();
