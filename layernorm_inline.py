@@ -237,6 +237,17 @@ __device__ inline uint64_t l2_policy(bool keep) {
   return policy;
 }
 
+// Brings whole 16-byte units to L2, with that priority (sm_90 and up; else nothing happens).
+// Look at the machine code where it is called under a condition: ptxas 13.0 has taken the number of bytes
+// from a register that it sets in one case only, and four times as many came.
+__device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes),
+               "l"(policy)
+               : "memory");
+#endif
+}
+
 // As load, of input; 16 bytes with that priority.
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p, uint64_t policy) {
@@ -900,6 +911,21 @@ struct RowConstants {
   bool keep_input;  // see l2_policy
 };
 
+// What blocks that start a little later will read is brought to L2 by those that start now. A block does
+// nothing before its rows have come, and an SM has registers for few blocks: bf16 rows of 2041 0.92 of copy
+// speed -> 0.97, of 6001 0.75 -> 0.89, of 1024 with GELU 0.93 -> 0.98, float32 x[1:] of 4096 0.94 -> 0.97.
+struct Later {
+  const char* begin;  // of what comes with the first block, on a 16-byte boundary
+  const char* end;    // of input
+  int block_bytes;    // of a block's rows
+};
+
+__device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) {
+  const int bytes = (later.block_bytes + 31) / 16 * 16;  // the first and the last unit may be another block's
+  const char* begin = later.begin + int64_t(blockIdx.x) * later.block_bytes / 16 * 16;
+  if (begin + bytes <= later.end) prefetch_to_l2(begin, bytes, policy);
+}
+
 // ---- Forward, rows that a block holds in registers ----
 // blockDim.x threads share a row: input is read once, output written once, and the statistics are
 // the textbook ones (mean first, then distances from it). A thread takes PACKS loads of each of ROWS
@@ -938,7 +964,7 @@ constexpr int row_blocks() {
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool FUSED>
 __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
                                   row_blocks<T, PACKS, ROWS, SHIFTED>())
-    layer_norm_rows(Forward call, RowConstants<Acc<T>> constants, int step_log2) {
+    layer_norm_rows(Forward call, RowConstants<Acc<T>> constants, Later later, int step_log2) {
   using A = Acc<T>;
   using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
   constexpr int V = 16 / sizeof(T);
@@ -995,6 +1021,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   for (int r = 0; r < ROWS; ++r) {
     if (has_extra && live_row(r)) extra_x[r] = widen(input[cut.extra + r * row_step]);
   }
+  if (threadIdx.x + threadIdx.y == 0) prefetch_later_rows(later, policy);
 
   A mean[ROWS], rstd[ROWS];
   Spread spread[ROWS];
@@ -1130,14 +1157,6 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
 // when it has told them.
 __device__ inline void writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Look at the machine code where it is called under a condition: ptxas 13.0 has taken the number of bytes
-// from a register that it sets in one case only, and four times as many came.
-__device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes),
-               "l"(policy)
-               : "memory");
-}
-
 // Bulk copies move whole 16-byte units; returns the bytes to copy for `bytes` at a 16-byte boundary. A
 // unit of which only a part is wanted is copied whole, unless the tensor ends in it: then this
 // thread copies its elements, and must do so before it arrives at the barrier.
@@ -1170,7 +1189,7 @@ constexpr int kSharedThreads = 512, kSharedPacks = 4;
 
 template <typename T, bool FUSED, int ROWS>
 __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 1 : kRowBlocks)
-    layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants) {
+    layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using A = Acc<T>;
   constexpr int V = 16 / sizeof(T);
@@ -1189,11 +1208,12 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
 
   if (threadIdx.x == 0) {
     const int bytes = early + rows * cols * int(sizeof(T));
+    const uint64_t policy = l2_policy(constants.keep_input);
     barrier_init(&loaded, 1);
     barriers_initialized();
     barrier_arrive_expecting(&loaded, bytes);
-    bulk_copy(held, reinterpret_cast<const char*>(input) - early, bytes, &loaded,
-              l2_policy(constants.keep_input));
+    bulk_copy(held, reinterpret_cast<const char*>(input) - early, bytes, &loaded, policy);
+    prefetch_later_rows(later, policy);
   }
   __syncthreads();
   barrier_wait(&loaded, 0);
@@ -1487,6 +1507,16 @@ __global__ void __launch_bounds__(512)
       }
     }
     x_at += stride, dy_at += stride;
+    // Meanwhile those of the turn after come to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98, of 4096:
+    // 0.91 -> 0.955). Turns of float32 have twice the bytes, which is too early (1024: 0.975 -> 0.92), and
+    // with an activation it is not DRAM that rows wait for.
+    if constexpr (sizeof(T) == 2 && V > 1 && !FUSED) {
+      const bool whole = row + row_stride + ROWS * blockDim.y <= call.rows;
+      if (threadIdx.x + threadIdx.y == 0 && whole) {
+        prefetch_to_l2(x_at, ROWS * row_step * int(sizeof(T)), policy);
+        prefetch_to_l2(dy_at, ROWS * row_step * int(sizeof(T)), policy);
+      }
+    }
   };
   const A per_col = A(1) / A(cols);
   fetch(row);
@@ -2119,8 +2149,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const int64_t first = int64_t(rank) * s.slice;
   const int columns = slice_columns(s, call.cols, rank);
 
-  // A slot by a warp of its own: lanes of one warp would take turns, 1 us for all (bf16 rows of 32768: 0.925 of
-  // copy speed -> 0.935).
+  // A slot by a warp of its own: lanes of one warp would take turns, 1 us for all (bf16 rows of 32768: 0.925
+  // of copy speed -> 0.935).
   if (lane == 0 && warp < s.stages) {
     barrier_init(&control.loaded[warp], 1);
     barrier_init(&control.measured[warp], kStreamWarps);
@@ -3081,22 +3111,24 @@ struct Tuning {
                        unaligned_four_rows_loads = 32;
   // Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put
   // together from their words once for both (float32 rows of 4099: 0.84 of copy speed -> 0.94, bf16 0.79 ->
-  // 0.87). With more threads than these, too few of them fit an SM (rows of 7001: 0.73 -> 0.66). With an
-  // activation one, as there would be more kernels to compile.
-  static constexpr int two_rows_threads = 256;
-  // 16-bit rows of more loads (16 KB) are faster in shared memory, which holds more of them than registers
-  // (rows of 9216: 0.93 of copy speed, and 0.86 in registers; of 10240: 0.92, and 0.90).
-  static constexpr int loads_16_bits = 1024;
+  // 0.87). With more threads than these, too few of them fit an SM (float32 rows of 6001: 0.93 -> 0.97, of
+  // 7001: 0.84 -> 0.82). With an activation one, as there would be more kernels to compile.
+  static constexpr int two_rows_threads = 384;
   // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer it would load too
   // little while it computes (bf16 rows of 18432: 0.93 of copy speed, where the stream has 0.87; of 24576:
   // 0.89, and 0.93; float32 rows of 10240: 0.97, and 0.95; of 12288: 0.92, and 0.95). float64 has no stream.
   // Rows that are not aligned are faster in the stream (float32 rows of 8191: 0.90, and 0.71 in shared
   // memory).
   static constexpr int shared_rows = 5, shared_rows_float64 = 3;
-  // 16-bit rows with an activation, which take the SMs' time, two a block where an SM holds so many: weight
-  // and bias are unpacked once for both (bf16 rows of 8448 with GELU 0.78 of copy speed -> 0.85, of 16384
-  // 0.82 -> 0.85; without an activation 0.95 -> 0.92).
-  static constexpr int two_shared_rows = 6;
+  // 16-bit rows with an activation, which take the SMs' time, are two a block of shared memory where they are
+  // of more than so many loads (16 KB) and an SM holds so many of them: weight and bias are unpacked once for
+  // both (bf16 rows of 8448 with GELU 0.90 of copy speed, 0.86 in registers, 0.82 one a block of shared
+  // memory; of 16384 0.87, 0.88, 0.79).
+  static constexpr int two_shared_loads = 1024, two_shared_rows = 6;
+  // How far ahead of the blocks that read them rows come to L2: so many bytes for each SM. Earlier, they
+  // leave it again unread (bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.972 with 48, 0.951 with 80;
+  // before a block's own loads instead of after them 0.952).
+  static constexpr int later_bytes = 48 << 10;
   // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
   // registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
   // columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed
@@ -3371,15 +3403,16 @@ Plan plan(const Forward& call) {
   const bool is_16_bit = size_of(call.dtype) == 2;
   const bool shared_fits = device.code >= 90 && p.pack > 1 && call.rows >= device.sms &&
                            held >= (streams ? Tuning::shared_rows : Tuning::shared_rows_float64);
-  if (loads <= (shared_fits && is_16_bit ? Tuning::loads_16_bits : Tuning::forward_packs * threads)) {
+  const bool two_shared = shared_fits && is_16_bit && is_fused(call) && held >= Tuning::two_shared_rows &&
+                          call.rows >= 16 * device.sms;
+  if (loads <= (two_shared ? Tuning::two_shared_loads : Tuning::forward_packs * threads)) {
     plan_rows(p, call, loads, threads, device);
     return p;
   }
   if (shared_fits) {
     p.regime = Regime::SharedRows;
     p.threads_per_row = std::min(kSharedThreads, row_threads(loads, kSharedPacks));
-    const bool has_two = held >= Tuning::two_shared_rows && call.rows >= 16 * device.sms;
-    p.rows = is_16_bit && is_fused(call) && has_two ? 2 : 1;
+    p.rows = two_shared ? 2 : 1;
     return p;
   }
   plan_spread(p, call.rows, call.cols, device);
@@ -3501,6 +3534,14 @@ RowConstants<A> row_constants(const Forward& call) {
   return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, exceeds_l2(call, 2)};
 }
 
+Later later_rows(const Forward& call, int block_rows) {
+  const int64_t row_bytes = call.cols * size_of(call.dtype);
+  const char* input = static_cast<const char*>(call.input);
+  const char* begin = input + int64_t(Tuning::later_bytes) * current_device().sms;
+  return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
+          int(block_rows * row_bytes)};
+}
+
 // True where the device (MPS, MIG) has no room for all blocks at once: spread the rows instead.
 bool refused(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge) return false;
@@ -3509,12 +3550,13 @@ bool refused(cudaError_t error) {
 }
 
 template <typename A>
-cudaError_t launch_rows(void (*kernel)(Forward, RowConstants<A>, int), const Forward& call, const Plan& p,
-                        cudaStream_t stream) {
+cudaError_t launch_rows(void (*kernel)(Forward, RowConstants<A>, Later, int), const Forward& call,
+                        const Plan& p, cudaStream_t stream) {
   const int64_t step = int64_t(1) << p.step_log2;
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // of blockDim.x threads and p.rows rows
   const dim3 block(p.threads_per_row, p.rows_per_block);
-  kernel<<<ceil_div(units, p.rows_per_block), block, 0, stream>>>(call, row_constants<A>(call), p.step_log2);
+  kernel<<<ceil_div(units, p.rows_per_block), block, 0, stream>>>(
+      call, row_constants<A>(call), later_rows(call, p.rows * p.rows_per_block), p.step_log2);
   return cudaGetLastError();
 }
 
@@ -3546,8 +3588,8 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
       const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
       if (error != cudaSuccess) return error;
-      kernel<<<ceil_div(call.rows, p.rows), p.threads_per_row, shared, stream>>>(call,
-                                                                                 row_constants<Acc<T>>(call));
+      kernel<<<ceil_div(call.rows, p.rows), p.threads_per_row, shared, stream>>>(
+          call, row_constants<Acc<T>>(call), later_rows(call, p.rows));
       return cudaGetLastError();
     }
   }
