@@ -467,6 +467,17 @@ def test_many_unaligned_rows(rows, cols, offset, dtype):
     assert_no_worse_than_pytorch(random_case(rows, cols, dtype, "both", seed=cols, offset=offset), slack=5)
 
 
+# So many bytes (more than 48 KB for each SM) that blocks bring to L2 what later blocks read, up to the last row.
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "cols,offset", [(64, 0), (255, 1), (768, 0), (1024, 0), (2041, 0), (4096, 1), (6001, 0), (10008, 0), (14336, 0)]
+)
+def test_rows_brought_to_l2_for_later_blocks(cols, offset, dtype):
+    rows = (24 << 20) // (cols * dtype.itemsize) + 1
+    assert_no_worse_than_pytorch(random_case(rows, cols, dtype, "both", seed=cols, offset=offset), slack=5)
+
+
 # Rows on 16-byte boundaries, but not on those of cache lines: what is copied with them must not be taken for theirs.
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
