@@ -915,14 +915,14 @@ struct RowConstants {
 // nothing before its rows have come, and an SM has registers for few blocks: bf16 rows of 2041 0.92 of copy
 // speed -> 0.97, of 6001 0.75 -> 0.89, of 1024 with GELU 0.93 -> 0.98, float32 x[1:] of 4096 0.94 -> 0.97.
 struct Later {
-  const char* begin;  // of what comes with the first block, on a 16-byte boundary
-  const char* end;    // of input
-  int block_bytes;    // of a block's rows
+  const char* begin;     // of what comes with the first block, on a 16-byte boundary
+  const char* end;       // of input
+  unsigned block_bytes;  // of a block's rows
 };
 
 __device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) {
-  const int bytes = (later.block_bytes + 31) / 16 * 16;  // the first and the last unit may be another block's
-  const char* begin = later.begin + int64_t(blockIdx.x) * later.block_bytes / 16 * 16;
+  const char* begin = later.begin + uint64_t(blockIdx.x) * later.block_bytes / 16 * 16;
+  const unsigned bytes = (later.block_bytes + 31) / 16 * 16;  // its ends may be of other blocks' rows
   if (begin + bytes <= later.end) prefetch_to_l2(begin, bytes, policy);
 }
 
@@ -3126,9 +3126,10 @@ struct Tuning {
   // memory; of 16384 0.87, 0.88, 0.79).
   static constexpr int two_shared_loads = 1024, two_shared_rows = 6;
   // How far ahead of the blocks that read them rows come to L2: so many bytes for each SM. Earlier, they
-  // leave it again unread (bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.972 with 48, 0.951 with 80;
-  // before a block's own loads instead of after them 0.952).
-  static constexpr int later_bytes = 48 << 10;
+  // leave it again unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.972 with
+  // 48, 0.951 with 80), and 48 make inputs of 12 to 64 MB 2% slower. Before a block's own loads it helps less
+  // (0.952).
+  static constexpr int later_bytes = 40 << 10;
   // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
   // registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
   // columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed
@@ -3539,7 +3540,7 @@ Later later_rows(const Forward& call, int block_rows) {
   const char* input = static_cast<const char*>(call.input);
   const char* begin = input + int64_t(Tuning::later_bytes) * current_device().sms;
   return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
-          int(block_rows * row_bytes)};
+          unsigned(block_rows * row_bytes)};
 }
 
 // True where the device (MPS, MIG) has no room for all blocks at once: spread the rows instead.
