@@ -913,7 +913,7 @@ struct RowConstants {
 
 // What blocks that start a little later will read is brought to L2 by those that start now. A block does
 // nothing before its rows have come, and an SM has registers for few blocks: bf16 rows of 2041 0.92 of copy
-// speed -> 0.97, of 6001 0.75 -> 0.89, of 1024 with GELU 0.93 -> 0.98, float32 x[1:] of 4096 0.94 -> 0.97.
+// speed -> 0.97, of 6001 0.75 -> 0.88, of 1024 with GELU 0.93 -> 0.97, float32 x[1:] of 4096 0.94 -> 0.97.
 struct Later {
   const char* begin;     // of what comes with the first block, on a 16-byte boundary
   const char* end;       // of input
