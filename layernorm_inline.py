@@ -30,7 +30,7 @@ Reading it
     2  CUDA           in this order:
            elements, epilogue, statistics                 what all kernels use
            layer_norm_rows                                forward, rows of up to 32 KB (16 bits on Hopper: 16)
-           layer_norm_shared_rows                         forward, aligned rows of up to 43 KB (Hopper; float64: 73)
+           layer_norm_shared_rows                         forward, aligned rows of up to 73 KB (Hopper; 16-bit: 43)
            partial_moments, finish_moments, normalize_columns
                                                           forward, rows spread over the GPU
            layer_norm_backward_rows                       backward, rows of up to 8 KB (older GPUs: 16)
@@ -749,12 +749,12 @@ __device__ A sum_lanes(A (&x)[N]) {
   return x[0];
 }
 
-constexpr int kMaxWarps = 16;  // of a block
+constexpr int kMaxWarps = 16;  // of a block, where nothing else is said
 
-// Combines x[r] over the blockDim.x threads of a row: a power of two up to 32, or whole warps. A
+// Combines x[r] over the blockDim.x threads of a row: a power of two up to 32, or up to WARPS whole warps. A
 // block holds blockDim.y rows. `slots` is shared memory, one slot a warp and r. Two calls in a
 // row need different slots: a fast warp may write for the second while a slow one still reads.
-template <typename X, int R>
+template <int WARPS = kMaxWarps, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
   using A = typename NumberOf<X>::Type;
   constexpr int N = is_sum<X> ? sizeof(x) / sizeof(A) : 1, kLanes = 32 / N;
@@ -784,13 +784,13 @@ __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
     }
   }
   __syncthreads();
-  const int slot = threadIdx.x % kMaxWarps;
+  const int slot = threadIdx.x % WARPS;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     x[r] = row_slots[min(slot, warps - 1)][r];
     if (slot >= warps) x[r] = X{};
   }
-  combine_lanes(x, kMaxWarps);
+  combine_lanes(x, WARPS);
 }
 
 template <typename X>
@@ -1185,20 +1185,24 @@ __device__ int whole_units(void* shared, const void* global, int bytes, bool ten
 // fits an SM is on its way at once, whatever the number of threads. A thread takes kSharedPacks loads, or
 // more where that would be too many threads, of each of ROWS rows.
 
-constexpr int kSharedThreads = 512, kSharedPacks = 4;
+// Of long float32 rows an SM holds few, so that it takes more threads to a row: rows of 16384 0.94 of copy
+// speed with 512, 0.967 with 1024.
+template <typename T>
+constexpr int kSharedThreads = sizeof(T) == 4 ? 1024 : 512;
+constexpr int kSharedPacks = 4;
 
 template <typename T, bool FUSED, int ROWS>
-__global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 1 : kRowBlocks)
+__global__ void __launch_bounds__(kSharedThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRowBlocks - 1)
     layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   using A = Acc<T>;
-  constexpr int V = 16 / sizeof(T);
+  constexpr int V = 16 / sizeof(T), kWarps = kSharedThreads<T> / 32;
   extern __shared__ __align__(128) unsigned char held[];
   __shared__ uint64_t loaded;
   // The sum of so many equal numbers of float16 has an error, of bfloat16 not.
   using Spread = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, A, Distances<A>>;
-  __shared__ A sum_slots[kMaxWarps][ROWS];
-  __shared__ Spread spread_slots[kMaxWarps][ROWS];
+  __shared__ A sum_slots[kWarps][ROWS];
+  __shared__ Spread spread_slots[kWarps][ROWS];
   const int cols = call.cols;
   const int64_t row = int64_t(blockIdx.x) * ROWS;
   const int rows = min(int64_t(ROWS), call.rows - row);
@@ -1233,7 +1237,7 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
       sum[r] += here;
     }
   }
-  combine_row(sum, sum_slots);
+  combine_row<kWarps>(sum, sum_slots);
   A mean[ROWS], rstd[ROWS];
   Spread spread[ROWS];
 #pragma unroll
@@ -1250,7 +1254,7 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
       spread[r] = combine(spread[r], here);
     }
   }
-  combine_row(spread, spread_slots);
+  combine_row<kWarps>(spread, spread_slots);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const A m2 = settle(spread[r], mean[r], constants.per_col);
@@ -1265,7 +1269,12 @@ __global__ void __launch_bounds__(kSharedThreads, sizeof(T) == 8 ? kRowBlocks - 
   auto normalize = [&](auto usual_affine) {
     constexpr bool kUsual = decltype(usual_affine)::value;
     // Weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90.
-#pragma unroll(ROWS == 1 ? 2 : 1)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    constexpr int kAtOnce = ROWS == 1 && sizeof(T) != 4 ? 2 : 1;  // float32 would spill there
+#else
+    constexpr int kAtOnce = ROWS == 1 ? 2 : 1;
+#endif
+#pragma unroll(kAtOnce)
     for (int i = 0; i < packs; ++i) {
       const int col = first_col + i * pack_step;
       A weight[V], bias[V];
@@ -3116,10 +3125,10 @@ struct Tuning {
   static constexpr int two_rows_threads = 384;
   // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer it would load too
   // little while it computes (bf16 rows of 18432: 0.93 of copy speed, where the stream has 0.87; of 24576:
-  // 0.89, and 0.93; float32 rows of 10240: 0.97, and 0.95; of 12288: 0.92, and 0.95). float64 has no stream.
-  // Rows that are not aligned are faster in the stream (float32 rows of 8191: 0.90, and 0.71 in shared
-  // memory).
-  static constexpr int shared_rows = 5, shared_rows_float64 = 3;
+  // 0.89, and 0.93; float32 rows of 12288: 0.963, and 0.943; of 16384: 0.967, and 0.939; of 18432: 0.961, and
+  // 0.975). Rows that are not aligned are faster in the stream (float32 rows of 8191: 0.90, and 0.71 in
+  // shared memory).
+  static constexpr int shared_rows = 3, shared_rows_16_bits = 5;
   // 16-bit rows with an activation, which take the SMs' time, are two a block of shared memory where they are
   // of more than so many loads (16 KB) and an SM holds so many of them: weight and bias are unpacked once for
   // both (bf16 rows of 8448 with GELU 0.90 of copy speed, 0.86 in registers, 0.82 one a block of shared
@@ -3403,7 +3412,7 @@ Plan plan(const Forward& call) {
   const int64_t held = device.shared_bytes / (16 * loads + kRowControlBytes);
   const bool is_16_bit = size_of(call.dtype) == 2;
   const bool shared_fits = device.code >= 90 && p.pack > 1 && call.rows >= device.sms &&
-                           held >= (streams ? Tuning::shared_rows : Tuning::shared_rows_float64);
+                           held >= (is_16_bit ? Tuning::shared_rows_16_bits : Tuning::shared_rows);
   const bool two_shared = shared_fits && is_16_bit && is_fused(call) && held >= Tuning::two_shared_rows &&
                           call.rows >= 16 * device.sms;
   if (loads <= (two_shared ? Tuning::two_shared_loads : Tuning::forward_packs * threads)) {
@@ -3412,7 +3421,8 @@ Plan plan(const Forward& call) {
   }
   if (shared_fits) {
     p.regime = Regime::SharedRows;
-    p.threads_per_row = std::min(kSharedThreads, row_threads(loads, kSharedPacks));
+    const int most = call.dtype == DType::Float32 ? kSharedThreads<float> : kSharedThreads<double>;
+    p.threads_per_row = std::min(most, row_threads(loads, kSharedPacks));
     p.rows = two_shared ? 2 : 1;
     return p;
   }
