@@ -1420,7 +1420,7 @@ def test_guard_bands_around_every_buffer(tmp_path):
     """)
     done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "45 cases\n"
+    assert done.stdout == "46 cases\n"
 
 
 @gpu
@@ -1441,7 +1441,7 @@ def test_compute_sanitizer_finds_nothing(tmp_path, tool):
         command += ["--kernel-name", "kns=layernorm_inline"]
     command += [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "45 cases" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "46 cases" in done.stdout, done.stdout + done.stderr
     assert re.search("ERROR SUMMARY: 0 errors|0 hazards displayed", done.stdout), done.stdout
 
 
