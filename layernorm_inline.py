@@ -29,7 +29,7 @@ Reading it
     1  Interface      what the kernels and the binding share
     2  CUDA           in this order:
            elements, epilogue, statistics                 what all kernels use
-           layer_norm_rows                                forward, rows of up to 32 KB (16 bits on Hopper: 16)
+           layer_norm_rows                                forward, rows of up to 32 KB (Hopper, 16-bit, GELU: 16)
            layer_norm_shared_rows                         forward, aligned rows of up to 73 KB (Hopper; 16-bit: 43)
            partial_moments, finish_moments, normalize_columns
                                                           forward, rows spread over the GPU
@@ -3120,8 +3120,8 @@ struct Tuning {
                        unaligned_four_rows_loads = 32;
   // Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put
   // together from their words once for both (float32 rows of 4099: 0.84 of copy speed -> 0.94, bf16 0.79 ->
-  // 0.87). With more threads than these, too few of them fit an SM (float32 rows of 6001: 0.93 -> 0.97, of
-  // 7001: 0.84 -> 0.82). With an activation one, as there would be more kernels to compile.
+  // 0.87, float32 of 6001 0.93 -> 0.97). With more threads than these, too few of them fit an SM (float32
+  // rows of 7001: 0.84 -> 0.82). With an activation one, as there would be more kernels to compile.
   static constexpr int two_rows_threads = 384;
   // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer it would load too
   // little while it computes (bf16 rows of 18432: 0.93 of copy speed, where the stream has 0.87; of 24576:
