@@ -716,6 +716,28 @@ __device__ X combine_lanes(X x, int width) {
   return {sums[0], first + off, combine_lanes(moments.m2 + moments.count * delta * delta, width)};
 }
 
+// The sum of term(n), in four chains: in one, each addition would wait for the one before.
+template <int N, typename F>
+__device__ float sum_of_terms(F term) {
+  float sums[4] = {};
+#pragma unroll
+  for (int n = 0; n < N; ++n) sums[n % 4] += term(n);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// The same of N moments a lane. first: one of all means; count: of all together.
+template <int N>
+__device__ Moments<float> combine_means(const Moments<float> (&moments)[N], float first, float count,
+                                        int width) {
+  const float sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
+  const float off = combine_lanes(sum, width) * fast_reciprocal(count);
+  const float m2 = sum_of_terms<N>([&](int n) {
+    const float delta = moments[n].mean - first - off;
+    return moments[n].m2 + moments[n].count * delta * delta;
+  });
+  return {count, first + off, combine_lanes(m2, width)};
+}
+
 // Whether combining X adds the numbers that it is made of, and their type.
 template <typename X>
 constexpr bool is_sum = true;
@@ -1762,7 +1784,7 @@ __global__ void __launch_bounds__(512)
 constexpr int kGatherers = 2, kStreamThreads = 32 * (kGatherer + kGatherers);
 constexpr int kStreamColumns = 16;                                 // of a thread
 constexpr int kSliceColumns = 32 * kStreamWarps * kStreamColumns;  // of a block, at most: 8192
-constexpr int kMaxStages = 8;
+constexpr int kMaxStages = 10;
 constexpr int kPeers = 5;  // blocks whose words a lane looks at, at once
 constexpr int kMostSharers = 32 * kPeers;
 
@@ -1779,11 +1801,19 @@ struct Stream {
   bool shifted;     // see ForwardPass
 };
 
-template <typename Stats>
+// Lanes that measure a part of a slice together, and the publisher combines the parts. What lanes combine
+// takes the time of all warps: with 32 it is 300 of the 1600 cycles of a bf16 row of 65536 with GELU (0.84 of
+// copy speed, with 2 0.89; unaligned bf16 rows of 50257 0.87 -> 0.89). float32 has time, and needs the room.
+template <typename T>
+constexpr int kFewTogether = sizeof(T) == 2 ? 2 : 8;
+
+template <int TOGETHER>
 struct StreamControl {
+  static constexpr int kParts = 32 * kStreamWarps / TOGETHER;
   uint64_t loaded[kMaxStages], measured[kMaxStages], known[kMaxStages], applied[kMaxStages];
   float2 given[kMaxStages], row_stats[kMaxStages];
-  Stats partials[kMaxStages][kStreamWarps];
+  float2 parts[kMaxStages][kParts];
+  float counts[kParts];  // columns of each
 };
 
 // Forward as the stream sees it: row statistics are {mean, rstd}, and nothing is given with a row. SHIFTED:
@@ -1796,8 +1826,9 @@ struct ForwardPass {
   using Stats = Moments<float>;
   static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
   enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false };
+  enum : int { kTogether = kFewTogether<T> };
   float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
-  float count = 0, per_count;  // columns of this warp, and their inverse
+  float count, per_count;  // columns of this thread's part, and their inverse
   Cut cut;
   int odd = 0;          // see Unaligned
   bool aligned = true;  // input as output
@@ -1819,12 +1850,6 @@ struct ForwardPass {
       odd = Unaligned<T, V>::odd(tensor(call, 0) + offset + cut.begin);
       aligned = (misalignment(call.input, offset) - misalignment(call.output, offset)) % V == 0;
     }
-    if (threadIdx.x < 32) count = columns - (cut.end - cut.begin);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      count += max(0, min(32 * V, cut.end - pack_col(i) + int(threadIdx.x) % 32 * V));
-    }
-    per_count = 1 / max(count, 1.f);
     auto load_affine_of_slice = [&](auto usual_affine) {
       constexpr bool kUsual = decltype(usual_affine)::value;
 #pragma unroll
@@ -1843,7 +1868,14 @@ struct ForwardPass {
     } else {
       load_affine_of_slice(std::false_type());
     }
+    count = has_extra();
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) count += has_pack(i) ? V : 0;
+    count = combine_lanes(count, kTogether);
+    per_count = 1 / max(count, 1.f);
   }
+
+  __device__ float columns_of_part() const { return count; }
 
   __device__ int pack_col(int i) const {
     return (SHIFTED ? cut.begin : 0) + (i * 32 * kStreamWarps + threadIdx.x) * V;
@@ -1872,8 +1904,8 @@ struct ForwardPass {
 
   __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
 
-  // The moments of this warp's columns: first their mean, then distances from it.
-  __device__ Stats measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
+  // {mean, m2} of this thread's part: first the mean, then distances from it.
+  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
     Pack<T, V> x[kPacks];
     float sums[kPacks], m2 = 0, extra_x;
     get(x, extra_x, slices[0]);
@@ -1883,7 +1915,7 @@ struct ForwardPass {
       unpack(x[i], values);
       sums[i] = sum_of<T>(values);
     }
-    const float mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, 32), count, per_count);
+    const float mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
     if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -1893,9 +1925,14 @@ struct ForwardPass {
       for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
       if (has_pack(i)) m2 += here;
     }
-    return {count, mean, combine_lanes(m2, 32)};
+    return {mean, combine_lanes(m2, kTogether)};
   }
 
+  static __device__ Stats part(float2 measured, float count) { return {count, measured.x, measured.y}; }
+  template <int N>
+  static __device__ Stats of_slice(const Stats (&parts)[N], float2 first, int columns, int width) {
+    return combine_means(parts, first.x, columns, width);
+  }
   static __device__ Stats together(const Stats& stats, int width) { return combine_means(stats, width); }
 
   static __device__ float2 to_publish(const Stats& stats) { return {stats.mean, stats.m2}; }
@@ -1957,6 +1994,8 @@ struct BackwardPass {
   using Stats = Sums<float>;
   static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
   enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED };
+  // Where packs are loaded, bytes set the pace (bf16 rows of 1048576 with 16: 0.98 of copy speed -> 0.96).
+  enum : int { kTogether = V > 1 ? 32 : kFewTogether<T> };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
   // Measured at a time: with an activation few, as there are few registers.
@@ -1986,9 +2025,11 @@ struct BackwardPass {
     }
   }
 
+  __device__ float columns_of_part() const { return 0; }  // sums do without
+
   // An activation's part of the gradient is left in the slice, for apply.
-  __device__ Stats measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
-                           float2 given) {
+  __device__ float2 measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
+                            float2 given) {
     const float mean = given.x, rstd = given.y;
     Stats stats = {0, 0};
 #pragma unroll
@@ -2025,9 +2066,17 @@ struct BackwardPass {
         }
       }
     }
-    return combine_lanes(stats, 32);
+    stats = combine_lanes(stats, kTogether);
+    return {stats.wdy, stats.wdy_xhat};
   }
 
+  static __device__ Stats part(float2 measured, float) { return {measured.x, measured.y}; }
+  template <int N>
+  static __device__ Stats of_slice(const Stats (&parts)[N], float2, int, int width) {
+    const Stats of_lane = {sum_of_terms<N>([&](int n) { return parts[n].wdy; }),
+                           sum_of_terms<N>([&](int n) { return parts[n].wdy_xhat; })};
+    return combine_lanes(of_lane, width);
+  }
   static __device__ Stats together(const Stats& stats, int width) { return combine_lanes(stats, width); }
 
   static __device__ float2 to_publish(const Stats& stats) { return {stats.wdy, stats.wdy_xhat}; }
@@ -2151,7 +2200,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   using T = typename Pass::Element;
   using Stats = typename Pass::Stats;
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ StreamControl<Stats> control;
+  __shared__ StreamControl<Pass::kTogether> control;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x, sharers = gridDim.x, group = blockIdx.y, groups = gridDim.y;
@@ -2162,7 +2211,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   // of copy speed -> 0.935).
   if (lane == 0 && warp < s.stages) {
     barrier_init(&control.loaded[warp], 1);
-    barrier_init(&control.measured[warp], kStreamWarps);
+    barrier_init(&control.measured[warp], control.kParts);
     barrier_init(&control.known[warp], 1);
     barrier_init(&control.applied[warp], kStreamWarps);
     barriers_initialized();
@@ -2225,11 +2274,18 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
   if (warp == kPublisher) {
     Slot slot;
+    constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
+    float counts[kEach];
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
-      Stats stats = {};
-      if (lane < kStreamWarps) stats = control.partials[slot.index][lane];
-      stats = Pass::together(stats, kStreamWarps);
+      const float2* measured = control.parts[slot.index];
+      Stats parts[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (row == group) counts[i] = control.counts[i * kWidth + lane % kWidth];
+        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i]);
+      }
+      const Stats stats = Pass::of_slice(parts, measured[0], columns, kWidth);
       if (lane != 0) continue;
       if (sharers == 1) {
         control.row_stats[slot.index] = Pass::finish(call, stats, row, true);
@@ -2291,15 +2347,17 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   Slot measuring, applying;
   const int rows = call.rows, lag = s.delay * groups;  // a row is long, so that there are not many
   Pass job(call, first, columns, offset_of(group));
+  const bool first_of_part = lane % Pass::kTogether == 0;
+  if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
 #pragma unroll 1
   for (int row = group; row < rows + lag; row += groups) {
     if (row < rows) {
       find_slices(measuring, offset_of(row));
       job.ask_for_bias(call, first, columns, 0);
       barrier_wait(&control.loaded[measuring.index], measuring.parity);
-      const Stats stats = job.measure(call, slices, first, columns, control.given[measuring.index]);
-      if (lane == 0) {
-        control.partials[measuring.index][warp] = stats;
+      const float2 part = job.measure(call, slices, first, columns, control.given[measuring.index]);
+      if (first_of_part) {
+        control.parts[measuring.index][threadIdx.x / Pass::kTogether] = part;
         barrier_arrive(&control.measured[measuring.index]);
       }
       measuring.advance(s.stages);
@@ -3134,6 +3192,17 @@ struct Tuning {
   // both (bf16 rows of 8448 with GELU 0.90 of copy speed, 0.86 in registers, 0.82 one a block of shared
   // memory; of 16384 0.87, 0.88, 0.79).
   static constexpr int two_shared_loads = 1024, two_shared_rows = 6;
+  // Where there are as many rows as SMs, the stream is faster than kernels that hold whole rows, though its
+  // slices have room for more (percent that are columns of a row): for rows that are not aligned (bf16 rows
+  // of 5501 0.81 of copy speed -> 0.85, of 6001 0.82 -> 0.91, of 14335 0.78 -> 0.91, float32 of 7001 0.82 ->
+  // 0.94; bf16 of 5001 0.90 -> 0.81), with an activation (bf16 of 8191 0.69 -> 0.86, of 12289 0.66 -> 0.65,
+  // of 10001 0.60 -> 0.54), and for aligned rows of more than one slice with an activation (bf16 of 15360
+  // 0.86 -> 0.89, of 16384 0.87 -> 0.91, of 14336 0.86 -> 0.83; float32 of 16384 0.93 -> 0.94, of 12288 0.93
+  // -> 0.91). Rows in shared memory that fill the SMs less often than this are faster in the stream too,
+  // which does not end in a wave of few (float32 rows of 16384: 1024 0.88 -> 0.93, 2300 0.945 -> 0.943; bf16
+  // of 20480: 1024 0.82 -> 0.87, 2048 0.91 either way).
+  static constexpr int unaligned_fill = 66, unaligned_fused_fill = 75, fused_fill = 93, shared_waves = 5,
+                       shared_waves_16_bits = 3;
   // How far ahead of the blocks that read them rows come to L2: so many bytes for each SM. Earlier, they
   // leave it again unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.972 with
   // 48, 0.951 with 80), and 48 make inputs of 12 to 64 MB 2% slower. Before a block's own loads it helps less
@@ -3153,9 +3222,11 @@ struct Tuning {
   // to keep loading while it reduces.
   static constexpr int64_t stream_backward_bytes = 8 << 10;
   // What a block of the stream has on its way into its ring. Forward with half as much: float32 rows of
-  // 262144 0.965 of copy speed -> 0.956; with twice as much: bf16 rows 1% slower. Backward with twice as
-  // much: float32 rows of 8192 0.93 -> 0.91; with half as much: bf16 rows of 131072 0.79 -> 0.77.
-  static constexpr int forward_flight_columns = 16 << 10, backward_flight_bytes = 64 << 10;
+  // 262144 0.965 of copy speed -> 0.956; with 24 K float32 rows of 1048576 0.961 -> 0.958. Of 16 bits, with
+  // 16 K: rows of 65536 0.944 -> 0.934, of 50257 0.936 -> 0.898. Backward with twice as much: float32 rows of
+  // 8192 0.93 -> 0.91; with half as much: bf16 rows of 131072 0.79 -> 0.77.
+  static constexpr int forward_flight_columns = 16 << 10, forward_flight_columns_16_bits = 24 << 10,
+                       backward_flight_bytes = 64 << 10;
   // Backward: blocks that share a row, at least, for a delay of one stage more (bf16 rows of 1048576: 0.88 ->
   // 0.94), and of float32 for one warp to gather instead of two (0.78 -> 0.86; bf16: 0.90 -> 0.84). Forward
   // has one where 9 to 16 blocks share a row (bf16 rows of 131072: 0.86 -> 0.89).
@@ -3164,8 +3235,10 @@ struct Tuning {
   // the ring. Of fewer blocks there is one soon: float32 rows of 8192 0.98 of copy speed without, 0.93 with;
   // of 1048576 0.63 without, 0.76 with. Forward always does it: rows of 32768 0.86 without, 0.92 with.
   static constexpr int backward_prefetch_group = 16;
-  // Stages between measuring and applying in a group of blocks.
-  static constexpr int forward_delay = 5, backward_delay = 3;
+  // Stages between measuring and applying: in a group of blocks (bf16 rows of 50257 with 5: 0.936 of copy
+  // speed -> 0.913; float32 rows of 50257 with 6: 0.955 -> 0.940), and of a block alone (float32 rows of 6000
+  // with 1: 0.93 -> 0.88).
+  static constexpr int forward_delay = 5, forward_delay_16_bits = 6, backward_delay = 3, delay_alone = 2;
   // Columns that move in the time that a row costs besides: shorter slices are not worth it.
   static constexpr int64_t least_slice = 2048;
   // Fewer rows a group of the joint kernel: too few to load one while another is applied (rows of 4194304,
@@ -3272,15 +3345,24 @@ struct Plan {
 };
 
 constexpr int kRowControlBytes = 2048;    // of shared memory, beside a row
-constexpr int kControlBytes = 8192;       // beside the stream's ring
 constexpr int kJointControlBytes = 1024;  // beside the joint kernel's ring, weight and bias
-static_assert(sizeof(StreamControl<Moments<float>>) <= kControlBytes, "the ring would not fit");
+
+// Of shared memory, beside the stream's ring. Backward leaves more than it takes, as with a seventh stage
+// bf16 rows of 65536 with GELU go from 0.694 of copy speed to 0.665.
+int64_t control_bytes(DType dtype, int tensors, int pack) {
+  static_assert(sizeof(StreamControl<32>) <= 8 << 10, "the ring would not fit");
+  if (tensors == 2 && pack > 1) return 8 << 10;
+  const int64_t bytes = size_of(dtype) == 2 ? sizeof(StreamControl<kFewTogether<__half>>)
+                                            : sizeof(StreamControl<kFewTogether<float>>);
+  return ceil_div(bytes, kLineBytes) * kLineBytes;
+}
 
 // Columns of the longest slice: what a block's threads can take, and of which three stages fit, one
 // to load, one to measure, one to wait for its statistics.
 int64_t longest_slice(DType dtype, int tensors, const Device& device) {
   const int64_t bytes =
-      (device.shared_bytes - kControlBytes) / (3 * tensors) / kLineBytes * kLineBytes - kLineBytes;
+      (device.shared_bytes - control_bytes(dtype, tensors, 1)) / (3 * tensors) / kLineBytes * kLineBytes -
+      kLineBytes;
   return std::min<int64_t>(kSliceColumns, bytes / size_of(dtype));
 }
 
@@ -3324,14 +3406,20 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
   const int early = starts_on_lines(call) ? 0 : kLineBytes;
   p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + early, kLineBytes) * kLineBytes;
   const int stage_bytes = tensors * p.stream.slice_bytes;
-  p.stream.stages = std::min<int64_t>(kMaxStages, (device.shared_bytes - kControlBytes) / stage_bytes);
-  const int flight_bytes =
-      tensors == 1 ? Tuning::forward_flight_columns * size_of(dtype) : Tuning::backward_flight_bytes;
-  p.stream.flight = std::max(1, std::min(p.stream.stages - 1, flight_bytes / stage_bytes));
+  p.stream.stages = std::min<int64_t>(
+      kMaxStages, (device.shared_bytes - control_bytes(dtype, tensors, p.pack)) / stage_bytes);
+  const bool is_16_bit = size_of(dtype) == 2;
+  const int flight_columns = tensors == 2 ? Tuning::backward_flight_bytes / (2 * size_of(dtype))
+                             : is_16_bit  ? Tuning::forward_flight_columns_16_bits
+                                          : Tuning::forward_flight_columns;
+  p.stream.flight = std::max(1, std::min<int>(p.stream.stages - 1, flight_columns / p.stream.slice));
   // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
   const bool many = p.group >= Tuning::many_sharers;
-  const int delay = tensors == 1 ? Tuning::forward_delay : Tuning::backward_delay + many;
-  p.stream.delay = p.group == 1 ? 1 : std::max(1, std::min(p.stream.stages - 2, delay));
+  const int delay = p.group == 1   ? Tuning::delay_alone
+                    : tensors == 2 ? Tuning::backward_delay + many
+                    : is_16_bit    ? Tuning::forward_delay_16_bits
+                                   : Tuning::forward_delay;
+  p.stream.delay = std::max(1, std::min(p.stream.stages - 2, delay));
   p.stream.lanes = 4;
   while (p.stream.lanes < std::min(p.group, 32)) p.stream.lanes *= 2;
   const bool one_gatherer = tensors == 1 ? p.stream.lanes == 16 : many && dtype == DType::Float32;
@@ -3402,11 +3490,24 @@ void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const D
   while (1 << p.step_log2 < step) ++p.step_log2;
 }
 
+// Whether the stream is to take rows that a block could hold. held: such rows in an SM's shared memory.
+bool prefers_stream(const Forward& call, int pack, bool shared, int64_t held, const Device& device) {
+  if (call.rows < device.sms || !can_stream(call.cols, call.dtype, 1, device)) return false;
+  const int64_t slice = longest_slice(call.dtype, 1, device), slices = ceil_div(call.cols, slice);
+  const int64_t fill = 100 * call.cols / (slices * slice);
+  if (pack == 1) {
+    return is_fused(call) ? fill >= Tuning::unaligned_fused_fill
+                          : slices > 1 || fill >= Tuning::unaligned_fill;
+  }
+  if (is_fused(call)) return slices > 1 && fill >= Tuning::fused_fill;
+  const int waves = size_of(call.dtype) == 2 ? Tuning::shared_waves_16_bits : Tuning::shared_waves;
+  return shared && call.rows < waves * held * device.sms;
+}
+
 Plan plan(const Forward& call) {
   const Device& device = current_device();
   Plan p = {};
   p.pack = pack_size(call.cols, call.dtype, {call.input, call.weight, call.bias, call.output});
-  const bool streams = can_stream(call.cols, call.dtype, 1, device);
   const int64_t loads = std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16);  // whole packs
   const int threads = p.pack > 1 ? Tuning::forward_threads : kShiftedThreads;
   const int64_t held = device.shared_bytes / (16 * loads + kRowControlBytes);
@@ -3415,20 +3516,24 @@ Plan plan(const Forward& call) {
                            held >= (is_16_bit ? Tuning::shared_rows_16_bits : Tuning::shared_rows);
   const bool two_shared = shared_fits && is_16_bit && is_fused(call) && held >= Tuning::two_shared_rows &&
                           call.rows >= 16 * device.sms;
-  if (loads <= (two_shared ? Tuning::two_shared_loads : Tuning::forward_packs * threads)) {
-    plan_rows(p, call, loads, threads, device);
-    return p;
-  }
-  if (shared_fits) {
-    p.regime = Regime::SharedRows;
-    const int most = call.dtype == DType::Float32 ? kSharedThreads<float> : kSharedThreads<double>;
-    p.threads_per_row = std::min(most, row_threads(loads, kSharedPacks));
-    p.rows = two_shared ? 2 : 1;
-    return p;
+  const bool in_registers =
+      loads <= (two_shared ? Tuning::two_shared_loads : Tuning::forward_packs * threads);
+  if (!prefers_stream(call, p.pack, shared_fits && !in_registers, held, device)) {
+    if (in_registers) {
+      plan_rows(p, call, loads, threads, device);
+      return p;
+    }
+    if (shared_fits) {
+      p.regime = Regime::SharedRows;
+      const int most = call.dtype == DType::Float32 ? kSharedThreads<float> : kSharedThreads<double>;
+      p.threads_per_row = std::min(most, row_threads(loads, kSharedPacks));
+      p.rows = two_shared ? 2 : 1;
+      return p;
+    }
   }
   plan_spread(p, call.rows, call.cols, device);
   p.regime = Regime::Spread;
-  if (streams) {
+  if (can_stream(call.cols, call.dtype, 1, device)) {
     plan_stream(p, call, 1, device);
   } else {
     plan_joint(p, call, device);
