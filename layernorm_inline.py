@@ -29,7 +29,7 @@ Reading it
     1  Interface      what the kernels and the binding share
     2  CUDA           in this order:
            elements, epilogue, statistics                 what all kernels use
-           layer_norm_rows                                forward, rows of up to 32 KB (Hopper, 16-bit, GELU: 16)
+           layer_norm_rows                                forward, rows of up to 32 KB (Hopper, unaligned: 11 to 21)
            layer_norm_shared_rows                         forward, aligned rows of up to 73 KB (Hopper; 16-bit: 43)
            partial_moments, finish_moments, normalize_columns
                                                           forward, rows spread over the GPU
@@ -3190,19 +3190,22 @@ struct Tuning {
   // 16-bit rows with an activation, which take the SMs' time, are two a block of shared memory where they are
   // of more than so many loads (16 KB) and an SM holds so many of them: weight and bias are unpacked once for
   // both (bf16 rows of 8448 with GELU 0.90 of copy speed, 0.86 in registers, 0.82 one a block of shared
-  // memory; of 16384 0.87, 0.88, 0.79).
+  // memory).
   static constexpr int two_shared_loads = 1024, two_shared_rows = 6;
-  // Where there are as many rows as SMs, the stream is faster than kernels that hold whole rows, though its
-  // slices have room for more (percent that are columns of a row): for rows that are not aligned (bf16 rows
-  // of 5501 0.81 of copy speed -> 0.85, of 6001 0.82 -> 0.91, of 14335 0.78 -> 0.91, float32 of 7001 0.82 ->
-  // 0.94; bf16 of 5001 0.90 -> 0.81), with an activation (bf16 of 8191 0.69 -> 0.86, of 12289 0.66 -> 0.65,
-  // of 10001 0.60 -> 0.54), and for aligned rows of more than one slice with an activation (bf16 of 15360
-  // 0.86 -> 0.89, of 16384 0.87 -> 0.91, of 14336 0.86 -> 0.83; float32 of 16384 0.93 -> 0.94, of 12288 0.93
-  // -> 0.91). Rows in shared memory that fill the SMs less often than this are faster in the stream too,
-  // which does not end in a wave of few (float32 rows of 16384: 1024 0.88 -> 0.93, 2300 0.945 -> 0.943; bf16
-  // of 20480: 1024 0.82 -> 0.87, 2048 0.91 either way).
-  static constexpr int unaligned_fill = 66, unaligned_fused_fill = 75, fused_fill = 93, shared_waves = 5,
-                       shared_waves_16_bits = 3;
+  // Where there are as many rows as SMs, the stream is faster than the kernels above for rows that fill its
+  // slices to so many percent: of rows that are not aligned (bf16 rows of 5501 0.81 of copy speed -> 0.85, of
+  // 6001 0.82 -> 0.94, of 14335 0.78 -> 0.91, float32 rows of 7001 0.82 -> 0.96; but bf16 of 5001 0.90 ->
+  // 0.81),
+  static constexpr int unaligned_fill = 66;
+  // with an activation (bf16 of 8191 0.69 -> 0.86, of 12289 0.66 -> 0.65, of 10001 0.60 -> 0.54),
+  static constexpr int unaligned_fused_fill = 75;
+  // and of aligned rows of more than one slice with an activation (bf16 of 14336 0.86 -> 0.83, of 15360 0.86
+  // -> 0.89, of 16384 0.87 -> 0.91; float32 of 12288 0.93 -> 0.91, of 16384 0.93 -> 0.94).
+  static constexpr int fused_fill = 93;
+  // So many waves of rows in shared memory are worth it: the last one may be a small one, and the stream has
+  // none (float32 rows of 16384: 1024 of them 0.88 of copy speed, and 0.93 in the stream, 2300 0.945 and
+  // 0.943; bf16 rows of 20480: 1024 0.82 and 0.87, 2048 0.91 in both).
+  static constexpr int shared_waves = 5, shared_waves_16_bits = 3;
   // How far ahead of the blocks that read them rows come to L2: so many bytes for each SM. Earlier, they
   // leave it again unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.972 with
   // 48, 0.951 with 80), and 48 make inputs of 12 to 64 MB 2% slower. Before a block's own loads it helps less
@@ -3229,7 +3232,8 @@ struct Tuning {
                        backward_flight_bytes = 64 << 10;
   // Backward: blocks that share a row, at least, for a delay of one stage more (bf16 rows of 1048576: 0.88 ->
   // 0.94), and of float32 for one warp to gather instead of two (0.78 -> 0.86; bf16: 0.90 -> 0.84). Forward
-  // has one where 9 to 16 blocks share a row (bf16 rows of 131072: 0.86 -> 0.89).
+  // has one where 9 to 16 blocks share a row (bf16 rows of 131072: 0.86 -> 0.89), and of 16 bits up to 4
+  // (bf16 rows of 32768: 0.944 -> 0.948).
   static constexpr int many_sharers = 100;
   // Backward: blocks that share a row, at least, for the next rows to come to L2 before there is a place in
   // the ring. Of fewer blocks there is one soon: float32 rows of 8192 0.98 of copy speed without, 0.93 with;
@@ -3422,7 +3426,8 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
   p.stream.delay = std::max(1, std::min(p.stream.stages - 2, delay));
   p.stream.lanes = 4;
   while (p.stream.lanes < std::min(p.group, 32)) p.stream.lanes *= 2;
-  const bool one_gatherer = tensors == 1 ? p.stream.lanes == 16 : many && dtype == DType::Float32;
+  const bool few = is_16_bit && p.stream.lanes == 4;
+  const bool one_gatherer = tensors == 1 ? few || p.stream.lanes == 16 : many && dtype == DType::Float32;
   p.stream.gatherers = one_gatherer ? 1 : kGatherers;
   p.stream.prefetch = tensors == 1 || p.group >= Tuning::backward_prefetch_group;
   p.stream.keep_input = exceeds_l2(call, tensors + 1);
