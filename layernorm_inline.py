@@ -38,6 +38,7 @@ Reading it
                                                           backward, rows spread over the GPU
            stream<ForwardPass>, stream<BackwardPass>      long rows on Hopper and newer
            layer_norm_joint_rows                          forward, float32 rows of up to 17 MB there
+           layer_norm_joint_rows_fused                    the same with an activation
            conv_transpose_layer_norm_gelu                 ConvTranspose3d, LayerNorm, GELU, scaling
            Tuning, plan                                   which of them runs, with what: change it here
     3  C++ binding    checks, allocation, autograd, dispatcher registration
@@ -716,7 +717,9 @@ __device__ X combine_lanes(X x, int width) {
   return {sums[0], first + off, combine_lanes(moments.m2 + moments.count * delta * delta, width)};
 }
 
-// The sum of term(n), in four chains: in one, each addition would wait for the one before.
+// The sum of term(n), in four chains: in one, each addition would wait for the one before. Not as sum_of,
+// which keeps all terms: sixteen of them went to local memory (bf16 rows of 32768 0.93 of copy speed ->
+// 0.68).
 template <int N, typename F>
 __device__ float sum_of_terms(F term) {
   float sums[4] = {};
@@ -1776,7 +1779,7 @@ __global__ void __launch_bounds__(512)
 // arrives and applied `delay` stages later, when the blocks of its group have exchanged what they
 // measured: the exchange hides behind the rows between, and each byte moves once.
 //
-// Warps 0-15 measure and apply. One warp loads; one combines the warps' measurements and
+// Warps 0-15 measure and apply. One warp loads; one combines what lanes have measured and
 // publishes them to the group; others gather what the group has published, several rows at a look,
 // as a look at another block's words takes about as long as a row.
 
@@ -2404,7 +2407,13 @@ constexpr int kJointWeights = 31, kJointBiases = 20;
 struct Joint {
   int lines, more;  // 128-byte lines of a block, and how many blocks, the first ones, have one more
   int ring;         // stages
+  int copies;       // of what a group's blocks tell one another of a row
 };
+
+// With an activation, of slices that leave many stages to the next row: blocks then look at it for long,
+// while others load, and would all look at the same lines (an earlier form, 64 rows of 3000000 with GELU:
+// 0.58 of copy speed with one, 0.70 with four; the main shape, of full slices, 0.739 and 0.733).
+constexpr int kMostCopies = 4;
 
 // The first column of block `rank`.
 __host__ __device__ inline int joint_begin(const Joint& joint, int64_t cols, int rank) {
@@ -2666,6 +2675,254 @@ __global__ void __launch_bounds__(kJointThreads, 1)
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&applied[slot.index]);
+      slot.advance(joint.ring);
+    }
+  }
+#else
+  __trap();  // plan keeps calls away from code without these instructions
+#endif
+}
+
+// ---- The same with an activation (sm_90a) ----
+// Eight warps have no time for it: the kernel above would be slower than reading input twice (the main shape
+// 0.239 ms, spread 0.214, here 0.187). Here the eight only apply. One more loads, and three measure, the last
+// of which also exchanges what they have found. These four give up registers, so that a thread of the eight
+// has 232. Without an activation the kernel above is faster (0.79 of copy speed, this one 0.72): its eight
+// warps pace reading and writing, here each goes on as fast as it can.
+
+constexpr int kFusedBiases = 17;  // packs of bias that then have room in registers
+[[maybe_unused]] constexpr int kFusedLoader = kJointThreads / 32, kFusedMeasurer = kFusedLoader + 1;
+[[maybe_unused]] constexpr int kMeasurers = 96;
+constexpr int kFusedThreads = kJointThreads + 32 + kMeasurers;
+
+// Registers of a thread from here on; all of a group of four warps call it.
+template <int REGISTERS>
+__device__ void keep_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (REGISTERS < 65536 / kFusedThreads) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  }
+#endif
+}
+
+__global__ void __launch_bounds__(kFusedThreads, 1)
+    layer_norm_joint_rows_fused(Forward call, RowConstants<float> constants, Joint joint, uint64_t* words) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int V = 4, kAppliers = kJointThreads, kStageBytes = 16 * kStageSize;
+  using Packed = Pack<float, V>;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ uint64_t loaded[kJointRing], applied[kJointRing], measured, known, taken, rest_loaded;
+  __shared__ float2 parts[kMeasurers], row_stats;
+  __shared__ float part_counts[kMeasurers], counts[kMostSharers];  // columns of each
+
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
+  const int first_col = joint_begin(joint, call.cols, rank);
+  const int packs = (joint_begin(joint, call.cols, rank + 1) - first_col) / V, stages = joint_stages(packs);
+  const int skipped = kJointStages - stages, last_packs = packs - (stages - 1) * kStageSize;
+  auto offset = [&](int row, int stage) { return row * call.cols + first_col + stage * (kStageSize * V); };
+
+  if (thread == 0) {
+    for (int i = 0; i < joint.ring; ++i) {
+      barrier_init(&loaded[i], 1);
+      barrier_init(&applied[i], kAppliers);
+    }
+    barrier_init(&measured, kMeasurers);
+    barrier_init(&known, 32);
+    barrier_init(&taken, kAppliers);
+    barrier_init(&rest_loaded, 1);
+    barriers_initialized();
+  }
+  for (int i = thread; i < kMostSharers; i += kFusedThreads) {
+    counts[i] = joint_begin(joint, call.cols, i + 1) - joint_begin(joint, call.cols, i);
+  }
+  __syncthreads();
+
+  const bool loads = warp == kFusedLoader && lane == 0;
+  const uint64_t policy = l2_policy(constants.keep_input);
+  int next_row = blockIdx.y, next_stage = 0;
+  Slot into;
+  auto load_stage = [&] {
+    const float* input = static_cast<const float*>(call.input) + offset(next_row, next_stage);
+    const int bytes = 16 * (next_stage == stages - 1 ? last_packs : kStageSize);
+    barrier_arrive_expecting(&loaded[into.index], bytes);
+    bulk_copy(ring + into.index * kStageBytes, input, bytes, &loaded[into.index], policy);
+    if (++next_stage == stages) next_stage = 0, next_row += groups;
+    into.advance(joint.ring);
+  };
+  if (loads) {
+#pragma unroll 1
+    for (int i = 0; i < joint.ring && next_row < rows; ++i) load_stage();
+  }
+  begin_unpublished(words, sharers, rank, 0, int64_t(rows) * joint.copies, 1);  // other groups' rows as well
+
+  if (warp >= kFusedLoader) {
+    keep_registers<40>();
+    if (warp == kFusedLoader) {
+#pragma unroll 1
+      while (loads && next_row < rows) {
+        barrier_wait(&applied[into.index], into.parity ^ 1);
+        load_stage();
+      }
+      return;
+    }
+    const int at = opaque(thread) - kFusedMeasurer * 32;
+    auto packs_of = [&](int all) { return (all - at + kMeasurers - 1) / kMeasurers; };
+    part_counts[at] = ((stages - 1) * packs_of(kStageSize) + packs_of(last_packs)) * V;
+    Slot slot;
+    int odd = 0;  // every other row of this block
+#pragma unroll 1
+    for (int row = blockIdx.y; row < rows; row += groups, odd ^= 1) {
+      // Distances from the mean of a few columns, in short sums.
+      float shift = 0, sums[2] = {}, squares[2] = {};
+      auto measure = [&](const Packed& x) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const float distance = x.at[v] - shift;
+          sums[v % 2] += distance;
+          squares[v % 2] += distance * distance;
+        }
+      };
+#pragma unroll 1
+      for (int stage = 0; stage < stages; ++stage, slot.advance(joint.ring)) {
+        barrier_wait(&loaded[slot.index], slot.parity);
+        const Packed* from = reinterpret_cast<const Packed*>(ring + slot.index * kStageBytes) + at;
+        if (stage == 0) shift = sum_of<float>(from[0].at) * (1.f / V);
+        if (stage < stages - 1) {
+          constexpr int kEach = kStageSize / kMeasurers;  // packs, and one more of the first warp's threads
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) measure(from[i * kMeasurers]);
+          if (at < kStageSize % kMeasurers) measure(from[kEach * kMeasurers]);
+        } else {
+#pragma unroll 1
+          for (int pack = 0; pack + at < last_packs; pack += kMeasurers) measure(from[pack]);
+        }
+      }
+      const float sum = sums[0] + sums[1], off = sum * fast_reciprocal(part_counts[at]);
+      if (row >= groups) barrier_wait(&known, odd ^ 1);  // the row before: its parts are read
+      parts[at] = {shift + off, squares[0] + squares[1] - sum * off};
+      barrier_arrive(&measured);
+      if (warp != kFusedThreads / 32 - 1) continue;
+
+      // The last warp tells the group what this block has of the row, and gathers what the group has.
+      barrier_wait(&measured, odd);
+      const int first_peer = opaque(lane);
+      constexpr int kParts = kMeasurers / 32;
+      Moments<float> moments[kParts];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const int part = first_peer + i * 32;
+        moments[i] = {part_counts[part], parts[part].x, parts[part].y};
+      }
+      const Moments<float> of_slice = combine_means(moments, parts[0].x, float(packs * V), 32);
+      auto copy_of_words = [&](int copy) {
+        return words + (int64_t(row) * joint.copies + copy) * words_per_row(sharers);
+      };
+      if (first_peer < joint.copies) {
+        publish(copy_of_words(first_peer) + rank, {of_slice.mean, of_slice.m2});
+      }
+      __syncwarp();
+      const uint64_t* row_words = copy_of_words(rank % joint.copies);
+      const uint64_t* from[kPeers];
+      float2 pairs[kPeers];
+#pragma unroll
+      for (int i = 0; i < kPeers; ++i) {
+        const int peer = first_peer + i * 32;
+        from[i] = peer < sharers ? row_words + peer : nullptr;
+      }
+      while (!__all_sync(~0u, look(from, pairs))) {
+      }
+      Moments<float> of_peers[kPeers];
+#pragma unroll
+      for (int i = 0; i < kPeers; ++i) of_peers[i] = {counts[first_peer + i * 32], pairs[i].x, pairs[i].y};
+      const float first = __shfl_sync(~0u, pairs[0].x, 0);
+      const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
+      const float rstd = rsqrtf(total.m2 * constants.per_col + constants.eps);
+      if (row >= groups) barrier_wait(&taken, odd ^ 1);
+      if (lane == 0) row_stats = {total.mean, rstd};
+      barrier_arrive(&known);
+      if (void* means = opaque(call.mean); first_peer == 0 && rank == 0 && means != nullptr) {
+        static_cast<float*>(means)[row] = total.mean;
+        static_cast<float*>(call.rstd)[row] = rstd;
+      }
+    }
+    return;
+  }
+
+  keep_registers<232>();
+  const int biases = joint_rest(packs, kFusedBiases), weights = joint_rest(packs, kJointWeights);
+  Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
+  Packed* rest_weight = rest_bias + biases;
+  auto load_rest = [&](Packed* rest, const void* tensor, int count, float absent) {
+    if (tensor == nullptr) {
+      for (int i = thread; i < count; i += kAppliers) rest[i] = {absent, absent, absent, absent};
+    } else if (thread == 0 && count > 0) {
+      const float* from = static_cast<const float*>(tensor) + first_col + (packs - count) * V;
+      bulk_copy(rest, from, 16 * count, &rest_loaded, policy);
+    }
+  };
+  if (thread == 0) {
+    barrier_arrive_expecting(&rest_loaded, 16 * ((call.bias ? biases : 0) + (call.weight ? weights : 0)));
+  }
+  load_rest(rest_bias, call.bias, biases, 0);
+  load_rest(rest_weight, call.weight, weights, 1);
+
+  Packed weight[kJointWeights], bias[kFusedBiases];
+  auto affine = [&](const void* tensor, int pack, float absent) {
+    if (tensor == nullptr) return Packed{absent, absent, absent, absent};
+    return load<float, V>(static_cast<const float*>(tensor) + first_col + pack * V);
+  };
+#pragma unroll
+  for (int i = 0; i < kJointWeights; ++i) {
+    const int pack = i * kAppliers - skipped * kStageSize + thread;
+    if (pack < 0 || pack >= packs) continue;
+    weight[i] = affine(call.weight, pack, 1);
+    if (i < kFusedBiases) bias[i < kFusedBiases ? i : 0] = affine(call.bias, pack, 0);
+  }
+  barrier_wait(&rest_loaded, 0);
+
+  Slot slot;
+  int odd = 0;
+#pragma unroll 1
+  for (int row = blockIdx.y; row < rows; row += groups, odd ^= 1) {
+    barrier_wait(&known, odd);
+    const float row_mean = row_stats.x, rstd = row_stats.y;
+    barrier_arrive(&taken);
+    float* output = static_cast<float*>(call.output) + offset(row, -skipped) + thread * V;
+#pragma unroll
+    for (int stage = 0; stage < kJointStages; ++stage, output += kStageSize * V) {
+      if (stage < skipped) continue;
+      barrier_wait(&loaded[slot.index], slot.parity);
+      const Packed* at = reinterpret_cast<const Packed*>(ring + slot.index * kStageBytes) + thread;
+      const Packed x[kStagePacks] = {at[0], at[kAppliers]};
+      auto has = [&](int j) { return stage < kJointStages - 1 || j * kAppliers + thread < last_packs; };
+      float y[kStagePacks * V];
+#pragma unroll
+      for (int j = 0; j < kStagePacks; ++j) {
+        const int i = stage * kStagePacks + j;
+        Packed w = {}, b = {};
+        if (i < kJointWeights) {
+          w = weight[i < kJointWeights ? i : 0];
+        } else if (has(j)) {
+          w = rest_weight[(i - kJointWeights) * kAppliers + thread];
+        }
+        if (i < kFusedBiases) {
+          b = bias[i < kFusedBiases ? i : 0];
+        } else if (has(j)) {
+          b = rest_bias[(i - kFusedBiases) * kAppliers + thread];
+        }
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[j * V + v] = (x[j].at[v] - row_mean) * rstd * w.at[v] + b.at[v];
+      }
+      apply_epilogue<float, true>(y, asked_anew<true>(constants.epilogue));
+#pragma unroll
+      for (int j = 0; j < kStagePacks; ++j) {
+        const float part[V] = {y[j * V], y[j * V + 1], y[j * V + 2], y[j * V + 3]};
+        if (has(j)) store<float, V, true>(output + j * kAppliers * V, part);
+      }
+      barrier_arrive(&applied[slot.index]);
       slot.advance(joint.ring);
     }
   }
@@ -3240,15 +3497,21 @@ struct Tuning {
   // of 1048576 0.63 without, 0.76 with. Forward always does it: rows of 32768 0.86 without, 0.92 with.
   static constexpr int backward_prefetch_group = 16;
   // Stages between measuring and applying: in a group of blocks (bf16 rows of 50257 with 5: 0.936 of copy
-  // speed -> 0.913; float32 rows of 50257 with 6: 0.955 -> 0.940), and of a block alone (float32 rows of 6000
-  // with 1: 0.93 -> 0.88).
-  static constexpr int forward_delay = 5, forward_delay_16_bits = 6, backward_delay = 3, delay_alone = 2;
+  // speed -> 0.913; float32 rows of 50257 with 6: 0.955 -> 0.940), in one of fewer than many_sharers where
+  // there is an activation, as a stage is then longer in use (float32 rows of 65536 with GELU: 0.966 of copy
+  // speed, with 4 0.953, with 2 0.952; plain rows of 16384 with 3: 0.966 -> 0.963), and of a block alone
+  // (float32 rows of 6000 with 1: 0.93 -> 0.88).
+  static constexpr int forward_delay = 5, forward_delay_16_bits = 6, forward_delay_fused = 3,
+                       backward_delay = 3, delay_alone = 2;
   // Columns that move in the time that a row costs besides: shorter slices are not worth it.
   static constexpr int64_t least_slice = 2048;
   // Fewer rows a group of the joint kernel: too few to load one while another is applied (rows of 4194304,
   // one: 0.80 of copy speed, and 0.89 spread; two: 0.72 and 0.76; three: 0.73 and 0.74; sixteen: 0.78 and
   // 0.64).
   static constexpr int joint_rows = 4;
+  // With an activation, stages of a slice, at least: rows of shorter ones are over before a group's blocks
+  // have exchanged what they found (rows of 3000000, of twelve stages: 0.65 of copy speed, and 0.645 spread).
+  static constexpr int fused_joint_stages = 12;
   // Spread rows: the fewest elements of a piece.
   static constexpr int64_t least_piece = 8192;
   // Spread rows, the kernels that apply: blocks an SM that rows are shared to have.
@@ -3262,12 +3525,15 @@ static_assert(Tuning::block_threads_16_bits <= kFourRowsThreads,
 static_assert(Tuning::unaligned_four_rows_loads <= kFourRowsThreads,
               "a row that is not aligned is too long for them");
 
+constexpr int kTrapRegisters = 64;  // a kernel that only traps has fewer
+
 struct Device {
   std::once_flag asked;
   int sms, l2_bytes, shared_bytes;  // shared memory that a block can have
   // Architecture that the code which runs here was compiled for, 90 for sm_90. It is older than
   // the device where only PTX of an older one was built: its newer instructions are then missing.
   int code;
+  bool moves_registers;  // from warp to warp: only code for sm_90a does
 };
 
 const Device& current_device() {
@@ -3287,6 +3553,8 @@ const Device& current_device() {
     cudaFuncAttributes attributes = {};
     cudaFuncGetAttributes(&attributes, sum_partials<float>);
     device.code = attributes.ptxVersion;
+    cudaFuncGetAttributes(&attributes, layer_norm_joint_rows_fused);
+    device.moves_registers = device.code >= 90 && attributes.numRegs > kTrapRegisters;
   });
   return device;
 }
@@ -3348,8 +3616,8 @@ struct Plan {
   int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias; 0: none
 };
 
-constexpr int kRowControlBytes = 2048;    // of shared memory, beside a row
-constexpr int kJointControlBytes = 1024;  // beside the joint kernel's ring, weight and bias
+constexpr int kRowControlBytes = 2048;                               // of shared memory, beside a row
+constexpr int kJointControlBytes = 1024, kFusedControlBytes = 2560;  // beside their rings, weight and bias
 
 // Of shared memory, beside the stream's ring. Backward leaves more than it takes, as with a seventh stage
 // bf16 rows of 65536 with GELU go from 0.694 of copy speed to 0.665.
@@ -3410,7 +3678,7 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
   // As many of them as leave the fewest turns idle, up to 1/32 fewer: what some SMs lose the others have, as
   // bytes set the pace (2048 rows of 32768: float32 0.964 of copy speed -> 0.975, bf16 0.945 -> 0.951; but
   // with GELU 0.914 -> 0.901).
-  if (tensors == 1 && step == 1 && !is_fused(call)) {
+  if (tensors == 1 && step == 1 && (!is_fused(call) || dtype == DType::Float32)) {
     const auto turns = [&](int64_t groups) { return ceil_div(rows, groups) * groups; };
     const int most_groups = p.groups;
     for (int fewer = most_groups - 1; 32 * fewer >= 31 * most_groups; --fewer) {
@@ -3428,10 +3696,11 @@ void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
                                           : Tuning::forward_flight_columns;
   p.stream.flight = std::max(1, std::min<int>(p.stream.stages - 1, flight_columns / p.stream.slice));
   // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
-  const bool many = p.group >= Tuning::many_sharers;
+  const bool many = p.group >= Tuning::many_sharers, fewer = is_fused(call) && !many;
   const int delay = p.group == 1   ? Tuning::delay_alone
                     : tensors == 2 ? Tuning::backward_delay + many
                     : is_16_bit    ? Tuning::forward_delay_16_bits
+                    : fewer        ? Tuning::forward_delay_fused
                                    : Tuning::forward_delay;
   p.stream.delay = std::max(1, std::min(p.stream.stages - 2, delay));
   p.stream.lanes = 4;
@@ -3452,27 +3721,31 @@ void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
   p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
 }
 
-// As many groups as can each hold a row, of as many blocks as there are. float32 without an activation only:
-// with twice the elements to a byte, or more to do for each, the few warps that have the registers to hold
-// weight and bias are slower than reading twice (the main shape with GELU: 0.239 ms, and 0.214 spread; bf16,
-// an earlier form of the kernel: 0.146 ms, and 0.118).
+// As many groups as can each hold a row, of as many blocks as there are. float32 only: with twice the
+// elements to a byte the few warps that have the registers to hold weight and bias are slower than reading
+// twice (bf16, an earlier form of the kernel: 0.146 ms, and 0.118).
 void plan_joint(Plan& p, const Forward& call, const Device& device) {
-  if (device.code < 90 || call.dtype != DType::Float32 || p.pack == 1 || is_fused(call)) return;
+  const bool fused = is_fused(call);
+  if (device.code < 90 || call.dtype != DType::Float32 || p.pack == 1) return;
+  if (fused && !device.moves_registers) return;
   const int64_t least_group = ceil_div(call.cols / p.pack, kJointStages * kStageSize);
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (groups == 0 || call.rows < Tuning::joint_rows * groups) return;
   const int group = std::min<int64_t>(device.sms / groups, kMostSharers), lines = ceil_div(call.cols, 32);
-  Joint joint = {lines / group, lines % group, 0};
-  int stages = 0, rest = 0;
+  Joint joint = {lines / group, lines % group};
+  int stages = 0, fewest = kJointStages, rest = 0;
   for (const int rank : {0, joint.more, group - 1}) {  // blocks of all lengths
     const int begin = joint_begin(joint, call.cols, rank);
     const int packs = (joint_begin(joint, call.cols, rank + 1) - begin) / p.pack;
     if (joint_stages(packs) < kJointStages / 2) return;
-    stages = std::max(stages, joint_stages(packs));
-    rest = std::max(rest, joint_rest(packs, kJointBiases) + joint_rest(packs, kJointWeights));
+    stages = std::max(stages, joint_stages(packs)), fewest = std::min(fewest, joint_stages(packs));
+    const int biases = fused ? kFusedBiases : kJointBiases;
+    rest = std::max(rest, joint_rest(packs, biases) + joint_rest(packs, kJointWeights));
   }
-  joint.ring =
-      std::min(kJointRing, (device.shared_bytes - kJointControlBytes - 16 * rest) / (16 * kStageSize));
+  const int control_bytes = fused ? kFusedControlBytes : kJointControlBytes;
+  joint.ring = std::min(kJointRing, (device.shared_bytes - control_bytes - 16 * rest) / (16 * kStageSize));
+  if (fused && fewest < Tuning::fused_joint_stages) return;
+  joint.copies = fused && stages < kJointStages ? kMostCopies : 1;
   if (group == 1 || stages > kJointStages || joint.ring < stages + kJointAhead + 2) return;
   p.joint = joint;
   p.group = group;
@@ -3737,7 +4010,8 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
     if (p.regime == Regime::Joint) {
       auto* words = static_cast<uint64_t*>(scratch);
       const cudaError_t error =
-          launch_together(layer_norm_joint_rows, dim3(p.group, p.groups), kJointThreads, p.shared, true,
+          launch_together(FUSED ? layer_norm_joint_rows_fused : layer_norm_joint_rows,
+                          dim3(p.group, p.groups), FUSED ? kFusedThreads : kJointThreads, p.shared, true,
                           stream, call, row_constants<float>(call), p.joint, words);
       if (!refused(error)) return error;
     }
@@ -3824,7 +4098,8 @@ cudaError_t launch_any(const Call& call, void* scratch, cudaStream_t stream) {
 
 size_t scratch_bytes(const Forward& call) {
   const Plan p = plan(call);
-  const int64_t words = call.rows * words_per_row(p.group);
+  const int64_t copies = p.regime == Regime::Joint ? p.joint.copies : 1;
+  const int64_t words = copies * call.rows * words_per_row(p.group);
   return std::max(8 * words, size_of_acc(call.dtype) * call.rows * (3 * p.pieces + (p.pieces > 0 ? 2 : 0)));
 }
 
