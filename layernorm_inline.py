@@ -14,7 +14,7 @@ How to use it
 
         norm = ModelNew((64, 256, 256)).cuda()        # takes what nn.LayerNorm takes
         y = norm(x)
-        y = layer_norm(x, (768,), weight, bias)       # takes what F.layer_norm takes
+        y = layer_norm(x, (768,), weight, bias)       # takes what nn.LayerNorm's function takes
         replace_layer_norm(model)                     # every nn.LayerNorm inside, in place
 
 API
@@ -69,6 +69,7 @@ __all__ = [
     "CPP_SOURCE",
     "CUDA_SOURCE",
     "ConvTranspose3dLayerNormGELUScaling",
+    "LayerNorm",
     "ModelNew",
     "layer_norm",
     "replace_layer_norm",
@@ -125,17 +126,21 @@ struct Backward {
 };
 
 // ConvTranspose3d (32 to 64 channels, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
-// the 64 columns of its output, exact GELU and scaling. All float32 and contiguous.
+// the 64 columns of its output, exact GELU and scaling. All contiguous. Where rstd is given, output is the
+// convolution's, less the mean of its row: what backward needs.
 struct Convolution {
-  const float* input;        // (batch, 32, depth, height, 32)
-  const float* conv_weight;  // (32, 64, 4, 4, 4)
-  const float* weight;       // (64) or null
-  const float* bias;         // (64) or null
-  float* output;             // (batch, 64, 2 depth, 2 height, 64)
+  const void* input;        // (batch, 32, depth, height, 32) of dtype: float32, float16 or bfloat16
+  const void* conv_weight;  // (32, 64, 4, 4, 4) of dtype
+  const void* conv_bias;    // (64) of dtype or null; matters to 16 bits only
+  const void* weight;       // (64) of dtype or null, or float32 where affine_float32
+  const void* bias;         // as weight
+  void* output;             // (batch, 64, 2 depth, 2 height, 64) of dtype
+  float* rstd;              // (batch, 64, 2 depth, 2 height) or null
   int64_t batch;
   int depth, height;
   double eps, scale;
-  bool tf32;
+  DType dtype;
+  bool affine_float32, tf32;
 };
 
 // Each call needs that many bytes of device memory until the stream has run it.
@@ -145,7 +150,7 @@ size_t scratch_bytes(const Convolution& call);
 cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream);
 cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream);
 cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream);
-bool fits_convolution();  // the current device has the shared memory that it takes
+bool fits_convolution(DType dtype, bool tf32);  // the current device has the shared memory that it takes
 
 }  // namespace TORCH_EXTENSION_NAME
 """
@@ -275,6 +280,17 @@ __device__ float2 widen_pair(uint32_t bits) {
   } else {
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
   }
+}
+
+// Rounded once.
+template <typename T>
+__device__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+  std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> x, y;
+  memcpy(&x, &a, 4);
+  memcpy(&y, &b, 4);
+  x = __hadd2_rn(x, y);
+  memcpy(&a, &x, 4);
+  return a;
 }
 
 template <typename T>
@@ -2983,44 +2999,49 @@ __global__ void zero_affine(Backward call) {
 // Its two groups of four warps take 4 lines a round each, h' two apart, and then go on to the next depth, of
 // which one tap has been read already. As the last dimension is what LayerNorm normalizes, each of its rows
 // is in the accumulators of four lanes.
+//
+// T is float (in TF32, or SPLIT for full float32) or of 16 bits. Shared memory is counted in units of 16
+// bytes, which are kUnit channels of one place, and products take two units: all else is the same for all T.
 
 [[maybe_unused]] constexpr int kConvIn = 32, kConvOut = 64,
                                kConvWidth = 32;  // channels in and out, input width
 constexpr int kConvLines = 4, kConvGroups = 2, kConvGroupThreads = 128;
-constexpr int kConvThreads = kConvGroups * kConvGroupThreads;
-// A fragment: the weights of 8 input channels for one tap and parity of each dimension. A block has 64 of
-// them, four for each of 16 steps: a tap of d, a tap of h and 8 input channels.
-constexpr int kConvFragment = 8 * kConvOut, kConvWeights = 64 * kConvFragment;
+constexpr int kConvElements = kConvIn * kConvOut * 64;  // of all weights
+// A fragment: the weights of two units of input channels for one tap and parity of each dimension.
+constexpr int kConvFragment = 2 * kConvOut;
 
-// A slab: the input lines of one depth that a round needs, as (channel / 4, line, column, channel % 4): a
-// column to the left or right is 16 bytes away, with zeros beside the first and the last one. ASYNC: every 8
-// columns have copies of their neighbours beside them, so that the products of all lines are one.
-template <bool ASYNC>
+// A slab: the input lines of one depth that a round needs, as (plane, line, column): a column to the left or
+// right is one unit away, with zeros beside the first and the last one. ASYNC: every 8 columns have copies of
+// their neighbours beside them, so that the products of all lines are one.
+template <typename T, bool ASYNC>
 struct Slab {
   enum : int {
+    kUnit = 16 / sizeof(T),
+    kPlanes = kConvIn / kUnit,
     kLines = kConvLines + 1,
-    kEightColumns = 4 * (ASYNC ? 10 : 8),  // floats from 8 columns to the next ones, from a line, a plane
-    kLine = 4 * (ASYNC ? 40 : 34),
-    kPlane = 4 * (ASYNC ? 201 : 171),  // of which the last place spreads four planes over the banks
-    kFloats = kConvIn / 4 * kPlane,
-    // The first fragment of weights is in registers where there is no room for it in shared memory.
-    kHeld = ASYNC ? kConvFragment : 0,
-    kBytes = 4 * (kConvWeights - kHeld + 2 * kConvOut + kConvGroups * 2 * kFloats)
+    kEightColumns = ASYNC ? 10 : 8,  // units from 8 columns to the next ones, from a line, a plane
+    kLine = ASYNC ? 40 : 34,
+    kPlane = ASYNC ? 201 : 171,  // of which the last place spreads four planes over the banks
+    kUnits = kPlanes * kPlane,
+    // A block's fragments: four for each step, which is a tap of d, a tap of h and two planes.
+    kSteps = 2 * kPlanes,
+    // The first fragment of float weights is in registers where there is no room for it in shared memory.
+    kHeld = ASYNC && sizeof(T) == 4 ? 1 : 0,
+    kFragments = 4 * kSteps - kHeld,  // in shared memory
+    kBytes = 16 * (kFragments * kConvFragment + kConvGroups * 2 * kUnits) + 4 * 2 * kConvOut
   };
 
   // Where the column before the first one of an output line's input is, for a step.
   static __device__ int columns_of(int step, int line) {
-    return step % 4 * 2 * kPlane + (line + 1 - step / 4 % 2) * kLine;
+    return step % (kPlanes / 2) * 2 * kPlane + (line + 1 - step / (kPlanes / 2) % 2) * kLine;
   }
 };
-constexpr int kConvShared = std::max<int>(Slab<false>::kBytes, Slab<true>::kBytes);
+template <typename T, bool SPLIT>
+constexpr int kConvShared = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
 
 // Tensor cores read 10 bits of mantissa and ignore the others. TF32 rounds ties to the even number, as
 // cuDNN does: where they went up, one output of 850 was off by more than 1e-4 from PyTorch's.
-__device__ inline float round_to_tf32(float x) {
-  const unsigned bits = __float_as_uint(x);
-  return __uint_as_float(bits + 0xfff + (bits >> 13 & 1));
-}
+__device__ inline uint32_t round_to_tf32(uint32_t x) { return x + 0xfff + (x >> 13 & 1); }
 
 // Hopper's own products go on while the warps do something else, and read shared memory themselves.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -3034,36 +3055,51 @@ constexpr bool kHasAsyncProducts = true;
 }
 
 // The weights as blocks take them: (parity of d, of h, step, parity of w, tap of w), and of each of these
-// fragments (input channel / 4, output channel, input channel % 4) for async products, else (16 output
-// channels, lane, register).
-__global__ void __launch_bounds__(256) arrange_weights(Convolution call, float* arranged) {
-  const int index = blockIdx.x * 256 + threadIdx.x, within = index % kConvFragment;
-  int rest = index / kConvFragment;
+// fragments (unit, output channel, input channel in the unit) for async products, else (16 output channels,
+// lane, register).
+template <typename T>
+__global__ void __launch_bounds__(256) arrange_weights(Convolution call, T* arranged) {
+  constexpr int kUnit = 16 / sizeof(T), kWord = 4 / sizeof(T);  // channels in a unit, in a register
+  const int index = blockIdx.x * 256 + threadIdx.x, within = index % (kConvFragment * kUnit);
+  int rest = index / (kConvFragment * kUnit);
   auto digit = [&](int base) {
     const int d = rest % base;
     rest /= base;
     return d;
   };
-  const int tap_w = digit(2), parity_w = digit(2), chunk = digit(kConvIn / 8), tap_h = digit(2);
+  const int tap_w = digit(2), parity_w = digit(2), chunk = digit(kConvIn / (2 * kUnit)), tap_h = digit(2);
   const int tap_d = digit(2), parity_h = digit(2), parity_d = rest;
-  int out = within / 128 * 16 + within / 16 % 8 + within % 2 * 8;
-  int in = chunk * 8 + within / 4 % 4 + within / 2 % 2 * 4;  // as mma.sync has them in its registers
-  if (kHasAsyncProducts && call.tf32) {
-    out = within / 4 % kConvOut, in = chunk * 8 + within % 4 + within / (4 * kConvOut) * 4;
+  const bool rounded = sizeof(T) == 2 || call.tf32;
+  const int word = within / kWord;
+  int out = word / 128 * 16 + word / 16 % 8 + word % 2 * 8;
+  int in = word / 4 % 4 * kWord + within % kWord + word / 2 % 2 * kUnit;  // as mma.sync has them in registers
+  if (kHasAsyncProducts && rounded) {
+    out = within / kUnit % kConvOut, in = within % kUnit + within / (kUnit * kConvOut) * kUnit;
   }
+  in += chunk * 2 * kUnit;
   const int d = 1 - parity_d + 2 * tap_d, h = 1 - parity_h + 2 * tap_h, w = 1 - parity_w + 2 * tap_w;
-  const float weight = call.conv_weight[(((in * kConvOut + out) * 4 + d) * 4 + h) * 4 + w];
-  arranged[index] = call.tf32 ? round_to_tf32(weight) : weight;
+  T weight = static_cast<const T*>(call.conv_weight)[(((in * kConvOut + out) * 4 + d) * 4 + h) * 4 + w];
+  if constexpr (sizeof(T) == 4) {
+    if (rounded) weight = __uint_as_float(round_to_tf32(__float_as_uint(weight)));
+  }
+  arranged[index] = weight;
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-__device__ inline void multiply_add(float* c, const float (&a)[4], const float (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
-        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+#define LAYERNORM_MULTIPLY_ADD_SYNC(types)                                                        \
+  asm volatile("mma.sync.aligned." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                   \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
+template <typename T>
+__device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, float>) {
+    LAYERNORM_MULTIPLY_ADD_SYNC("m16n8k8.row.col.f32.tf32.tf32.f32");
+  } else if constexpr (std::is_same_v<T, __half>) {
+    LAYERNORM_MULTIPLY_ADD_SYNC("m16n8k16.row.col.f32.f16.f16.f32");
+  } else {
+    LAYERNORM_MULTIPLY_ADD_SYNC("m16n8k16.row.col.f32.bf16.bf16.f32");
+  }
 }
 
 // A barrier of some warps: `threads` threads wait at it, or only arrive.
@@ -3075,7 +3111,7 @@ __device__ inline void named_barrier_wait(int name, int threads) {
 }
 
 // Copies 16 bytes, or writes zeros where there is nothing to read.
-__device__ inline void copy_or_zero(float* shared, const float* global, bool exists) {
+__device__ inline void copy_or_zero(void* shared, const void* global, bool exists) {
   const unsigned to = unsigned(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0)
                : "memory");
@@ -3084,25 +3120,43 @@ __device__ inline void copy_or_zero(float* shared, const float* global, bool exi
 // For float32: x is the sum of two numbers of 10 bits, but for 2^-22 of it. How ties are rounded does not
 // matter here. Volatile: found again at every use, as keeping the second for all weights would take
 // more registers than there are.
-__device__ inline float first_part(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
-__device__ inline float second_part(float x) {
-  unsigned first;
-  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(__float_as_uint(first_part(x))));
-  return first_part(x - __uint_as_float(first));
+__device__ inline uint32_t first_part(uint32_t x) { return x + 0x1000; }
+__device__ inline uint32_t second_part(uint32_t x) {
+  uint32_t first;
+  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(first_part(x)));
+  return first_part(__float_as_uint(__uint_as_float(x) - __uint_as_float(first)));
+}
+
+// Column c of a block of kUnit channels (rows) x kUnit columns: one unit.
+template <typename T>
+__device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
+  auto word = [&](int row, int w) {
+    return w == 0 ? rows[row].x : w == 1 ? rows[row].y : w == 2 ? rows[row].z : rows[row].w;
+  };
+  if constexpr (sizeof(T) == 4) {
+    return {word(0, c), word(1, c), word(2, c), word(3, c)};
+  } else {
+    auto pair = [&](int row) {
+      return __byte_perm(word(row, c / 2), word(row + 1, c / 2), c % 2 == 0 ? 0x5410 : 0x7632);
+    };
+    return {pair(0), pair(2), pair(4), pair(6)};
+  }
 }
 #endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// c += a * b: 64 x 8, 16 rows a warp, by 8 x 128, in 64 cycles. With mma.sync that takes 98. a is in
-// registers or in shared memory, so that there are two of it with one list of c's 64 registers.
-#define LAYERNORM_MULTIPLY_ADD(a, b, ...)                                                               \
+// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles. With mma.sync that
+// takes 98. a is in registers or in shared memory, so that there are two of it with one list of c's 64
+// registers.
+#define LAYERNORM_MULTIPLY_ADD(types, a, b, transposed, ...)                                            \
   asm volatile(                                                                                         \
       "{ .reg .pred p;\n"                                                                               \
       "setp.ne.b32 p, 1, 0;\n"                                                                          \
-      "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"        \
+      "wgmma.mma_async.sync.aligned." types                                                             \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"                                                            \
       "%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"        \
       "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,"        \
-      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1; }\n"                                \
+      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1" transposed "; }\n"                  \
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), \
         "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]),        \
         "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]),      \
@@ -3115,29 +3169,35 @@ __device__ inline float second_part(float x) {
       : __VA_ARGS__                                                                                     \
       : "memory")
 
-// A place in shared memory, in units of 16 bytes; from there to the next 4 input channels, to the next 8
-// rows.
-__device__ inline uint64_t matrix_at(unsigned place, int channels_step, int rows_step) {
-  return uint64_t(rows_step) << 32 | (place + (channels_step << 16));
+// A place in shared memory, in units; from there to the next plane, to the next 8 columns or output channels.
+__device__ inline uint64_t matrix_at(unsigned place, int plane_step, int eight_step) {
+  return uint64_t(eight_step) << 32 | (place + (plane_step << 16));
 }
 
-__device__ inline void multiply_add_async(float (&c)[64], const float (&a)[4], uint64_t b) {
-  LAYERNORM_MULTIPLY_ADD("{%64, %65, %66, %67}", "%68", "r"(__float_as_uint(a[0])),
-                         "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
-                         "l"(b));
+__device__ inline void multiply_add_async(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
+  LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}", "%68", "", "r"(a[0]), "r"(a[1]),
+                         "r"(a[2]), "r"(a[3]), "l"(b));
 }
+template <typename T>
 __device__ inline void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b) {
-  LAYERNORM_MULTIPLY_ADD("%64", "%65", "l"(a), "l"(b));
+  if constexpr (std::is_same_v<T, float>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64", "%65", "", "l"(a), "l"(b));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.f16.f16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+  } else {
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.bf16.bf16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+  }
 }
 
 // The sums of a round: parity of w, unit, (8 columns, register). A unit is a line of 16 channels, and a warp
 // has four of the 16: async, four lines of the same channels, else two lines of 32.
 //
-// slabs: of both taps of d. held: the first fragment.
-__device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const float (&held)[4],
-                                               const float* weights, const float* const (&slabs)[2]) {
-  using S = Slab<true>;
-  auto place_of = [](const float* p) {  // from one lane, so that the compiler knows that all have the same
+// slabs: of both taps of d. held: the first fragment, where it is in registers.
+template <typename T>
+__device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const uint32_t (&held)[4],
+                                               const uint4* weights, const uint4* const (&slabs)[2]) {
+  using S = Slab<T, true>;
+  auto place_of = [](const uint4* p) {  // from one lane, so that the compiler knows that all have the same
     return __shfl_sync(~0u, unsigned(__cvta_generic_to_shared(p)) / 16, 0);
   };
   const unsigned places[2] = {place_of(slabs[0]), place_of(slabs[1])}, weights_place = place_of(weights);
@@ -3147,20 +3207,22 @@ __device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const fl
   };
   keep_in_registers();
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  // Taps from the last to the first, of each its channels: the order in which cuDNN adds on Hopper, so that
+  // the sums are PyTorch's, bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
 #pragma unroll
-  for (int step = 0; step < 16; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int tap_w = i / 2, parity_w = i % 2, fragment = fragment_of(step, parity_w, tap_w);
-      const unsigned columns = places[step / 8] + S::columns_of(step, 0) / 4 + 1 + parity_w - tap_w;
-      const uint64_t b = matrix_at(columns, S::kPlane / 4, S::kEightColumns / 4);
-      float (&sum)[64] = reinterpret_cast<float (&)[64]>(sums[parity_w]);
-      if (fragment * kConvFragment < S::kHeld) {
-        multiply_add_async(sum, held, b);
-      } else {
-        const unsigned place = weights_place + (fragment * kConvFragment - S::kHeld) / 4;
-        multiply_add_async(sum, matrix_at(place, kConvOut, 8), b);
-      }
+  for (int i = 0; i < 4 * S::kSteps; ++i) {
+    constexpr int kChunks = S::kPlanes / 2;
+    const int parity_w = i % 2, chunk = i / 2 % kChunks, taps = 7 - i / 2 / kChunks;
+    const int step = taps / 2 * kChunks + chunk, tap_w = taps % 2,
+              fragment = fragment_of(step, parity_w, tap_w);
+    const unsigned columns = places[step / S::kPlanes] + S::columns_of(step, 0) + 1 + parity_w - tap_w;
+    const uint64_t b = matrix_at(columns, S::kPlane, S::kEightColumns);
+    float (&sum)[64] = reinterpret_cast<float (&)[64]>(sums[parity_w]);
+    if (fragment < S::kHeld) {
+      multiply_add_async(sum, held, b);
+    } else {
+      const unsigned place = weights_place + (fragment - S::kHeld) * kConvFragment;
+      multiply_add_async<T>(sum, matrix_at(place, kConvOut, 8), b);
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -3170,47 +3232,47 @@ __device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const fl
 #endif
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-// TF32: inputs rounded to TF32, as PyTorch does where it is allowed. Otherwise each product is three,
-// of the leading and the remaining bits of both factors (Ootomo, Yokota, 2022, arXiv:2203.03341), and
-// tensor cores, which truncate sums, add no more than 6 of them before a rounded addition.
-template <bool TF32>
-__device__ __forceinline__ void multiply(float (&sums)[2][4][16], const float* weights,
-                                         const float* const (&slabs)[2], int first_tile, int first_line) {
-  using S = Slab<false>;
+// SPLIT: each product is three, of the leading and the remaining bits of both factors (Ootomo, Yokota, 2022,
+// arXiv:2203.03341), and tensor cores, which truncate sums, add no more than 6 of them before a rounded
+// addition. Otherwise factors are of 16 bits, or rounded to TF32 as PyTorch does where it is allowed.
+template <typename T, bool SPLIT>
+__device__ __forceinline__ void multiply(float (&sums)[2][4][16], const uint4* weights,
+                                         const uint4* const (&slabs)[2], int first_tile, int first_line) {
+  using S = Slab<T, false>;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int step = 0; step < 16; ++step) {
-    float a[2][2][2][4];  // parity of w, tap of w, tile
+  for (int step = 0; step < S::kSteps; ++step) {
+    uint32_t a[2][2][2][4];  // parity of w, tap of w, tile
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float* from = weights + fragment_of(step, i / 4, i / 2 % 2) * kConvFragment;
-      const float4 four = *reinterpret_cast<const float4*>(from + ((first_tile + i % 2) * 32 + lane) * 4);
-      float (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
+      const uint4* from = weights + fragment_of(step, i / 4, i / 2 % 2) * kConvFragment;
+      const uint4 four = from[(first_tile + i % 2) * 32 + lane];
+      uint32_t (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
       to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     }
 #pragma unroll
     for (int line = 0; line < 2; ++line) {
-      const float* slab = step < 8 ? slabs[0] : slabs[1];
-      const float* from = slab + S::columns_of(step, first_line + line) + lane;
+      const uint4* slab = step < S::kPlanes ? slabs[0] : slabs[1];
+      const auto* from = reinterpret_cast<const uint32_t*>(slab + S::columns_of(step, first_line + line));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float b[3][2];  // shifted by -1, 0, 1
+        uint32_t b[3][2];  // shifted by -1, 0, 1
 #pragma unroll
         for (int i = 0; i < 6; ++i) {
-          b[i / 2][i % 2] = from[S::kEightColumns * j + i / 2 * 4 + i % 2 * S::kPlane];
+          b[i / 2][i % 2] = from[4 * (S::kEightColumns * j + i / 2 + i % 2 * S::kPlane) + lane];
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int tile = i / 2, parity_w = i % 2;
           float* sum = sums[parity_w][2 * line + tile] + 4 * j;
-          if constexpr (TF32) {
-            multiply_add(sum, a[parity_w][0][tile], b[1 + parity_w]);
-            multiply_add(sum, a[parity_w][1][tile], b[parity_w]);
+          if constexpr (!SPLIT) {
+            multiply_add<T>(sum, a[parity_w][0][tile], b[1 + parity_w]);
+            multiply_add<T>(sum, a[parity_w][1][tile], b[parity_w]);
           } else {
             float part[4] = {};
 #pragma unroll
             for (int tap_w = 0; tap_w < 2; ++tap_w) {
-              float first_a[4], second_a[4], first_b[2], second_b[2];
+              uint32_t first_a[4], second_a[4], first_b[2], second_b[2];
 #pragma unroll
               for (int k = 0; k < 4; ++k) {
                 first_a[k] = first_part(a[parity_w][tap_w][tile][k]);
@@ -3221,9 +3283,9 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4][16], const float* w
                 first_b[k] = first_part(b[1 + parity_w - tap_w][k]);
                 second_b[k] = second_part(b[1 + parity_w - tap_w][k]);
               }
-              multiply_add(part, second_a, first_b);
-              multiply_add(part, first_a, second_b);
-              multiply_add(part, first_a, first_b);
+              multiply_add<T>(part, second_a, first_b);
+              multiply_add<T>(part, first_a, second_b);
+              multiply_add<T>(part, first_a, first_b);
             }
 #pragma unroll
             for (int k = 0; k < 4; ++k) sum[k] += part[k];
@@ -3235,167 +3297,251 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4][16], const float* w
 }
 #endif
 
-template <bool TF32>
-__global__ void __launch_bounds__(kConvThreads, 1)
-    conv_transpose_layer_norm_gelu(Convolution call, const float* arranged) {
+// With async products four more warps bring input to the two groups, and give them registers (float32 in TF32
+// 0.61 ms -> 0.58, bf16 0.39 -> 0.38). Without, a group brings its own.
+[[maybe_unused]] constexpr int kApplyingRegisters = 224, kLoadingRegisters = 56;
+template <bool LOADERS>
+constexpr int kConvThreads = kConvGroupThreads * (kConvGroups + LOADERS);
+
+template <typename T, bool SPLIT>
+__global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
+    conv_transpose_layer_norm_gelu(Convolution call, const uint4* arranged) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  constexpr bool kAsync = TF32 && kHasAsyncProducts;
-  using S = Slab<kAsync>;
-  extern __shared__ __align__(128) unsigned char conv_shared[];
-  float* weights = reinterpret_cast<float*>(conv_shared);
-  float* affine = weights + kConvWeights - S::kHeld;
+  constexpr bool kAsync = !SPLIT && kHasAsyncProducts;
+  using S = Slab<T, kAsync>;
+  extern __shared__ __align__(128) uint4 conv_shared[];
+  uint4* weights = conv_shared;
+  float* affine = reinterpret_cast<float*>(weights + S::kFragments * kConvFragment);
+  uint4* slabs = reinterpret_cast<uint4*>(affine + 2 * kConvOut);
+  // The second tap of a depth is the first one of the depth before.
+  auto slab_of = [&](int group, int round, int tap) {
+    return slabs + (2 * group + (round + tap) % 2) * S::kUnits;
+  };
 
   const int parity = blockIdx.x % 4, parity_d = parity / 2, parity_h = parity % 2;
   const int group = threadIdx.x / kConvGroupThreads, thread = threadIdx.x % kConvGroupThreads;
   const int warp = thread / 32, lane = threadIdx.x % 32;
-  float* slabs = affine + 2 * kConvOut + group * 2 * S::kFloats;
 
   // Rounds go through depths first. A block has a range of them, the first group the first half.
   const int line_groups = (call.height + kConvLines - 1) / kConvLines;
   const int64_t all_rounds = call.batch * line_groups * call.depth;
   const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
   const int begin = all_rounds * block / blocks, count = int(all_rounds * (block + 1) / blocks) - begin;
-  const int rounds_of_first = count - count / 2, rounds_of_second = count / 2;
-  const int first_round = begin + group * rounds_of_first;
-  const int rounds = group == 0 ? rounds_of_first : rounds_of_second;
+  auto rounds_of = [&](int group) { return group == 0 ? count - count / 2 : count / 2; };
 
-  arranged += parity * kConvWeights;
-  for (int i = threadIdx.x * 4; i < kConvWeights - S::kHeld; i += kConvThreads * 4) {
-    *reinterpret_cast<float4*>(weights + i) = *reinterpret_cast<const float4*>(arranged + S::kHeld + i);
+  arranged += parity * (S::kFragments + S::kHeld) * kConvFragment;
+  for (int i = threadIdx.x; i < S::kFragments * kConvFragment; i += blockDim.x) {
+    weights[i] = arranged[S::kHeld * kConvFragment + i];
   }
-  for (int i = thread; i < 2 * S::kFloats; i += kConvGroupThreads) slabs[i] = 0;
+  for (int i = threadIdx.x; i < kConvGroups * 2 * S::kUnits; i += blockDim.x) slabs[i] = {};
   if (threadIdx.x < kConvOut) {
-    affine[threadIdx.x] = call.weight == nullptr ? 1 : call.weight[threadIdx.x];
-    affine[kConvOut + threadIdx.x] = call.bias == nullptr ? 0 : call.bias[threadIdx.x];
+    float w[1], b[1];
+    load_affine<T, 1>(w, call.weight, call.affine_float32, threadIdx.x, 1);
+    load_affine<T, 1>(b, call.bias, call.affine_float32, threadIdx.x, 0);
+    affine[threadIdx.x] = w[0], affine[kConvOut + threadIdx.x] = b[0];
   }
   __syncthreads();
 
   struct Place {
     int batch, d, h;  // h: of the first line, in steps of two
   };
-  auto place_of = [&](int round) {
-    const int column = round / call.depth;
-    return Place{column / line_groups, round % call.depth, column % line_groups * kConvLines};
+  auto place_of = [&](int group, int round) {
+    const int index = begin + group * rounds_of(0) + round, column = index / call.depth;
+    return Place{column / line_groups, index % call.depth, column % line_groups * kConvLines};
   };
-  // A thread copies blocks of 4 channels x 4 columns, of every second line.
-  const int copied_plane = thread / 2 % 4 + thread / 32 % 2 * 4, copied_line = thread / 64;
-  const int copied_eight = thread / 8 % 4, copied_half = thread % 2;  // of columns
-  float* copied = slabs + copied_plane * S::kPlane + copied_line * S::kLine +
-                  copied_eight * S::kEightColumns + 4 + copied_half * 16;
-  // A channel's 4 columns come to where one column's 4 channels will be.
-  auto fetch = [&](const Place& p, int tap, int slab) {
-    const int d = p.d + parity_d - tap, h = p.h + parity_h - 1 + copied_line;
+  // Taps of d that the round before has not left.
+  auto new_taps = [&](const Place& p, int round) { return round == 0 || p.d == 0 ? 2 : 1; };
+
+  // A thread copies blocks of kUnit channels x kUnit columns, of every kSweep-th line.
+  constexpr int kUnit = S::kUnit, kHalves = 8 / kUnit, kPlaneGroups = S::kPlanes / 4,
+                kSweep = kConvGroupThreads / (16 * kHalves * kPlaneGroups);
+  const int copied_half = thread % kHalves, copied_eight = thread / kHalves / 4 % 4;  // of columns
+  const int copied_plane = thread / kHalves % 4 + thread / kHalves / 16 % kPlaneGroups * 4;
+  const int copied_line = thread / (16 * kHalves * kPlaneGroups);
+  const int copied = copied_plane * S::kPlane + copied_line * S::kLine + copied_eight * S::kEightColumns + 1 +
+                     copied_half * kUnit;
+  // A channel's kUnit columns come to where one column's kUnit channels will be.
+  auto fetch = [&](int group, int round) {
+    const Place p = place_of(group, round);
     const int64_t channel_step = int64_t(call.depth) * call.height * kConvWidth;
-    const float* from = call.input + (int64_t(p.batch) * kConvIn + 4 * copied_plane) * channel_step +
-                        copied_eight * 8 + copied_half * 4;
+    const T* from = static_cast<const T*>(call.input) +
+                    (int64_t(p.batch) * kConvIn + kUnit * copied_plane) * channel_step + copied_eight * 8 +
+                    copied_half * kUnit;
+#pragma unroll 1
+    for (int tap = 0; tap < new_taps(p, round); ++tap) {
+      const int d = p.d + parity_d - tap, h = p.h + parity_h - 1 + copied_line;
+      uint4* to = slab_of(group, round, tap) + copied;
 #pragma unroll
-    for (int line = 0; line < S::kLines; line += 2) {
-      if (copied_line + line >= S::kLines) continue;
-      const bool exists = d >= 0 && d < call.depth && h + line >= 0 && h + line < call.height;
-      const int64_t offset = exists ? (int64_t(d) * call.height + h + line) * kConvWidth : 0;
+      for (int line = 0; line < S::kLines; line += kSweep) {
+        if (copied_line + line >= S::kLines) continue;
+        const bool exists = d >= 0 && d < call.depth && h + line >= 0 && h + line < call.height;
+        const int64_t offset = exists ? (int64_t(d) * call.height + h + line) * kConvWidth : 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        copy_or_zero(copied + slab * S::kFloats + line * S::kLine + 4 * i, from + i * channel_step + offset,
-                     exists);
+        for (int i = 0; i < kUnit; ++i) {
+          copy_or_zero(to + line * S::kLine + i, from + i * channel_step + offset, exists);
+        }
       }
     }
   };
   // Transposes what this thread has copied, and rounds it.
-  auto arrange = [&](int slab) {
+  auto arrange = [&](int group, int round) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll 1
+    for (int tap = 0; tap < new_taps(place_of(group, round), round); ++tap) {
+      uint4* block = slab_of(group, round, tap) + copied;
 #pragma unroll
-    for (int line = 0; line < S::kLines; line += 2) {
-      if (copied_line + line >= S::kLines) continue;
-      float4* columns = reinterpret_cast<float4*>(copied + slab * S::kFloats + line * S::kLine);
-      float x[4][4];
+      for (int line = 0; line < S::kLines; line += kSweep) {
+        if (copied_line + line >= S::kLines) continue;
+        uint4 rows[kUnit], *columns = block + line * S::kLine;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 four = columns[i];
-        x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+        for (int i = 0; i < kUnit; ++i) {
+          rows[i] = columns[i];
+          if constexpr (sizeof(T) == 4 && !SPLIT) {
+            rows[i] = {round_to_tf32(rows[i].x), round_to_tf32(rows[i].y), round_to_tf32(rows[i].z),
+                       round_to_tf32(rows[i].w)};
+          }
+        }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[i][j] = TF32 ? round_to_tf32(x[i][j]) : x[i][j];
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) columns[j] = {x[0][j], x[1][j], x[2][j], x[3][j]};
-      if constexpr (kAsync) {  // also beside the 8 columns before, beside the next ones
-        if (copied_half == 0 && copied_eight > 0) columns[-2] = {x[0][0], x[1][0], x[2][0], x[3][0]};
-        if (copied_half == 1 && copied_eight < 3) columns[5] = {x[0][3], x[1][3], x[2][3], x[3][3]};
+        for (int c = 0; c < kUnit; ++c) columns[c] = column_of<T>(rows, c);
+        if constexpr (kAsync) {  // also beside the 8 columns before, beside the next ones
+          if (copied_half == 0 && copied_eight > 0) columns[-2] = column_of<T>(rows, 0);
+          if (copied_half == kHalves - 1 && copied_eight < 3) {
+            columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
+          }
+        }
       }
     }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (kAsync) writes_before_copies();
+#endif
   };
+
+  // Barriers: 0 is __syncthreads, then for each group: its turn to multiply; its input is there; was read.
+  auto turn_of = [](int group) { return 1 + group; };
+  auto ready = [](int group) { return 1 + kConvGroups + group; };
+  auto was_read = [](int group) { return 1 + 2 * kConvGroups + group; };
+  [[maybe_unused]] constexpr int kTwoGroups = 2 * kConvGroupThreads;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  uint32_t held[4] = {};
+  if constexpr (kAsync) {
+    if (group == kConvGroups) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const int to = i % kConvGroups, round = i / kConvGroups;
+        if (round > 0) named_barrier_wait(was_read(to), kTwoGroups);
+        fetch(to, round);
+        arrange(to, round);
+        named_barrier_arrive(ready(to), kTwoGroups);
+      }
+      return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kApplyingRegisters));
+    if constexpr (S::kHeld > 0) {
+      for (int i = 0; i < 4; ++i) {
+        const int unit = i / 2 * kConvOut + warp * 16 + lane / 4 + i % 2 * 8;
+        held[i] = reinterpret_cast<const uint32_t*>(arranged + unit)[lane % 4];
+      }
+    }
+  }
+#endif
 
   // This warp's units (see multiply_async): the first one's 16 channels and line, and the others' from there.
   const int first_tile = kAsync ? warp : warp % 2 * 2, first_line = kAsync ? 0 : warp / 2 * 2;
   auto tile_of = [](int unit) { return kAsync ? 0 : unit % 2; };
   auto line_of = [](int unit) { return kAsync ? unit : unit / 2; };
   const float scale = call.scale, eps = call.eps;
-  // Barriers: 0 is __syncthreads, then one for each group's turn to multiply, then one for each group.
-  auto turn_of = [](int group) { return 1 + group; };
-  auto group_barrier = [&] { named_barrier_wait(1 + kConvGroups + group, kConvGroupThreads); };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  float held[4];
-  for (int i = 0; i < 4; ++i) {
-    held[i] = arranged[(i / 2 * kConvOut + warp * 16 + lane / 4 + i % 2 * 8) * 4 + lane % 4];
+  const int rounds = rounds_of(group);
+  // Of a unit's 16 channels this thread has two: rows of all sums that are 8 apart.
+  uint32_t conv_bias[2][2] = {};  // tile, half; twice each
+  if constexpr (sizeof(T) == 2) {
+    if (call.conv_bias != nullptr) {
+      for (int i = 0; i < (kAsync ? 2 : 4); ++i) {
+        const int out = (first_tile + i / 2) * 16 + i % 2 * 8 + lane / 4;
+        const float b = widen(static_cast<const T*>(call.conv_bias)[out]);
+        conv_bias[i / 2][i % 2] = narrow_pair<T>(b, b);
+      }
+    }
   }
-#endif
-  Place p = place_of(first_round);
-  int slab_of_first_tap = 0;
-  bool both_taps = true;  // are new; else only the first
-  auto fetch_taps = [&] {
+  if (!kAsync && rounds > 0) fetch(group, 0);
 #pragma unroll 1
-    for (int tap = 0; tap <= both_taps; ++tap) fetch(p, tap, slab_of_first_tap ^ tap);
-  };
-  if (rounds > 0) fetch_taps();
   for (int round = 0; round < rounds; ++round) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll 1
-    for (int tap = 0; tap <= both_taps; ++tap) arrange(slab_of_first_tap ^ tap);
     float sums[2][4][16] = {};  // parity of w, unit, (8 columns, register)
-    const float* const taps[2] = {slabs + slab_of_first_tap * S::kFloats,
-                                  slabs + (slab_of_first_tap ^ 1) * S::kFloats};
+    const uint4* const taps[2] = {slab_of(group, round, 0), slab_of(group, round, 1)};
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (kAsync) {
-      writes_before_copies();
-      group_barrier();
+      named_barrier_wait(ready(group), kTwoGroups);
       // One group multiplies while the other one normalizes and stores.
-      if (group == 1 || round > 0) named_barrier_wait(turn_of(group), kConvThreads);
-      multiply_async(sums, held, weights, taps);
-      if (group == 0 ? round < rounds_of_second : round + 1 < rounds_of_first) {
-        named_barrier_arrive(turn_of(1 - group), kConvThreads);
+      if (group == 1 || round > 0) named_barrier_wait(turn_of(group), kTwoGroups);
+      multiply_async<T>(sums, held, weights, taps);
+      if (group == 0 ? round < rounds_of(1) : round + 1 < rounds_of(0)) {
+        named_barrier_arrive(turn_of(1 - group), kTwoGroups);
       }
+      if (round + 1 < rounds) named_barrier_arrive(was_read(group), kTwoGroups);
     }
 #endif
     if constexpr (!kAsync) {
-      group_barrier();
-      multiply<TF32>(sums, weights, taps, first_tile, first_line);
+      arrange(group, round);
+      named_barrier_wait(ready(group), kConvGroupThreads);
+      multiply<T, SPLIT>(sums, weights, taps, first_tile, first_line);
+      named_barrier_wait(was_read(group), kConvGroupThreads);
+      if (round + 1 < rounds) fetch(group, round + 1);
     }
-    group_barrier();
-    const Place now = p;
-    p = place_of(first_round + round + 1);
-    both_taps = p.d == 0;
-    slab_of_first_tap ^= 1;
-    if (round + 1 < rounds) fetch_taps();
 
-    // The convolution's bias is one number a row: it leaves with the mean.
-    float mean[8], rstd[8];  // of rows: unit, half of a tile
+    // As PyTorch rounds: the convolution, then its sum with the bias. Float32 needs no bias, which is one
+    // number a row and leaves with the mean; here, unrounded, 0.07% of all bfloat16 outputs would be further
+    // from PyTorch's than KernelBench allows.
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        const int unit = i / 8 % 4, half = i % 2;
+        float* two = &sums[i / 32][unit][i / 2 % 4 * 4 + half * 2];
+        const uint32_t rounded = narrow_pair<T>(two[0], two[1]);
+        const float2 sum = widen_pair<T>(add_pairs<T>(rounded, conv_bias[tile_of(unit)][half]));
+        two[0] = sum.x, two[1] = sum.y;
+      }
+    }
+    // To distances from the mean.
+    float rstd[8];  // of rows: unit, half of a tile
 #pragma unroll
     for (int row = 0; row < 8; ++row) {
-      auto value = [&](int i) { return sums[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2]; };
+      auto value = [&](int i) -> float& { return sums[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2]; };
       float sum = 0, m2 = 0;
 #pragma unroll
       for (int i = 0; i < 16; ++i) sum += value(i);
-      mean[row] = combine_lanes(sum, 4) * (1.0f / kConvOut);
+      const float mean = combine_lanes(sum, 4) * (1.0f / kConvOut);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) m2 += (value(i) - mean[row]) * (value(i) - mean[row]);
+      for (int i = 0; i < 16; ++i) value(i) -= mean, m2 += value(i) * value(i);
       rstd[row] = rsqrtf(combine_lanes(m2, 4) * (1.0f / kConvOut) + eps);
     }
+
     // Where channels and lines begin in output, both parities of d and h counted.
+    const Place p = place_of(group, round);
     const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kConvOut;
-    float* first_output = call.output +
-                          (int64_t(now.batch) * kConvOut + first_tile * 16 + lane / 4) * channel_step +
-                          (int64_t(2 * now.d + parity_d) * call.height + now.h + first_line) * 2 * kConvOut +
+    const int64_t first = (int64_t(p.batch) * kConvOut + first_tile * 16 + lane / 4) * channel_step +
+                          (int64_t(2 * p.d + parity_d) * call.height + p.h + first_line) * 2 * kConvOut +
                           parity_h * kConvOut + lane % 4 * 4;
-    const int lines = call.height - now.h - first_line;
+    auto exists = [&](int row) { return first_line + line_of(row / 2) < call.height - p.h; };
+    auto offset_of = [&](int row) {
+      return first + (tile_of(row / 2) * 16 + row % 2 * 8) * channel_step + line_of(row / 2) * 2 * kConvOut;
+    };
+    T* output = static_cast<T*>(call.output);
+    if (call.rstd != nullptr) {  // for backward
+#pragma unroll
+      for (int row = 0; row < 8; ++row) {
+        if (!exists(row)) continue;
+        if (lane % 4 == 0) call.rstd[offset_of(row) / kConvOut] = rstd[row];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float distances[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) distances[i] = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
+          store<T, 4, true>(output + offset_of(row) + 16 * j, distances);
+        }
+      }
+      continue;
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int col = 16 * j + 4 * (lane % 4);
@@ -3407,18 +3553,19 @@ __global__ void __launch_bounds__(kConvThreads, 1)
         float y[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float value = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
-          const float z = (value - mean[row]) * rstd[row] * weight[i] + bias[i];
-          y[i] = scale * gelu_of_tail(z, TF32 ? normal_tail_5_digits(fabsf(z)) : normal_tail(fabsf(z)));
+          const float distance = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
+          const float z = distance * rstd[row] * weight[i] + bias[i], t = fabsf(z);
+          const float tail = SPLIT            ? normal_tail(t)
+                             : sizeof(T) == 4 ? normal_tail_5_digits(t)
+                                              : normal_tail_16_bits(t);
+          y[i] = scale * gelu_of_tail(z, tail);
         }
-        const int line = line_of(row / 2), out = tile_of(row / 2) * 16 + row % 2 * 8;
-        float* output = first_output + out * channel_step + line * 2 * kConvOut + 16 * j;
-        if (line < lines) store<float, 4, true>(output, y);
+        if (exists(row)) store<T, 4, true>(output + offset_of(row) + 16 * j, y);
       }
     }
   }
 #else
-  __trap();  // fits keeps calls away from code without these instructions
+  __trap();  // fits_convolution keeps calls away from code without these instructions
 #endif
 }
 
@@ -4094,6 +4241,16 @@ cudaError_t launch_any(const Call& call, void* scratch, cudaStream_t stream) {
   });
 }
 
+// Calls f with an element and std::bool_constant of whether products are split for full float32.
+template <typename F>
+auto with_convolution(DType dtype, bool tf32, F f) {
+  switch (dtype) {
+    case DType::Float16: return f(__half(), std::false_type());
+    case DType::BFloat16: return f(__nv_bfloat16(), std::false_type());
+    default: return tf32 ? f(float(), std::false_type()) : f(float(), std::true_type());
+  }
+}
+
 }  // namespace
 
 size_t scratch_bytes(const Forward& call) {
@@ -4120,23 +4277,31 @@ cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream) {
   return launch_any(call, scratch, stream);
 }
 
-bool fits_convolution() {
-  return current_device().code >= 80 && current_device().shared_bytes >= kConvShared;
+bool fits_convolution(DType dtype, bool tf32) {
+  return with_convolution(dtype, tf32, [](auto t, auto split) {
+    constexpr int kShared = kConvShared<decltype(t), decltype(split)::value>;
+    return current_device().code >= 80 && current_device().shared_bytes >= kShared;
+  });
 }
 
-size_t scratch_bytes(const Convolution&) { return 4 * sizeof(float) * kConvWeights; }
+size_t scratch_bytes(const Convolution& call) { return size_of(call.dtype) * kConvElements; }
 
 cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream) {
-  auto* arranged = static_cast<float*>(scratch);
-  arrange_weights<<<4 * kConvWeights / 256, 256, 0, stream>>>(call, arranged);
-  const auto kernel =
-      call.tf32 ? conv_transpose_layer_norm_gelu<true> : conv_transpose_layer_norm_gelu<false>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kConvShared);
-  if (error != cudaSuccess) return error;
-  const int blocks = std::max(1, current_device().sms / 4) * 4;  // of each parity as many
-  kernel<<<blocks, kConvThreads, kConvShared, stream>>>(call, arranged);
-  return cudaGetLastError();
+  return with_convolution(call.dtype, call.tf32, [&](auto t, auto split) {
+    using T = decltype(t);
+    constexpr int kShared = kConvShared<T, decltype(split)::value>;
+    arrange_weights<T><<<kConvElements / 256, 256, 0, stream>>>(call, static_cast<T*>(scratch));
+    const auto kernel = conv_transpose_layer_norm_gelu<T, decltype(split)::value>;
+    cudaFuncAttributes attributes = {};  // with loading warps or without, as it was compiled
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (error != cudaSuccess) return error;
+    const int blocks = std::max(1, current_device().sms / 4) * 4;  // of each parity as many
+    kernel<<<blocks, attributes.maxThreadsPerBlock, kShared, stream>>>(call,
+                                                                       static_cast<const uint4*>(scratch));
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -4150,19 +4315,26 @@ cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream) 
 CPP_SOURCE = (
     _INTERFACE
     + r"""
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/conv_transpose3d.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -4177,6 +4349,7 @@ using c10::SymIntArrayRef;
 using OptionalTensor = c10::optional<Tensor>;
 using Outputs = std::tuple<Tensor, Tensor>;  // output and statistics, (2, rows): mean, rstd
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
@@ -4204,6 +4377,15 @@ void check_affine(const char* name, const OptionalTensor& affine, const Tensor& 
               input.scalar_type(), half ? " (the input's) or Float" : " (the input's)", ", but got ", dtype);
 }
 
+void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& input,
+                  SymIntArrayRef shape) {
+  check_affine("weight", weight, input, shape);
+  check_affine("bias", bias, input, shape);
+  TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
+              "Expected weight and bias of the same dtype, but got ", weight->scalar_type(), " and ",
+              bias->scalar_type());
+}
+
 void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
            const OptionalTensor& bias) {
   TORCH_CHECK(!shape.empty(),
@@ -4216,11 +4398,7 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
   TORCH_CHECK_NOT_IMPLEMENTED(
       dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
       "layer_norm expects input of dtype Float, Half, BFloat16 or Double, but got ", dtype);
-  check_affine("weight", weight, input, shape);
-  check_affine("bias", bias, input, shape);
-  TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
-              "Expected weight and bias of the same dtype, but got ", weight->scalar_type(), " and ",
-              bias->scalar_type());
+  check_affine(weight, bias, input, shape);
 }
 
 // ---- What the kernels and the Meta functions share: shapes and allocations ----
@@ -4332,11 +4510,10 @@ Outputs forward_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const
   return forward_kernel(input, normalized_shape, weight, bias, eps, activation, scale, true);
 }
 
-Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
-                        int64_t activation, double scale, std::array<bool, 3> output_mask) {
-  const c10::cuda::CUDAGuard guard(input.device());
-  const Gradients gradients = allocate_backward(input, weight, bias, output_mask, empty_cuda);
+// Writes those gradients that are defined.
+void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                  const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                  int64_t activation, double scale, const Gradients& gradients) {
   const Tensor dy = grad_output.contiguous(), x = input.contiguous();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   const auto& affine = present(w) ? w : b;
@@ -4350,7 +4527,7 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
   call.grad_weight = write(std::get<1>(gradients));
   call.grad_bias = write(std::get<2>(gradients));
   call.cols = product(normalized_shape).expect_int();
-  if (call.cols == 0) return gradients;
+  if (call.cols == 0) return;
   call.rows = input.numel() / call.cols;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
@@ -4358,60 +4535,176 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
   call.scale = scale;
   if (call.activation != Activation::None) call.bias = read(b);
   run(call, input);
+}
+
+Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                        int64_t activation, double scale, std::array<bool, 3> output_mask) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  const Gradients gradients = allocate_backward(input, weight, bias, output_mask, empty_cuda);
+  run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
   return gradients;
 }
 
-void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& weight,
-                       const OptionalTensor& bias) {
+void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                       const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
               "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
-  const std::vector<SymInt> conv_shape = {32, 64, 4, 4, 4}, shape = {64};
-  TORCH_CHECK(conv_weight.sym_sizes().equals(conv_shape),
-              "Expected conv_weight of shape [32, 64, 4, 4, 4], but got ", text(conv_weight.sym_sizes()));
-  TORCH_CHECK(input.scalar_type() == at::kFloat && conv_weight.scalar_type() == at::kFloat,
-              "Expected input and conv_weight of dtype Float, but got ", input.scalar_type(), " and ",
-              conv_weight.scalar_type());
-  check_affine("weight", weight, input, shape);
-  check_affine("bias", bias, input, shape);
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
+  auto check_parameter = [&](const char* name, const Tensor& t, const std::vector<SymInt>& sizes) {
+    TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
+                text(t.sym_sizes()));
+    TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, " (the input's), but got ",
+                t.scalar_type());
+    TORCH_CHECK(t.device() == input.device(),
+                "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
+                name, " is on ", t.device());
+  };
+  check_parameter("conv_weight", conv_weight, {32, 64, 4, 4, 4});
+  if (present(conv_bias)) check_parameter("conv_bias", *conv_bias, {64});
+  const std::vector<SymInt> shape = {64};
+  check_affine(weight, bias, input, shape);
 }
 
 Tensor allocate_convolution(const Tensor& input) {
   return at::empty_symint({input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64},
-                          input.options());
+                          input.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale,
-                        bool tf32) {
-  check_convolution(input, conv_weight, weight, bias);
-  const c10::cuda::CUDAGuard guard(input.device());
-  if (!fits_convolution()) {
-    const Tensor y =
-        at::conv_transpose3d(input, conv_weight, present(conv_bias) ? *conv_bias : Tensor(), 2, 1);
-    const std::vector<SymInt> shape = {64};
-    const auto gelu = static_cast<int64_t>(Activation::Gelu);
-    return std::get<0>(forward_kernel(y, shape, weight, bias, eps, gelu, scale, false));
+// Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
+// cuDNN, it raises where they and RNNs differ.
+bool tf32_allowed(bool (at::Context::*ask)() const) { return (at::globalContext().*ask)(); }
+template <typename Argument>
+bool tf32_allowed(bool (at::Context::*ask)(Argument) const) {
+  using Op = std::decay_t<Argument>;
+  if constexpr (std::is_constructible_v<Op, const char*>) {
+    return (at::globalContext().*ask)("conv");
+  } else {
+    return (at::globalContext().*ask)(Op::value_type::CONV);
   }
-  const Tensor output = allocate_convolution(input);
-  if (output.numel() == 0) return output;
-  Tensor x = input.contiguous();
-  if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 != 0) x = x.clone();
-  const Tensor conv = conv_weight.contiguous();
-  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+}
+
+bool fits_convolution(const Tensor& input) {
+  if (c10::cuda::device_count() == 0) return true;  // fake tensors
+  const c10::cuda::CUDAGuard guard(input.device());
+  return fits_convolution(dtype_of(input), tf32_allowed(&at::Context::allowTF32CuDNN));
+}
+
+// The kernel's inputs lie as it reads them: contiguous, input from a 16-byte boundary.
+Tensor aligned(const Tensor& input) {
+  const Tensor x = input.contiguous();
+  return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 ? x : x.clone();
+}
+
+// rstd: see struct Convolution.
+void run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                     const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& output,
+                     const Tensor& rstd, double eps, double scale) {
+  if (output.numel() == 0) return;
+  const Tensor x = aligned(input), conv = conv_weight.contiguous();
+  const OptionalTensor cb = contiguous(conv_bias), w = contiguous(weight), b = contiguous(bias);
+  const auto& affine = present(w) ? w : b;
   Convolution call = {};
-  call.input = static_cast<const float*>(x.data_ptr());
-  call.conv_weight = static_cast<const float*>(conv.data_ptr());
-  call.weight = static_cast<const float*>(read(w));
-  call.bias = static_cast<const float*>(read(b));
-  call.output = static_cast<float*>(output.data_ptr());
+  call.input = read(x);
+  call.conv_weight = read(conv);
+  call.conv_bias = read(cb);
+  call.weight = read(w);
+  call.bias = read(b);
+  call.output = write(output);
+  call.rstd = static_cast<float*>(write(rstd));
   call.batch = input.size(0);
   call.depth = input.size(2);
   call.height = input.size(3);
   call.eps = eps;
   call.scale = scale;
-  call.tf32 = tf32;
+  call.dtype = dtype_of(input);
+  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  call.tf32 = tf32_allowed(&at::Context::allowTF32CuDNN);
   run(call, input);
+}
+
+Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (!fits_convolution(input)) {
+    const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
+    const std::vector<SymInt> shape = {64};
+    const auto gelu = static_cast<int64_t>(Activation::Gelu);
+    return std::get<0>(forward_kernel(y, shape, weight, bias, eps, gelu, scale, false));
+  }
+  const Tensor output = allocate_convolution(input);
+  run_convolution(input, conv_weight, conv_bias, weight, bias, output, {}, eps, scale);
   return output;
+}
+
+// Of input, conv_weight, conv_bias, weight and bias.
+ConvolutionGradients allocate_gradients(const Tensor& input, const Tensor& conv_weight,
+                                        const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                        const OptionalTensor& bias, std::array<bool, 5> wanted) {
+  auto zeros = [&](int i, const OptionalTensor& t) {
+    return wanted[i] && present(t) ? at::zeros_like(*t, {}, at::MemoryFormat::Contiguous) : Tensor();
+  };
+  return {zeros(0, input), zeros(1, conv_weight), zeros(2, conv_bias), zeros(3, weight), zeros(4, bias)};
+}
+
+// The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the
+// room that PyTorch's convolution takes for another layout of it is ever there for all of the batch.
+constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
+
+ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                               double eps, double scale, std::array<bool, 5> output_mask) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::cuda::CUDAGuard guard(input.device());
+  // conv_bias leaves with the mean of a row, so that its gradient stays 0. The sums over parts of the batch
+  // are of float32 also where the gradients are not.
+  const auto gradients = allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
+  const Tensor& grad_input = std::get<0>(gradients);
+  const std::array<Tensor, 3> totals = {std::get<1>(gradients), std::get<3>(gradients),
+                                        std::get<4>(gradients)};
+  std::array<Tensor, 3> sums;
+  for (int i = 0; i < 3; ++i) {
+    if (totals[i].defined()) sums[i] = at::zeros_like(totals[i], totals[i].options().dtype(at::kFloat));
+  }
+  auto in_float32 = [](const OptionalTensor& t) {
+    return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
+  };
+  const OptionalTensor w = in_float32(weight), b = in_float32(bias);
+  const bool wants_convolution = output_mask[0] || output_mask[1];
+
+  const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
+  const int64_t bytes = rows * 64 * input.element_size();
+  const int64_t step = std::max<int64_t>(1, kConvolutionBytes / std::max<int64_t>(1, bytes));
+  for (int64_t first = 0; first < input.size(0) && rows > 0; first += step) {
+    const int64_t count = std::min(step, input.size(0) - first);
+    const Tensor x = aligned(input.narrow(0, first, count)), dy = grad_output.narrow(0, first, count);
+    const Tensor conv = allocate_convolution(x);
+    const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
+    run_convolution(x, conv_weight, conv_bias, {}, {}, conv, statistics[1], eps, 1);
+    const Gradients parts = {wants_convolution ? conv : Tensor(),  // a row is read before it is written
+                             sums[1].defined() ? at::empty_like(sums[1]) : Tensor(),
+                             sums[2].defined() ? at::empty_like(sums[2]) : Tensor()};
+    const std::vector<SymInt> shape = {64};
+    run_backward(dy, conv, shape, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
+    Tensor part_input, part_conv_weight;
+    if (wants_convolution) {
+      std::tie(part_input, part_conv_weight, std::ignore) = at::convolution_backward(
+          conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1, {output_mask[0], output_mask[1], false});
+    }
+    if (output_mask[0]) grad_input.narrow(0, first, count).copy_(part_input);
+    const std::array<Tensor, 3> added = {part_conv_weight, std::get<1>(parts), std::get<2>(parts)};
+    for (int i = 0; i < 3; ++i) {
+      if (sums[i].defined()) sums[i].add_(added[i]);
+    }
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (sums[i].defined()) totals[i].copy_(sums[i]);
+  }
+  return gradients;
 }
 
 // ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
@@ -4438,10 +4731,17 @@ Gradients backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, cons
   return allocate_backward(input, weight, bias, output_mask, empty_meta);
 }
 
-Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor&,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double, double, bool) {
-  check_convolution(input, conv_weight, weight, bias);
+Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double, double) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
   return allocate_convolution(input);
+}
+
+ConvolutionGradients convolution_backward_meta(const Tensor&, const Tensor& input, const Tensor& conv_weight,
+                                               const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                               const OptionalTensor& bias, double, double,
+                                               std::array<bool, 5> output_mask) {
+  return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
 }
 
 // ---- Autograd ----
@@ -4574,7 +4874,12 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
 }
 
 bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+
+// A C++ autograd function knows neither tangents nor torch.func's levels.
 bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
+bool in_transform() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
@@ -4582,10 +4887,7 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
   auto any = [&](bool (*has)(const Tensor&)) {
     return has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias));
   };
-  // A C++ autograd function knows neither tangents nor torch.func's levels.
-  const bool in_transform =
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-  if (in_transform || any(has_tangent)) {
+  if (in_transform() || any(has_tangent)) {
     return composed_forward(input, normalized_shape, weight, bias, eps, activation, scale);
   }
   if (at::GradMode::is_enabled() && any(requires_grad)) {
@@ -4593,6 +4895,88 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
+}
+
+// The model of several PyTorch operations, for what needs their derivatives.
+Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                            double scale) {
+  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
+  const std::vector<SymInt> shape = {64};
+  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), shape, weight, bias, eps,
+                 static_cast<int64_t>(Activation::Gelu), scale);
+}
+
+struct ConvolutionBackward : torch::autograd::Node {
+  torch::autograd::SavedVariable input, conv_weight, conv_bias, weight, bias;
+  double eps, scale;
+
+  std::string name() const override { return "ConvTranspose3dLayerNormGELUBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto* saved : {&input, &conv_weight, &conv_bias, &weight, &bias}) saved->reset_data();
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grad_outputs) override {
+    static const auto op = find_op<decltype(convolution_backward_cuda)>("convolution_backward");
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Tensor& grad_output = grad_outputs[0];
+    torch::autograd::variable_list gradients(5);
+    if (!grad_output.defined()) return gradients;
+    const std::array<Tensor, 5> given = {input.unpack(), conv_weight.unpack(), conv_bias.unpack(),
+                                         weight.unpack(), bias.unpack()};
+    const auto& [x, cw, cb, w, b] = given;
+    std::array<bool, 5> wanted;
+    for (int i = 0; i < 5; ++i) wanted[i] = given[i].defined() && task_should_compute_output(i);
+    if (!at::GradMode::is_enabled()) {
+      std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]) =
+          op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
+      return gradients;
+    }
+    torch::autograd::variable_list inputs;
+    for (int i = 0; i < 5; ++i) {
+      if (wanted[i]) inputs.push_back(given[i]);
+    }
+    const auto found = torch::autograd::grad({composed_convolution(x, cw, cb, w, b, eps, scale)}, inputs,
+                                             {grad_output}, /*retain_graph=*/true, /*create_graph=*/true);
+    for (int i = 0, next = 0; i < 5; ++i) {
+      if (wanted[i]) gradients[i] = found[next++];
+    }
+    return gradients;
+  }
+};
+
+Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                            double scale) {
+  static const auto op = find_op<decltype(convolution_cuda)>("conv_transpose3d_layer_norm_gelu");
+  auto any = [&](bool (*has)(const Tensor&)) {
+    return has(input) || has(conv_weight) || (present(conv_bias) && has(*conv_bias)) ||
+           (present(weight) && has(*weight)) || (present(bias) && has(*bias));
+  };
+  const bool asks_gradient = at::GradMode::is_enabled() && any(requires_grad);
+  // Where the kernel does not run, the convolution's output is better kept than computed again.
+  if (in_transform() || any(has_tangent) || (asks_gradient && !fits_convolution(input))) {
+    return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
+  }
+  const Tensor output = [&] {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.call(input, conv_weight, conv_bias, weight, bias, eps, scale);
+  }();
+  if (!asks_gradient) return output;
+  const NodePointer pointer = make_node<ConvolutionBackward>();
+  auto& node = static_cast<ConvolutionBackward&>(*pointer);
+  node.set_next_edges(torch::autograd::collect_next_edges(input, conv_weight, conv_bias, weight, bias));
+  node.input = {input, false};
+  node.conv_weight = {conv_weight, false};
+  node.conv_bias = {conv_bias, false};
+  node.weight = {weight, false};
+  node.bias = {bias, false};
+  node.eps = eps;
+  node.scale = scale;
+  torch::autograd::set_history(output, pointer);
+  return output;
 }
 
 // As nn.LayerNorm under autocast: computed in, and returned as, float32.
@@ -4620,7 +5004,12 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "conv_transpose3d_layer_norm_gelu(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? weight,"
-      " Tensor? bias, float eps, float scale, bool tf32) -> Tensor");
+      " Tensor? bias, float eps, float scale) -> Tensor");
+  m.def(
+      "convolution_backward(Tensor grad_output, Tensor input, Tensor conv_weight, Tensor? conv_bias,"
+      " Tensor? weight, Tensor? bias, float eps, float scale, bool[5] output_mask)"
+      " -> (Tensor grad_input, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight,"
+      " Tensor grad_bias)");
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
@@ -4628,6 +5017,7 @@ TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
   m.impl("forward", forward_cuda);
   m.impl("backward", backward_cuda);
   m.impl("conv_transpose3d_layer_norm_gelu", convolution_cuda);
+  m.impl("convolution_backward", convolution_backward_cuda);
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
@@ -4635,9 +5025,13 @@ TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
   m.impl("forward", forward_meta);
   m.impl("backward", backward_meta);
   m.impl("conv_transpose3d_layer_norm_gelu", convolution_meta);
+  m.impl("convolution_backward", convolution_backward_meta);
 }
 
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
+  m.impl("layer_norm", layer_norm_autograd);
+  m.impl("conv_transpose3d_layer_norm_gelu", convolution_autograd);
+}
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -4818,7 +5212,7 @@ _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2}  # as enum class Activation
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activation=None, scale=1.0):
-    """Layer normalization over the trailing dimensions `normalized_shape`, as F.layer_norm.
+    """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
 
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with mean and
     biased variance over the trailing dimensions (https://arxiv.org/abs/1607.06450), in one reading of
@@ -4856,14 +5250,14 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activa
     return output if scale == 1 else output * scale
 
 
-class ModelNew(nn.LayerNorm):
+class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm with the forward and backward of this file.
 
     Constructor, parameters, state_dict, repr and initialization are inherited: whatever the
     installed PyTorch's nn.LayerNorm takes. Shapes, dtypes and errors: see layer_norm.
 
     Example:
-        >>> norm = ModelNew((64, 256, 256), device="cuda")
+        >>> norm = LayerNorm((64, 256, 256), device="cuda")
         >>> norm(torch.rand(16, 64, 256, 256, device="cuda")).shape
         torch.Size([16, 64, 256, 256])
     """
@@ -4873,8 +5267,11 @@ class ModelNew(nn.LayerNorm):
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
+ModelNew = LayerNorm  # the benchmark's name; it may be bound to another model, so nothing here uses it
+
+
 def replace_layer_norm(module):
-    """Turns every nn.LayerNorm inside `module` (and module itself) into ModelNew, in place.
+    """Turns every nn.LayerNorm inside `module` (and module itself) into LayerNorm, in place.
 
     The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
     and references hold. Subclasses of nn.LayerNorm are left alone, as their forward may differ.
@@ -4884,8 +5281,14 @@ def replace_layer_norm(module):
     """
     for child in module.modules():
         if type(child) is nn.LayerNorm:
-            child.__class__ = ModelNew
+            child.__class__ = LayerNorm
     return module
+
+
+def _has_hooks(module):
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class ConvTranspose3dLayerNormGELUScaling(nn.Module):
@@ -4895,9 +5298,10 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     out_channels. Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d
     `conv_transpose` and an nn.LayerNorm(out_channels) `layer_norm`.
 
-    For 32 to 64 channels, kernel 4, stride 2, padding 1, width 32 and float32, where no gradient is
-    asked for, one kernel does everything: in TF32 where torch.backends.cudnn.allow_tf32 is set, else
-    in float32. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling in one kernel.
+    For 32 to 64 channels, kernel 4, stride 2, padding 1, width 32 and float32, float16 or bfloat16, one
+    kernel does everything: float32 in TF32 where PyTorch's convolutions may take it. Backward computes the
+    convolution again, and neither its output nor LayerNorm's is kept. Everything else takes PyTorch's
+    convolution, and LayerNorm, GELU and scaling in one kernel.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, bias: as nn.ConvTranspose3d.
@@ -4912,21 +5316,21 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         self.conv_transpose = nn.ConvTranspose3d(
             in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
         )
-        self.layer_norm = ModelNew(out_channels, eps=eps)
+        self.layer_norm = LayerNorm(out_channels, eps=eps)
         self.scaling_factor = scaling_factor
 
     def _in_one_kernel(self, x):
-        conv = self.conv_transpose
-        tensors = [x, *self.parameters()]
+        conv, norm = self.conv_transpose, self.layer_norm
         return (
             _ops is not None
-            and all(t.is_cuda and t.dtype == torch.float32 for t in tensors)
-            and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+            and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and all(t.is_cuda and t.dtype == x.dtype for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
+            and (type(conv), type(norm)) == (nn.ConvTranspose3d, LayerNorm)
             and conv.weight.shape == (32, 64, 4, 4, 4)
             and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))
-            and not any(m._forward_hooks or m._forward_pre_hooks for m in (conv, self.layer_norm))  # they must run
+            and not any(map(_has_hooks, (conv, norm)))  # they must run
         )
 
     def forward(self, x):
@@ -4937,10 +5341,11 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         conv, norm = self.conv_transpose, self.layer_norm
         if self._in_one_kernel(x):
             return _ops.conv_transpose3d_layer_norm_gelu.default(
-                x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor,
-                torch.backends.cudnn.allow_tf32,
-            )  # fmt: skip
+                x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor
+            )
         y = conv(x)
-        return layer_norm(
-            y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, activation="gelu", scale=self.scaling_factor
-        )
+        if type(norm) is LayerNorm and not _has_hooks(norm):
+            return layer_norm(
+                y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, activation="gelu", scale=self.scaling_factor
+            )
+        return torch.ops.aten.gelu(norm(y)) * self.scaling_factor  # hooks, and what took its place, must run
