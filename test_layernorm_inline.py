@@ -2091,7 +2091,7 @@ def test_static_rules():
     text = open(SOURCE).read()
     code = "\n".join(line.split("#")[0].split("//")[0] for line in text.split("\n"))
     for pattern in (
-        r"\btry\s*:", r"\bexcept\b", r"\bpass\b", r"torch\.nn\.(?!(Module|Parameter|init)\b)", r"\bF\.layer_norm\(",
+        r"\btry\s*:", r"\bexcept\b", r"\bpass\b", r"torch\.nn\.(?!(Module|Parameter|init)\b)", r"\bF\.(conv|linear|relu|gelu|softmax|batch_norm|layer_norm|dropout)",
         r"nn\.functional\.\w+", r"torch\.(layer_norm|gelu|tanh|clamp|conv\w*|linear|mm|matmul)\b", r"import\s+threading",
         r"multiprocessing", r"concurrent\.futures", r"cuda\.Stream\s*\(", r"\.wait_stream|\.record_stream",
         r"__float2half(_rn)?\s*\(", r"\(\s*__half\s*\)\s*[\w]", r"static_cast\s*<\s*(__half|half)\s*>", r"\.half\s*\(",
