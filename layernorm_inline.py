@@ -55,6 +55,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -4467,7 +4468,18 @@ void run(const Call& call, const Tensor& input) {
   const size_t bytes = scratch_bytes(call);
   Tensor scratch;
   if (bytes > 0) scratch = empty_cuda({static_cast<int64_t>(bytes)}, at::kByte, input);
-  C10_CUDA_CHECK(launch(call, write(scratch), c10::cuda::getCurrentCUDAStream()));
+  const cudaError_t error = launch(call, write(scratch), c10::cuda::getCurrentCUDAStream());
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    cudaGetLastError();  // the next call must not find it
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, input.device().index());
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
+    TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
+                major, ".", minor,
+                ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
+                ". It must be 7.5 or newer, and in TORCH_CUDA_ARCH_LIST where that is set");
+  }
+  C10_CUDA_CHECK(error);
 }
 
 Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
@@ -5046,21 +5058,80 @@ _CUDA_FLAGS = ["-O1"]  # of the host code; device code is always optimized
 _CPP_FLAGS = ["-O2"]
 _LOCK = "build.lock"
 _BUILD_BYTES = 64 << 20  # one architecture takes 10 MB, and 42 of temporary files
+_OLDEST_CODE = 75  # Turing
 _INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,crt,cccl]"'
+_NAMED_ARCHITECTURES = {  # as torch.utils.cpp_extension names them
+    "Kepler": "3.5",
+    "Kepler+Tesla": "3.7",
+    "Maxwell": "5.0",
+    "Maxwell+Tegra": "5.3",
+    "Pascal": "6.0",
+    "Volta": "7.0",
+    "Volta+Tegra": "7.2",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+    "Blackwell+Tegra": "11.0",
+}
 
 
-def _gencode_flags():
-    """nvcc flags for the GPUs of this machine; none where TORCH_CUDA_ARCH_LIST tells PyTorch."""
-    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return []
-    capabilities = {torch.cuda.get_device_capability(d) for d in range(torch.cuda.device_count())}
-    codes = {f"{major}{minor}": f"sm_{major}{minor}" for major, minor in sorted(capabilities)}
-    if codes.pop("90", None):
-        if int(torch.version.cuda.split(".")[0]) >= 12:
-            codes["90a"] = "sm_90a"  # with the tensor core instructions that only Hopper has
-        else:
-            codes["80"] = "compute_80"  # CUDA 11 has not all instructions that the kernels take there
-    return [f"-gencode=arch=compute_{n},code={code}" for n, code in codes.items()]
+def _version(text):
+    """(12, 4) of "12.4"."""
+    return tuple(map(int, text.split(".")[:2]))
+
+
+def _output(*command):
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def _number(code):
+    """90 of sm_90a (machine code) and of compute_90 (PTX)."""
+    return int(re.sub(r"\D", "", code))
+
+
+def _runs(code, gpu):
+    """Whether a GPU (90: compute capability 9.0) runs that machine code as it is."""
+    number = _number(code)
+    newer_minor = number // 10 == gpu // 10 and number <= gpu and not code.endswith("a")
+    return code.startswith("sm") and (number == gpu or newer_minor)
+
+
+def _listed_codes(arch_list):
+    """What TORCH_CUDA_ARCH_LIST names: sm_80, sm_90 and compute_90 of "8.0;9.0+PTX"."""
+    codes = []
+    names = re.split(r"[;\s]+", arch_list)
+    for entry in filter(None, ";".join(_NAMED_ARCHITECTURES.get(name, name) for name in names).split(";")):
+        parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
+        if parts is None:
+            raise RuntimeError(
+                f"layernorm_inline: TORCH_CUDA_ARCH_LIST has {entry!r}, which names no architecture. "
+                "Names are, for example, 8.0, 9.0a, 8.0+PTX and Hopper, with ';' or ' ' between them."
+            )
+        major, minor, suffix, ptx = parts.groups()
+        number = major + minor + suffix
+        codes += ["sm_" + number, "compute_" + number] if ptx else ["sm_" + number]
+    return codes
+
+
+def _codes(gpus, arch_list):
+    """What to compile for: the GPUs there are, of which TORCH_CUDA_ARCH_LIST, where it is set, may exclude some.
+
+    A GPU is in the list where it runs an entry's machine code. Where none is, or no GPU is there, all of
+    the list is compiled as it is.
+    """
+    listed = _listed_codes(arch_list)
+    chosen = [g for g in gpus if not listed or any(_runs(code, g) for code in listed)]
+    codes = [f"sm_{g}a" if g == 90 else f"sm_{g}" for g in chosen]  # 9.0a: wgmma, which only Hopper has
+    if not chosen:
+        codes = listed
+    elif len(chosen) < len(gpus):
+        codes += [code for code in listed if code.startswith("compute")]  # may run on the others
+    if _version(torch.version.cuda)[0] == 11:  # has not all instructions that the kernels take on Hopper
+        codes = ["compute_80" if _number(code) >= 90 else code for code in codes]
+    return sorted({code for code in codes if _number(code) >= _OLDEST_CODE}, key=lambda code: (_number(code), code))
 
 
 def _find_cuda_home():
@@ -5084,18 +5155,13 @@ def _ptxas_flags(cuda_home):
     ptxas = os.path.join(cuda_home, "bin", "ptxas")
     if not os.path.exists(ptxas):  # where nvcc is a wrapper
         return []
-    options = subprocess.run([ptxas, "--help"], capture_output=True, text=True).stdout
+    options = _output(ptxas, "--help")
     threads = min(8, len(os.sched_getaffinity(0)))
     return ["-Xptxas", f"--split-compile={threads}"] if "--split-compile" in options else []  # CUDA 11 has none
 
 
-def _check_room(directory, writable):
-    """Raises where the compiled kernels, or the compiler's temporary files, could not be written."""
-    if not writable:
-        raise RuntimeError(
-            f"layernorm_inline: cannot write to {directory}, where the compiled kernels are kept. "
-            "Name a folder that can be written in the environment variable TORCH_EXTENSIONS_DIR."
-        )
+def _check_room(directory):
+    """Raises where the compiled kernels, or the compiler's temporary files, would find no room."""
     for folder, variable in ((directory, "TORCH_EXTENSIONS_DIR"), (tempfile.gettempdir(), "TMPDIR")):
         if shutil.disk_usage(folder).free < _BUILD_BYTES:
             raise RuntimeError(
@@ -5104,10 +5170,18 @@ def _check_room(directory, writable):
             )
 
 
-def _compile(name, directory, cuda_flags):
+def _compile(name, directory, codes):
     """Compiles the two sources into directory/name.so. The caller holds the build lock."""
     cuda_home = _find_cuda_home()
     from torch.utils import cpp_extension
+
+    # nvcc would fail on what it does not know, and no GPU could run.
+    known = _output(os.path.join(cuda_home, "bin", "nvcc"), "--list-gpu-code").split()
+    unknown = [code for code in codes if f"sm_{_number(code)}" not in known]
+    codes = [code for code in codes if code not in unknown]
+    gap = f"the nvcc in {cuda_home} does not know {', '.join(unknown)}" if unknown else ""
+    if not codes:
+        raise RuntimeError(f"layernorm_inline: {gap}. Install a toolkit that does, or set TORCH_CUDA_ARCH_LIST.")
 
     scripts = sysconfig.get_path("scripts")  # pip puts ninja there, on PATH only in an active venv
     if shutil.which("ninja") is None and shutil.which("ninja", path=scripts):
@@ -5137,23 +5211,26 @@ def _compile(name, directory, cuda_flags):
             link_flags = ["-L."]  # ninja links in the build folder
             break
 
-    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(
-        f.split("=")[-1] for f in cuda_flags if "code=" in f
-    )
     print(
-        f"layernorm_inline: compiling CUDA kernels for {architectures}, about half a minute, only this once",
+        f"layernorm_inline: compiling CUDA kernels for {', '.join(codes)}, about half a minute, only this once"
+        + (f" ({gap})" if gap else ""),
         file=sys.stderr,
         flush=True,
     )
     options = {}
     if "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames:
         options["no_implicit_headers"] = True  # newer PyTorch: nvcc reads no torch header
+    compiled_for = ", ".join(codes) + (f" ({gap}: install a newer one, and delete the folder {name})" if gap else "")
     cpp_extension.load_inline(
         name,
-        cpp_sources=CPP_SOURCE,
+        cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
         cuda_sources=CUDA_SOURCE,
         extra_cflags=_CPP_FLAGS,
-        extra_cuda_cflags=cuda_flags + _ptxas_flags(cuda_home),
+        extra_cuda_cflags=[
+            *_CUDA_FLAGS,
+            *(f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes),
+            *_ptxas_flags(cuda_home),
+        ],
         extra_ldflags=link_flags,
         build_directory=directory,
         is_python_module=False,
@@ -5161,43 +5238,85 @@ def _compile(name, directory, cuda_flags):
     )
 
 
+def _name(codes):
+    """The library's name: another one for whatever makes another library."""
+    platform = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
+    key = "\n".join([CUDA_SOURCE, CPP_SOURCE, *_CUDA_FLAGS, *_CPP_FLAGS, *codes, *platform])
+    return "layernorm_inline_" + hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
+def _folders(name):
+    """Where a library is looked for: the second folder for a user who finds another one's in the first."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    return [os.path.join(root, name), os.path.join(root, f"{name}_{os.getuid()}")]
+
+
+def _is_ours(status):
+    """Whether only this user and root can have written it: who else writes it runs code as this user."""
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
+
+
+def _is_built(directory, name):
+    """Whether a whole library is there. "complete" is written last: a killed build has none."""
+    library, complete = os.path.join(directory, name + ".so"), os.path.join(directory, "complete")
+    with contextlib.suppress(OSError):
+        if all(_is_ours(os.stat(path)) for path in (directory, library, complete)):
+            with open(complete, "rb") as size:
+                return size.read() == b"%d" % os.path.getsize(library)
+    return False
+
+
+def _build(name, codes):
+    """Compiles, in one of many processes that ask for it at once, and returns the folder."""
+    for directory in _folders(name):
+        with contextlib.suppress(OSError):
+            os.makedirs(directory, 0o755, exist_ok=True)  # whatever the umask, nobody else writes there
+        if os.path.isdir(directory) and _is_ours(os.stat(directory)) and os.access(directory, os.W_OK):
+            break
+    else:
+        raise RuntimeError(
+            f"layernorm_inline: cannot write to {directory}, or other users can too. Compiled kernels need "
+            "a folder of one's own: name one in the environment variable TORCH_EXTENSIONS_DIR."
+        )
+    with open(os.path.join(directory, _LOCK), "w") as lock:  # NFS locks only what is open for writing
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_built(directory, name):
+            _check_room(directory)
+            _compile(name, directory, codes)
+            library, complete = os.path.join(directory, name + ".so"), os.path.join(directory, "complete")
+            size = os.path.getsize(library)
+            with open(complete, "w") as file:
+                file.write(str(size))
+            for path in (library, complete):
+                os.chmod(path, 0o644)
+    return directory
+
+
 def _load():
     """Returns (ops, None), or (None, why) where there is nothing to compile for."""
     if torch.version.cuda is None:
         return None, f"PyTorch {torch.__version__} is built without CUDA"
-    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")  # which means what no list means
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    gpus = sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
+    if not gpus and not arch_list:
         return None, (
             "no GPU was there when layernorm_inline was imported "
             "(to compile without one, set TORCH_CUDA_ARCH_LIST before the import)"
         )
-    cuda_flags = _CUDA_FLAGS + _gencode_flags()
-    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    key = "\n".join([CUDA_SOURCE, CPP_SOURCE, *cuda_flags, *_CPP_FLAGS, arch_list, torch.__version__])
-    name = "layernorm_inline_" + hashlib.sha256(key.encode()).hexdigest()[:12]
-    ops = getattr(torch.ops, name)
-    if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
-        return ops, None
-
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    directory = os.path.join(root, name)
-    complete = os.path.join(directory, "complete")  # written last: a killed build has none
-    if not os.path.exists(complete):
-        with contextlib.suppress(OSError):
-            os.makedirs(directory, exist_ok=True)
-        with contextlib.ExitStack() as held:
-            writable = os.access(directory, os.W_OK)
-            lock = os.path.join(directory, _LOCK)
-            if writable or os.path.exists(lock):  # many processes on a cold cache build once
-                # Opened for reading: it may be another user's, who is building for both.
-                lock_file = open(lock, opener=lambda path, _: os.open(path, os.O_RDONLY | os.O_CREAT, 0o644))
-                fcntl.flock(held.enter_context(lock_file), fcntl.LOCK_EX)
-            if not os.path.exists(complete):
-                _check_room(directory, writable)
-                _compile(name, directory, cuda_flags)
-                open(complete, "w").close()
+    codes = _codes(gpus, arch_list)
+    if not codes:
+        return None, "compute capability 7.5 is the oldest, of the GPU and of what TORCH_CUDA_ARCH_LIST names"
+    # What was built for the whole list, where no GPU was seen (a container), serves too.
+    names = [_name(c) for c in (codes, _codes([], arch_list))]
+    for name in names:
+        if hasattr(getattr(torch.ops, name), "layer_norm"):  # another copy of this file has loaded it
+            return getattr(torch.ops, name), None
+    built = [(name, directory) for name in names for directory in _folders(name) if _is_built(directory, name)]
+    name, directory = built[0] if built else (names[0], _build(names[0], codes))
     torch.ops.load_library(os.path.join(directory, name + ".so"))
-    return ops, None
+    return getattr(torch.ops, name), None
 
 
 _ops, _why_not = _load()

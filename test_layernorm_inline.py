@@ -2273,44 +2273,128 @@ def test_disk_that_fills_up_meanwhile(tmp_path):
     assert not list((tmp_path / "cache").glob("*/complete")), "what was half written is not taken for whole"
 
 
-@kernels
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, to be a user who may not write everywhere")
-def test_two_users_share_a_cache(tmp_path):
+@pytest.fixture
+def builds(tmp_path, monkeypatch):
+    """_load() on a machine without a GPU, with a compiler that writes ten bytes: what it built, what it loaded."""
+    log = argparse.Namespace(built=[], loaded=[])
+
+    def compile_(name, directory, codes):
+        log.built.append((os.path.basename(directory), codes))
+        with open(os.path.join(directory, name + ".so"), "w") as file:
+            file.write("0123456789")
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "load_library", log.loaded.append)
+    monkeypatch.setattr(layernorm_inline, "CPP_SOURCE", "// another source, which is not loaded yet")
+    monkeypatch.setattr(layernorm_inline, "_compile", compile_)
+    return log
+
+
+def pretend_gpus(monkeypatch, *capabilities):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+
+
+def test_built_once_then_loaded(builds):
+    layernorm_inline._load()
+    layernorm_inline._load()
+    ((folder, codes),) = builds.built
+    assert codes == ["sm_90a"]
+    path = os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], folder, folder + ".so")
+    assert builds.loaded == [path, path]
+
+
+@pytest.mark.parametrize("which", ["folder", "library", "complete"])
+@pytest.mark.parametrize("foreign", ["owner", "mode"])
+def test_what_others_can_write_is_not_loaded(builds, tmp_path, monkeypatch, which, foreign):
+    layernorm_inline._load()
+    (folder,) = (tmp_path / "cache").iterdir()
+    path = {"folder": folder, "library": folder / f"{folder.name}.so", "complete": folder / "complete"}[which]
+    if foreign == "mode":
+        path.chmod(path.stat().st_mode | 0o020)
+    elif os.getuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        user = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: user)
+    layernorm_inline._load()
+    assert len(builds.built) == 2, "built again"
+    if which == "folder":
+        own = f"{folder.name}_{os.getuid()}"
+        assert builds.built[1][0] == own and os.path.join(own, folder.name + ".so") in builds.loaded[1]
+        layernorm_inline._load()
+        assert len(builds.built) == 2 and builds.loaded[2] == builds.loaded[1]
+        (tmp_path / "cache" / own).chmod(0o777)
+        with pytest.raises(RuntimeError, match="cannot write to .* or other users can too"):
+            layernorm_inline._load()
+
+
+def test_whatever_the_umask_nobody_else_can_write(builds):
+    before = os.umask(0)
+    try:
+        layernorm_inline._load()
+        layernorm_inline._load()
+    finally:
+        os.umask(before)
+    assert len(builds.built) == 1
+
+
+def test_a_library_cut_short_is_built_again(builds):
+    layernorm_inline._load()
+    os.truncate(builds.loaded[0], 5)
+    layernorm_inline._load()
+    assert len(builds.built) == 2 and os.path.getsize(builds.loaded[1]) == 10
+
+
+def test_a_build_without_a_library_is_not_complete(builds, tmp_path, monkeypatch):
+    monkeypatch.setattr(layernorm_inline, "_compile", lambda *arguments: None)
+    with pytest.raises(FileNotFoundError):
+        layernorm_inline._load()
+    assert not list((tmp_path / "cache").glob("*/complete"))
+
+
+def test_the_lock_is_open_for_writing(builds, monkeypatch):
     import fcntl
 
-    (library,) = (path for path in torch.ops.loaded_libraries if "layernorm_inline" in path)
-    theirs = tmp_path / "cache" / os.path.basename(os.path.dirname(library))
-    theirs.mkdir(parents=True)
-    shutil.copy(library, theirs)
-    (theirs / "build.lock").touch()
-    (theirs / "build.lock").chmod(0o444)
-    theirs.chmod(0o555)
-    # Root without its capabilities: a user for whom permissions count.
-    other = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
-    command = [*other, sys.executable, "-c", "import layernorm_inline; assert layernorm_inline._ops"]
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+    modes = []
+    monkeypatch.setattr(fcntl, "flock", lambda file, _: modes.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE))
+    layernorm_inline._load()
+    assert modes == [os.O_WRONLY], "NFS refuses a lock on what is open for reading"
 
-    def start():
-        return subprocess.Popen(
-            command, cwd=os.path.dirname(SOURCE), env=environment, stderr=subprocess.PIPE, text=True
-        )
 
-    with open(theirs / "build.lock") as lock:  # as the first user, whose build is under way
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = start()
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(timeout=10)
-        theirs.chmod(0o755)
-        (theirs / "complete").touch()
-        theirs.chmod(0o555)
-    errors = waiting.communicate(timeout=60)[1]
-    assert waiting.returncode == 0 and "compiling" not in errors, errors
+def test_another_machine_cuda_or_abi_is_another_library(monkeypatch):
+    names = [layernorm_inline._name(["sm_80"]), layernorm_inline._name(["sm_90"])]
+    for owner, attribute, value in (
+        (os, "uname", lambda: argparse.Namespace(machine="another")),
+        (torch.version, "cuda", "99.9"),
+        (torch, "__version__", "99.9"),
+        (torch, "compiled_with_cxx11_abi", lambda: None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, value)
+            names.append(layernorm_inline._name(["sm_80"]))
+    assert len(set(names)) == 6, names
 
-    theirs.chmod(0o755)
-    (theirs / "complete").unlink()  # the first user's build was killed
-    theirs.chmod(0o555)
-    errors = start().communicate(timeout=60)[1]
-    assert "RuntimeError: layernorm_inline: cannot write to" in errors.strip().split("\n")[-1], errors
+
+def test_what_a_container_built_for_its_list_is_loaded_on_a_gpu(builds, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    layernorm_inline._load()
+    pretend_gpus(monkeypatch, (9, 0))
+    layernorm_inline._load()
+    assert [codes for _, codes in builds.built] == [["sm_80", "sm_90"]]
+    assert builds.loaded[0] == builds.loaded[1]
+
+
+@pytest.mark.parametrize("arch_list", ["", "native", "Hopper", "9.0", "8.0 8.6;9.0+PTX"])
+def test_on_a_gpu_its_own_code_is_built(builds, monkeypatch, arch_list):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    pretend_gpus(monkeypatch, (9, 0), (9, 0))
+    layernorm_inline._load()
+    assert [codes for _, codes in builds.built] == [["sm_90a"]]
 
 
 @can_build
@@ -2333,29 +2417,127 @@ def test_without_a_home(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cuda,capabilities,expected",
+    "cuda,gpus,arch_list,expected",
     [
-        ("13.0", [(9, 0), (9, 0)], ["compute_90a,code=sm_90a"]),
-        ("12.1", [(8, 6), (9, 0)], ["compute_86,code=sm_86", "compute_90a,code=sm_90a"]),
-        ("11.8", [(7, 5), (9, 0)], ["compute_75,code=sm_75", "compute_80,code=compute_80"]),
-        ("12.8", [(12, 0)], ["compute_120,code=sm_120"]),
+        ("13.0", [90], "", "sm_90a"),
+        ("12.1", [86, 90], "", "sm_86 sm_90a"),
+        ("11.8", [75, 90], "", "sm_75 compute_80"),
+        ("12.8", [120], "", "sm_120"),
+        ("12.8", [70, 90], "", "sm_90a"),  # older than Turing
+        # A list that a GPU is in: for that GPU only.
+        ("13.0", [90], "Hopper", "sm_90a"),
+        ("13.0", [90], "9.0a", "sm_90a"),
+        ("13.0", [90], "7.5 8.0 8.6 9.0 10.0 12.0+PTX", "sm_90a"),
+        ("13.0", [89], "Turing;Ampere", "sm_89"),
+        ("13.0", [103], "10.0f", "sm_103"),
+        ("11.8", [90], "9.0", "compute_80"),
+        ("13.0", [80, 90], "9.0", "sm_90a"),
+        ("13.0", [80, 90], "8.0+PTX", "compute_80 sm_80"),  # which the other one can run
+        # A list that no GPU is in, or no GPU: as it is.
+        ("13.0", [90], "8.0+PTX", "compute_80 sm_80"),
+        ("13.0", [80], "8.6", "sm_86"),
+        ("13.0", [103], "10.0a", "sm_100a"),
+        ("13.0", [], "Turing; Ada 9.0", "compute_75 sm_75 compute_89 sm_89 sm_90"),
+        ("12.8", [], "Blackwell", "sm_100 sm_103 sm_120 compute_121 sm_121"),
+        ("11.8", [], "8.0;9.0+PTX", "compute_80 sm_80"),
+        ("13.0", [], "Volta 7.0+PTX 8.0", "sm_80"),
+        ("13.0", [], "7.0", ""),
     ],
 )
-def test_code_for_the_gpus_there_are(monkeypatch, cuda, capabilities, expected):
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+def test_code_for_the_gpus_there_are(monkeypatch, cuda, gpus, arch_list, expected):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
-    assert layernorm_inline._gencode_flags() == [f"-gencode=arch={code}" for code in expected]
+    assert layernorm_inline._codes(gpus, arch_list) == expected.split()
+
+
+def test_a_list_of_architectures_that_says_nothing():
+    with pytest.raises(RuntimeError, match="TORCH_CUDA_ARCH_LIST has 'sm_90', which names no architecture"):
+        layernorm_inline._codes([], "8.0;sm_90")
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """Makes a CUDA toolkit of a release, the only one there is, in a folder, of which it returns the path."""
+    from torch.utils import cpp_extension
+
+    def make(release, folder="toolkit"):
+        home = tmp_path / folder
+        for file in ("bin/nvcc", "include/cuda_runtime_api.h"):
+            (home / file).parent.mkdir(parents=True)
+            (home / file).touch(mode=0o755)
+        (home / "bin/nvcc").write_text(f"""#!/bin/sh
+            case $1 in --version) echo release {release}, V{release}.1;; --list-gpu-code) printf 'sm_80\\nsm_90\\n';; esac
+        """)
+        return str(home)
+
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda p: not str(p).startswith("/usr/local/cuda") and exists(p))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path / "toolkit"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return make
+
+
+@pytest.fixture
+def load_inline(monkeypatch):
+    """What PyTorch was asked to compile, and CXX at that time."""
+    from torch.utils import cpp_extension
+
+    asked = {}
+
+    def load_inline(name, **options):
+        cxx = os.environ.get("CXX")
+        asked.update(options, cxx=cxx, version=cxx and subprocess.check_output([cxx, "--version"], text=True))
+
+    monkeypatch.setattr(cpp_extension, "load_inline", load_inline)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: name if name in ("ninja", "c++", "env") else None)
+    return asked
+
+
+def test_a_gpu_that_nvcc_does_not_know_is_left_out(monkeypatch, tmp_path, capsys, toolkit, load_inline):
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    toolkit("12.4")
+    folder = tmp_path / "build"
+    folder.mkdir()
+    layernorm_inline._compile("name", str(folder), ["sm_90a", "sm_120"])
+    why = "the nvcc in .*toolkit does not know sm_120"
+    assert "compiling CUDA kernels for sm_90a, about" in capsys.readouterr().err
+    assert [f for f in load_inline["extra_cuda_cflags"] if "gencode" in f] == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert re.match(f'#define LAYERNORM_COMPILED_FOR "sm_90a .{why}', load_inline["cpp_sources"][0])
+    with pytest.raises(RuntimeError, match=why):
+        layernorm_inline._compile("name", str(folder), ["sm_120"])
+
+
+@gpu
+def test_a_gpu_that_the_list_excludes(tmp_path):
+    major, minor = torch.cuda.get_device_capability()
+    code = """
+        import torch, layernorm_inline
+        x = torch.ones(2, 4, device="cuda", requires_grad=True)
+        try:
+            layernorm_inline.layer_norm(x, (4,))
+        except RuntimeError as error:
+            print(error)
+        assert (x + 1).sum().item() == 16
+    """
+    other = "8.0" if major == 7 else "7.5"
+    done = import_in_subprocess(tmp_path, code, TORCH_CUDA_ARCH_LIST=other)
+    assert done.returncode == 0, done.stderr
+    compiled = f"compiled for sm_{other.replace('.', '')}. It must be"
+    assert f"cannot run on cuda:0: its compute capability is {major}.{minor}, and" in done.stdout, done.stdout
+    assert compiled in done.stdout, done.stdout
 
 
 HIDE_GPU_AND_ARCH = dict(CUDA_VISIBLE_DEVICES="", TORCH_CUDA_ARCH_LIST=None)
 
 
 @pytest.mark.parametrize(
-    "cuda,why", [("torch.version.cuda", "(no GPU was there|PyTorch)"), (None, "PyTorch .* without CUDA")]
+    "cuda,arch_list,why",
+    [
+        ("torch.version.cuda", None, "(no GPU was there|PyTorch)"),
+        (None, None, "PyTorch .* without CUDA"),
+        ("'13.0'", "7.0+PTX", "compute capability 7.5 is the oldest"),
+    ],
 )
-def test_without_a_gpu_nothing_is_compiled(tmp_path, cuda, why):
+def test_without_a_gpu_nothing_is_compiled(tmp_path, cuda, arch_list, why):
     code = f"""
         import torch
         torch.version.cuda = {cuda}
@@ -2366,7 +2548,7 @@ def test_without_a_gpu_nothing_is_compiled(tmp_path, cuda, why):
         with FakeTensorMode():
             layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
     """
-    done = import_in_subprocess(tmp_path, code, **HIDE_GPU_AND_ARCH)
+    done = import_in_subprocess(tmp_path, code, **{**HIDE_GPU_AND_ARCH, "TORCH_CUDA_ARCH_LIST": arch_list})
     assert re.search(f"RuntimeError: layernorm_inline: cannot run on cuda:0: {why}", done.stderr), done.stderr
     assert not (tmp_path / "cache").exists()
 
