@@ -5059,7 +5059,7 @@ _CPP_FLAGS = ["-O2"]
 _LOCK = "build.lock"
 _BUILD_BYTES = 64 << 20  # one architecture takes 10 MB, and 42 of temporary files
 _OLDEST_CODE = 75  # Turing
-_INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,crt,cccl]"'
+_OLDEST_CUDA = (11, 8)  # the first that has cudaLaunchKernelExC
 _NAMED_ARCHITECTURES = {  # as torch.utils.cpp_extension names them
     "Kepler": "3.5",
     "Kepler+Tesla": "3.7",
@@ -5135,18 +5135,29 @@ def _codes(gpus, arch_list):
 
 
 def _find_cuda_home():
-    """The folder of a toolkit: where PyTorch looks, else where pip installs one."""
-    from torch.utils import cpp_extension  # costs half a second; a warm cache never gets here
+    """Folder and version of a toolkit of PyTorch's major version: where PyTorch looks, else where pip installs one."""
+    from torch.utils import cpp_extension  # a warm cache never needs it
 
-    pip_folders = [os.path.join(p, "nvidia", f"cu{torch.version.cuda.split('.')[0]}") for p in sys.path]
-    for home in filter(None, [cpp_extension.CUDA_HOME, "/usr/local/cuda", *pip_folders]):
+    major = _version(torch.version.cuda)[0]
+    pip_folders = [os.path.join(p, "nvidia", f"cu{major}") for p in sys.path]
+    others = ""
+    for home in dict.fromkeys(filter(None, [cpp_extension.CUDA_HOME, "/usr/local/cuda", *pip_folders])):
+        nvcc = os.path.join(home, "bin", "nvcc")
         # An nvcc on PATH can be a wrapper that lies far from its headers (conda's are in targets).
         headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]
-        if os.path.exists(os.path.join(home, "bin", "nvcc")) and any(map(glob.glob, headers)):
-            return home
+        if os.path.exists(nvcc) and any(map(glob.glob, headers)):
+            release = re.search(r"release (\d+\.\d+)|$", _output(nvcc, "--version"))[1] or "0.0"
+            if _version(release)[0] == major and _version(release) >= _OLDEST_CUDA:
+                return home, release
+            others += f" (the one in {home} is of {release})"
+    wanted = "11.8" if major == 11 else f"{major}.x"
+    if major >= 13:
+        advice = 'pip install "cuda-toolkit[nvcc,crt,cccl]"'
+    else:
+        advice = f"NVIDIA's or conda's CUDA toolkit {wanted} (pip has none), then set CUDA_HOME to its folder"
     raise RuntimeError(
-        "layernorm_inline: nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among "
-        f"the installed Python packages. Install it with: {_INSTALL_NVCC}"
+        "layernorm_inline: nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among the installed "
+        f"Python packages. PyTorch {torch.__version__} needs one of CUDA {wanted}{others}. Install it: {advice}"
     )
 
 
@@ -5172,14 +5183,14 @@ def _check_room(directory):
 
 def _compile(name, directory, codes):
     """Compiles the two sources into directory/name.so. The caller holds the build lock."""
-    cuda_home = _find_cuda_home()
+    cuda_home, release = _find_cuda_home()
     from torch.utils import cpp_extension
 
     # nvcc would fail on what it does not know, and no GPU could run.
     known = _output(os.path.join(cuda_home, "bin", "nvcc"), "--list-gpu-code").split()
     unknown = [code for code in codes if f"sm_{_number(code)}" not in known]
     codes = [code for code in codes if code not in unknown]
-    gap = f"the nvcc in {cuda_home} does not know {', '.join(unknown)}" if unknown else ""
+    gap = f"the nvcc of CUDA {release} does not know {', '.join(unknown)}" if unknown else ""
     if not codes:
         raise RuntimeError(f"layernorm_inline: {gap}. Install a toolkit that does, or set TORCH_CUDA_ARCH_LIST.")
 
@@ -5297,6 +5308,8 @@ def _load():
     """Returns (ops, None), or (None, why) where there is nothing to compile for."""
     if torch.version.cuda is None:
         return None, f"PyTorch {torch.__version__} is built without CUDA"
+    if _version(torch.version.cuda) < _OLDEST_CUDA:
+        return None, f"PyTorch {torch.__version__} is built with CUDA {torch.version.cuda}, and 11.8 is the oldest"
     arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")  # which means what no list means
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     gpus = sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
