@@ -5211,6 +5211,8 @@ def _compile(name, directory, codes):
     for file in os.scandir(directory):
         if file.name != _LOCK:
             os.remove(file)
+    # As long as this process lives, PyTorch takes for built what it has begun, also where that failed.
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
 
     # The pip-installed toolkit has only the versioned libcudart.so.13; the linker asks for the
     # unversioned name.

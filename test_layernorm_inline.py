@@ -2398,6 +2398,30 @@ def test_on_a_gpu_its_own_code_is_built(builds, monkeypatch, arch_list):
 
 
 @can_build
+def test_a_failed_build_is_tried_again_in_the_same_process(builds, monkeypatch, tmp_path):
+    from torch.utils import cpp_extension
+
+    names = []
+
+    def ninja(name, build_directory, **_):
+        names.append(name)
+        if len(names) == 1:
+            raise RuntimeError("Error building extension")
+        with open(os.path.join(build_directory, name + ".so"), "w") as file:
+            file.write("0123456789")
+
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.ops, "load_library", builds.loaded.append)
+    monkeypatch.setattr(layernorm_inline, "CPP_SOURCE", "// another source, which is not loaded yet")
+    monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", ninja)
+    with pytest.raises(RuntimeError, match="Error building extension"):
+        layernorm_inline._load()
+    layernorm_inline._load()
+    assert len(names) == 2 and names[0] == names[1]
+
+
+@can_build
 def test_compiler_that_fails(tmp_path):
     wrapper = tmp_path / "compiler"
     wrapper.write_text('#!/bin/sh\ncase " $* " in *" -c "*) echo no >&2; exit 1;; esac\nexec c++ "$@"\n')
