@@ -56,6 +56,7 @@ import glob
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -5199,10 +5200,10 @@ def _compile(name, directory, codes):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
     if shutil.which("ninja") is None:
         raise RuntimeError("layernorm_inline: ninja was not found. Install it with: pip install ninja")
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    if shutil.which(compiler[0]) is None:
         raise RuntimeError(
-            f"layernorm_inline: the C++ compiler {compiler!r} was not found. Install one "
+            f"layernorm_inline: the C++ compiler {compiler[0]!r} was not found. Install one "
             "(Debian, Ubuntu: apt install g++) or name yours in the environment variable CXX."
         )
 
@@ -5234,21 +5235,28 @@ def _compile(name, directory, codes):
     if "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames:
         options["no_implicit_headers"] = True  # newer PyTorch: nvcc reads no torch header
     compiled_for = ", ".join(codes) + (f" ({gap}: install a newer one, and delete the folder {name})" if gap else "")
-    cpp_extension.load_inline(
-        name,
-        cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
-        cuda_sources=CUDA_SOURCE,
-        extra_cflags=_CPP_FLAGS,
-        extra_cuda_cflags=[
-            *_CUDA_FLAGS,
-            *(f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes),
-            *_ptxas_flags(cuda_home),
-        ],
-        extra_ldflags=link_flags,
-        build_directory=directory,
-        is_python_module=False,
-        **options,
-    )
+    with contextlib.ExitStack() as restored:
+        if len(compiler) > 1:  # "ccache g++": newer PyTorch takes it for one file name
+            restored.callback(os.environ.update, CXX=os.environ["CXX"])
+            os.environ["CXX"] = os.path.join(directory, "c++")
+            with open(os.environ["CXX"], "w") as script:
+                script.write(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, compiler))} "$@"\n')
+            os.chmod(script.name, 0o755)
+        cpp_extension.load_inline(
+            name,
+            cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
+            cuda_sources=CUDA_SOURCE,
+            extra_cflags=_CPP_FLAGS,
+            extra_cuda_cflags=[
+                *_CUDA_FLAGS,
+                *(f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes),
+                *_ptxas_flags(cuda_home),
+            ],
+            extra_ldflags=link_flags,
+            build_directory=directory,
+            is_python_module=False,
+            **options,
+        )
 
 
 def _name(codes):

@@ -2428,7 +2428,7 @@ def test_compiler_that_fails(tmp_path):
     wrapper.chmod(0o755)
     done = import_in_subprocess(tmp_path, CXX=str(wrapper))
     assert done.returncode == 1 and "Error building extension" in done.stderr, done.stderr
-    again = import_in_subprocess(tmp_path)
+    again = import_in_subprocess(tmp_path, CXX="env c++")  # of two words, as "ccache g++"
     assert again.returncode == 0, "nothing of the failed build is in the way: " + again.stderr
 
 
@@ -2554,6 +2554,19 @@ def test_a_gpu_that_nvcc_does_not_know_is_left_out(monkeypatch, tmp_path, capsys
     assert load_inline["cpp_sources"][0].startswith(f'#define LAYERNORM_COMPILED_FOR "sm_90a ({why}')
     with pytest.raises(RuntimeError, match=why):
         layernorm_inline._compile("name", str(folder), ["sm_120"])
+
+
+def test_a_compiler_of_two_words(monkeypatch, tmp_path, toolkit, load_inline):
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    toolkit("12.4")
+    folder = tmp_path / "build"
+    folder.mkdir()
+    monkeypatch.setenv("CXX", "env c++")
+    layernorm_inline._compile("name", str(folder), ["sm_80"])
+    assert os.path.exists(load_inline["cxx"]) and load_inline["version"] == subprocess.check_output(
+        ["c++", "--version"], text=True
+    )
+    assert os.environ["CXX"] == "env c++"
 
 
 @gpu
