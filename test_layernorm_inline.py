@@ -2613,6 +2613,8 @@ def test_without_a_gpu_nothing_is_compiled(tmp_path, cuda, arch_list, why):
             layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
     """
     done = import_in_subprocess(tmp_path, code, **{**HIDE_GPU_AND_ARCH, "TORCH_CUDA_ARCH_LIST": arch_list})
+    if "Found no NVIDIA driver" in done.stderr or "Torch not compiled with CUDA" in done.stderr:
+        pytest.skip("this PyTorch makes no fake CUDA tensors without a GPU")
     assert re.search(f"RuntimeError: layernorm_inline: cannot run on cuda:0: {why}", done.stderr), done.stderr
     assert not (tmp_path / "cache").exists()
 
