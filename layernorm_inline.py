@@ -8,7 +8,7 @@ What it is
 
 How to use it
     Copy this file into your project. It needs PyTorch >= 2.0, ninja, a C++
-    compiler and nvcc (`pip install "cuda-toolkit[nvcc,crt,cccl]"` brings one).
+    compiler and nvcc (`pip install "cuda-toolkit[nvcc,crt,cccl]"` brings one for PyTorch built with CUDA 13).
 
         from layernorm_inline import ModelNew, layer_norm, replace_layer_norm
 

@@ -1618,7 +1618,7 @@ REGIMES = """
             (2, 1200000, single, "gelu"), (2, 1200001, brain, None), (3, 500, double, None), (4, 2200004, single, None),
             (4, 3200004, single, "gelu"),
             (17 * sms, 768, brain, "gelu"), (sms + 60, 24576, brain, None), (9, 524289, half, None),
-            (sms + 8, 6001, half, None),
+            (sms + 8, 6001, half, None), (15 * sms, 18432, single, None), (18 * sms, 17008, brain, None),
         ]:
             for start in (0, 1) if rows * cols < 10**6 else (0,):
                 x, dy = (torch.randn(rows * cols + 1, device="cuda").to(dtype)[start:][: rows * cols] for _ in "12")
@@ -1669,7 +1669,7 @@ def test_guard_bands_around_every_buffer(tmp_path):
     """)
     done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "51 cases\n"
+    assert done.stdout == "53 cases\n"
 
 
 @gpu
@@ -1690,7 +1690,7 @@ def test_compute_sanitizer_finds_nothing(tmp_path, tool):
         command += ["--kernel-name", "kns=layernorm_inline"]
     command += [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "51 cases" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "53 cases" in done.stdout, done.stdout + done.stderr
     assert re.search("ERROR SUMMARY: 0 errors|0 hazards displayed", done.stdout), done.stdout
 
 
