@@ -4973,7 +4973,7 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   if (in_transform() || any(has_tangent) || (asks_gradient && !fits_convolution(input))) {
     return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }
-  const Tensor output = [&] {
+  Tensor output = [&] {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }();
