@@ -2101,7 +2101,12 @@ def test_static_rules():
     assert "__global__" in code and "load_inline" in code and "threadIdx." in code
 
 
-SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling"  # README's line for problem 34
+def readme_blocks(language):
+    with open(os.path.join(os.path.dirname(SOURCE), "README.md")) as readme:
+        return re.findall(rf"^```{language}\n(.*?)^```", readme.read(), re.S | re.M)
+
+
+SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling\n"  # README's line for problem 34
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
@@ -2111,7 +2116,7 @@ def test_runs_as_the_harness_runs_it(problem, grad, device):
     """Reference and submission, as texts in one namespace; both models from the same seed."""
     reference, appended, arguments, shape = {
         40: (Model, "", ((4, 6, 8),), (2, 4, 6, 8)),
-        34: (Model34, "\n" + SUBMISSION_34 + "\n", ARGUMENTS_34, (2, 32, 3, 4, 32)),
+        34: (Model34, "\n" + SUBMISSION_34, ARGUMENTS_34, (2, 32, 3, 4, 32)),
     }[problem]
     header = "import torch\nimport torch.nn as nn\nbatch_size = 16\nbias = True\neps = 1e-5\nD, H, W = 16, 32, 32\n"
     text = inspect.getsource(reference).replace(reference.__name__, "Model")
@@ -2130,6 +2135,25 @@ def test_runs_as_the_harness_runs_it(problem, grad, device):
     if problem == 34:  # what the line rebinds is used nowhere else
         norm = namespace["replace_layer_norm"](nn.Sequential(nn.LayerNorm(8)))[0]
         assert norm(torch.rand(3, 8)).shape == (3, 8)
+
+
+@gpu
+def test_the_code_in_the_readme():
+    use, submission = readme_blocks("python")
+    assert submission == SUBMISSION_34
+    # What the reader has: an input of 768 columns for the function; ModelNew's takes the line before it.
+    model = nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 4)).cuda()
+    weight, bias = torch.randn(2, 768, device="cuda")
+    big, x = torch.randn(2, 64, 256, 256, device="cuda"), torch.randn(5, 768, device="cuda")
+    namespace = dict(model=model, weight=weight, bias=bias, x=big)
+    first, rest = use.split("y = norm(x)\n")
+    exec(first + "y = norm(x)\n", namespace)
+    torch.testing.assert_close(namespace["y"], nn.LayerNorm((64, 256, 256), device="cuda")(big))
+    namespace["x"] = x
+    exec(rest, namespace)
+    expected = nn.functional.gelu(nn.functional.layer_norm(x, (768,), weight, bias)) * 0.5
+    torch.testing.assert_close(namespace["y"], expected)
+    assert type(model[0]) is ModelNew
 
 
 def test_runs_inside_the_harness_namespace():
