@@ -401,14 +401,31 @@ SHAPES = [
 ]  # fmt: skip
 
 
+POISON_BYTES = 1 << 30  # more than all tensors of one call, but for the largest tests
+
+
 @contextlib.contextmanager
 def poisoned():
-    """Memory that torch.empty gives out is full of NaN: an element that nobody writes shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    """What is allocated inside holds NaN until it is written.
+
+    PyTorch's own setting for that fills what torch.empty returns; the kernels' outputs and scratch come straight
+    from the caching allocator. So all that it has to give is NaN: small blocks, and one from which it cuts large ones.
+    """
+    if HAVE_GPU:
+        torch.cuda.empty_cache()
+        sizes = [1 << 20] * 32 + [POISON_BYTES]
+        blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in sizes]  # NaN, of any dtype
+        del blocks
+    yield
+
+
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [1, 1000, 1 << 20, 100 << 20])
+def test_what_is_not_written_is_nan(size, dtype):
+    with poisoned():
+        outputs = [torch.empty(size // dtype.itemsize + 1, dtype=dtype, device="cuda") for _ in range(4)]
+    assert all(output.isnan().all() for output in outputs)
 
 
 def random_case(rows, cols, dtype, affine, seed, mean=0.0, std=1.0, offset=0, device="cuda"):
