@@ -644,6 +644,13 @@ __device__ A quotient(A sum, A count, A per_count) {
   return fma(fma(-near, count, sum), per_count, near);
 }
 
+// Whether the sum of a row of equal numbers may have an error, which makes the mean another number. bfloat16
+// has 8 bits, of 24 that a float has, and no block holds rows of 65536; for float32 and double see Distances.
+template <typename T>
+__device__ bool sum_is_rounded(int cols) {
+  return std::is_same_v<T, __half> && cols > 8192;  // 11 bits
+}
+
 // A product rounded by itself. Fused into a later subtraction it would keep digits that the
 // sum of such products has lost, and grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
@@ -660,8 +667,8 @@ __device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
-// Distances from a mean: the sum of their squares and, where input or its sum has digits to lose (float32,
-// double, long rows of float16), their own sum, which tells how far the mean was off by rounding.
+// Distances from a mean: the sum of their squares and, where input has digits to lose (float32, double), their
+// own sum, which tells how far the mean was off by rounding.
 template <typename A>
 struct Distances {
   A squares, sum;
@@ -1011,7 +1018,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   using A = Acc<T>;
   using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
   constexpr int V = 16 / sizeof(T);
-  __shared__ A sum_slots[kMaxWarps][ROWS];
+  __shared__ A sum_slots[kMaxWarps][ROWS], off_slots[kMaxWarps][ROWS];
   __shared__ Spread spread_slots[kMaxWarps][ROWS];
 
   // The block's first row; a thread's are threadIdx.y + r * step after it. Offsets from it are ints.
@@ -1066,7 +1073,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   }
   if (threadIdx.x + threadIdx.y == 0) prefetch_later_rows(later, policy);
 
-  A mean[ROWS], rstd[ROWS];
+  A mean[ROWS], rstd[ROWS], off[ROWS];
   Spread spread[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -1078,11 +1085,23 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
 #pragma unroll
       for (int v = 0; v < V; ++v) mean[r] += values[v];  // zeros where the pack is not live
     }
+    off[r] = mean[r];
   }
   combine_row(mean, sum_slots);
 #pragma unroll
+  for (int r = 0; r < ROWS; ++r) mean[r] = quotient(mean[r], A(cols), constants.per_col);
+  if (PACKS > 1 && sum_is_rounded<T>(cols)) {
+    A count = has_extra;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) count += live(0, i) ? V : 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) off[r] = fma(-count, mean[r], off[r]);
+    combine_row(off, off_slots);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) mean[r] += off[r] * constants.per_col;
+  }
+#pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    mean[r] = quotient(mean[r], A(cols), constants.per_col);
     spread[r] = {};
     if (has_extra) add_distance(spread[r], extra_x[r] - mean[r]);
 #pragma unroll
@@ -1242,9 +1261,8 @@ __global__ void __launch_bounds__(kSharedThreads<T>, sizeof(T) == 2 ? kRowBlocks
   constexpr int V = 16 / sizeof(T), kWarps = kSharedThreads<T> / 32;
   extern __shared__ __align__(128) unsigned char held[];
   __shared__ uint64_t loaded;
-  // The sum of so many equal numbers of float16 has an error, of bfloat16 not.
-  using Spread = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, A, Distances<A>>;
-  __shared__ A sum_slots[kWarps][ROWS];
+  using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
+  __shared__ A sum_slots[kWarps][ROWS], off_slots[kWarps][ROWS];
   __shared__ Spread spread_slots[kWarps][ROWS];
   const int cols = call.cols;
   const int64_t row = int64_t(blockIdx.x) * ROWS;
@@ -1268,7 +1286,7 @@ __global__ void __launch_bounds__(kSharedThreads<T>, sizeof(T) == 2 ? kRowBlocks
   const T* x = reinterpret_cast<const T*>(held + early);
   const int first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
   const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
-  A sum[ROWS] = {};
+  A sum[ROWS] = {}, off[ROWS];
 #pragma unroll(kSharedPacks / ROWS)
   for (int i = 0; i < packs; ++i) {
 #pragma unroll
@@ -1280,11 +1298,20 @@ __global__ void __launch_bounds__(kSharedThreads<T>, sizeof(T) == 2 ? kRowBlocks
       sum[r] += here;
     }
   }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) off[r] = sum[r];
   combine_row<kWarps>(sum, sum_slots);
   A mean[ROWS], rstd[ROWS];
   Spread spread[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) mean[r] = quotient(sum[r], A(cols), constants.per_col), spread[r] = {};
+  if (sum_is_rounded<T>(cols)) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) off[r] = fma(A(-packs * V), mean[r], off[r]);
+    combine_row<kWarps>(off, off_slots);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) mean[r] += off[r] * constants.per_col;
+  }
 #pragma unroll(kSharedPacks / ROWS)
   for (int i = 0; i < packs; ++i) {
 #pragma unroll
