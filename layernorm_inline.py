@@ -614,7 +614,8 @@ __device__ Moments<A> combine(const Moments<A>& a, const Moments<A>& b) {
   const A count = a.count + b.count;
   const A delta = b.mean - a.mean;
   const A share = b.count / count;
-  return {count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
+  // Nobody squares delta alone: of a mean of 1e20 and an empty partner that is infinity times 0.
+  return {count, a.mean + delta * share, a.m2 + b.m2 + delta * (delta * (a.count * share))};
 }
 
 // The mean of equal numbers is that number, so that their distances from it are 0. For that the sum of N
@@ -2591,7 +2592,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     }
     const float share = here * fast_reciprocal(count + here), delta = stage_mean - mean;
     mean += delta * share;
-    m2 += squares + delta * delta * (count * share);
+    m2 += squares + delta * (delta * (count * share));  // see combine
     count += here;
   };
 
@@ -2610,37 +2611,30 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     __syncwarp();
   };
 
-  // It also gathers what the group has. Distances from the mean also tell how far off rounding has put it.
+  // It also gathers what the group has.
   auto gather = [&](int row, int odd) {
     if (warp != kWarps - 1) return;
     const int first_peer = opaque(lane);
     const uint64_t* from[kPeers];
     float2 pairs[kPeers];
-    float counts[kPeers], sum = 0, distances[2] = {};
+    Moments<float> of_peers[kPeers];
 #pragma unroll
     for (int i = 0; i < kPeers; ++i) {
       const int peer = first_peer + i * 32;
       from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
-      counts[i] = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
+      of_peers[i].count = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
     }
     while (!look(from, pairs)) {
     }
 #pragma unroll
-    for (int i = 0; i < kPeers; ++i) sum += counts[i] * pairs[i].x;
-    const float near = combine_lanes(sum, 32) * constants.per_col;
-#pragma unroll
-    for (int i = 0; i < kPeers; ++i) {
-      const float delta = pairs[i].x - near;
-      distances[0] += counts[i] * delta;
-      distances[1] += pairs[i].y + counts[i] * delta * delta;
-    }
-    combine_lanes(distances, 32);
-    const float off = distances[0] * constants.per_col;
-    const float rstd = rsqrtf((distances[1] - distances[0] * off) * constants.per_col + constants.eps);
+    for (int i = 0; i < kPeers; ++i) of_peers[i].mean = pairs[i].x, of_peers[i].m2 = pairs[i].y;
+    const float first = __shfl_sync(~0u, pairs[0].x, 0);
+    const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
+    const float rstd = rsqrtf(total.m2 * constants.per_col + constants.eps);
     if (first_peer != 0) return;
-    row_stats[odd] = {near + off, rstd};
+    row_stats[odd] = {total.mean, rstd};
     if (void* means = opaque(call.mean); rank == 0 && means != nullptr) {
-      static_cast<float*>(means)[row] = near + off;
+      static_cast<float*>(means)[row] = total.mean;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
   };
