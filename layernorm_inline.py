@@ -652,6 +652,14 @@ __device__ bool sum_is_rounded(int cols) {
   return std::is_same_v<T, __half> && cols > 8192;  // 11 bits
 }
 
+// 1 / sqrt(x), where one thread makes it for a row: rsqrtf, which is off by up to 2 units in the last place,
+// and one step of Newton's method.
+__device__ inline float inverse_root(float x) {
+  const float near = rsqrtf(x), better = fmaf(0.5f * near, fmaf(-x * near, near, 1), near);
+  return isnan(better) ? near : better;  // of 0 and infinity
+}
+__device__ inline double inverse_root(double x) { return rsqrt(x); }
+
 // A product rounded by itself. Fused into a later subtraction it would keep digits that the
 // sum of such products has lost, and grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
@@ -668,8 +676,8 @@ __device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
-// Distances from a mean: the sum of their squares and, where input has digits to lose (float32, double), their
-// own sum, which tells how far the mean was off by rounding.
+// Distances from a mean: the sum of their squares and, where input has digits to lose (float32, double),
+// their own sum, which tells how far the mean was off by rounding.
 template <typename A>
 struct Distances {
   A squares, sum;
@@ -1433,7 +1441,11 @@ __global__ void __launch_bounds__(256, kMeasuringBlocks)
         sums[i] = sum_of<T>(values);
       }
     }
-    const A mean = sum_of<T>(sums) / A(max(count, 1));
+    // From the first load's mean: the sum of 12 equal numbers already has an error.
+    A off = 0;
+#pragma unroll
+    for (int i = 1; i < PACKS; ++i) off += i * V < count ? sums[i] - sums[0] : A(0);
+    const A mean = sums[0] * (A(1) / V) + off / A(max(count, 1));
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
@@ -1454,21 +1466,30 @@ template <typename T>
 __global__ void __launch_bounds__(256)
     finish_moments(Forward call, int pieces, const Moments<Acc<T>>* scratch, Acc<T> (*row_stats)[2]) {
   using A = Acc<T>;
-  __shared__ Moments<A> slots[kMaxWarps][1];
+  __shared__ A slots[2][kMaxWarps][1];
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
-  Moments<A> moments = {0, 0, 0};
+  const Moments<A>* moments = scratch + row * pieces;
+  // From the first piece's mean, and rounded once: combined two and two, it was off by up to 1.3 units in the
+  // last place, as PyTorch's is.
+  const A first = moments[0].mean;
+  A sum = 0, m2 = 0;
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    moments = combine(moments, scratch[row * pieces + piece]);
+    sum += moments[piece].count * (moments[piece].mean - first);
   }
-  moments = combine_row(moments, slots);
+  const A off = combine_row(sum, slots[0]) / A(call.cols);
+  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+    const A delta = moments[piece].mean - first - off;
+    m2 += moments[piece].m2 + moments[piece].count * delta * delta;
+  }
+  m2 = combine_row(m2, slots[1]);
   if (threadIdx.x != 0) return;
-  const A rstd = rsqrt(moments.m2 / A(call.cols) + A(call.eps));
-  row_stats[row][0] = moments.mean;
-  row_stats[row][1] = applied_rstd<T>(rstd, moments.m2);
+  const A mean = first + off, rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
+  row_stats[row][0] = mean;
+  row_stats[row][1] = applied_rstd<T>(rstd, m2);
   if (call.mean != nullptr) {
-    static_cast<A*>(call.mean)[row] = moments.mean;
+    static_cast<A*>(call.mean)[row] = mean;
     static_cast<A*>(call.rstd)[row] = rstd;
   }
 }
@@ -1872,9 +1893,9 @@ template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  using Stats = Moments<float>;
+  using Stats = Moments<float>;  // the mean as a distance from `base`, one of all means
   static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false };
+  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false, kMeans = true };
   enum : int { kTogether = kFewTogether<T> };
   float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
   float count, per_count;  // columns of this thread's part, and their inverse
@@ -1964,7 +1985,17 @@ struct ForwardPass {
       unpack(x[i], values);
       sums[i] = sum_of<T>(values);
     }
-    const float mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
+    float mean;
+    if constexpr (sizeof(T) == 2) {
+      mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
+    } else {  // from the mean of the part's first load: the sum of 12 equal numbers already has an error
+      const float own = has_pack(0) ? sums[0] * (1.f / V) : extra_x;
+      const float first = __shfl_sync(~0u, own, 0, kTogether);
+      float off = has_extra() ? extra_x - first : 0;
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) off += has_pack(i) ? fmaf(-V, first, sums[i]) : 0;
+      mean = first + combine_lanes(off, kTogether) * per_count;
+    }
     if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -1977,26 +2008,46 @@ struct ForwardPass {
     return {mean, combine_lanes(m2, kTogether)};
   }
 
-  static __device__ Stats part(float2 measured, float count) { return {count, measured.x, measured.y}; }
-  template <int N>
-  static __device__ Stats of_slice(const Stats (&parts)[N], float2 first, int columns, int width) {
-    return combine_means(parts, first.x, columns, width);
+  static __device__ Stats part(float2 measured, float count, float base) {
+    return {count, measured.x - base, measured.y};
   }
-  static __device__ Stats together(const Stats& stats, int width) { return combine_means(stats, width); }
+  template <int N>
+  static __device__ Stats together(const Stats (&stats)[N], int64_t columns, int width) {
+    return combine_means(stats, 0.f, columns, width);
+  }
 
-  static __device__ float2 to_publish(const Stats& stats) { return {stats.mean, stats.m2}; }
-  static __device__ Stats published(float2 pair, int columns) { return {float(columns), pair.x, pair.y}; }
+  // {mean, m2}. A float32 mean has 25 bits, the last one in the sign of m2: the rounded means of a group's
+  // blocks put the row's off by up to 0.18 units in the last place, besides its own rounding, with 0.06.
+  static __device__ float2 to_publish(const Stats& slice, float base) {
+    float mean = base + slice.mean;
+    if (sizeof(T) == 2) return {mean, slice.m2};
+    const float rest = slice.mean - (mean - base);
+    const bool has_bit = fabsf(rest) > 0.5f * fabsf(last_bit(mean));
+    if (has_bit && (rest < 0) != (mean < 0)) mean = __uint_as_float(__float_as_uint(mean) - 1);
+    return {mean, has_bit ? -slice.m2 : slice.m2};
+  }
+  static __device__ Stats published(float2 pair, int columns, float base) {
+    const bool has_bit = sizeof(T) == 4 && __float_as_int(pair.y) < 0;
+    return {float(columns), pair.x - base + (has_bit ? last_bit(pair.x) : 0), fabsf(pair.y)};
+  }
+  // Half a unit in the last place, with the mean's sign.
+  static __device__ float last_bit(float mean) {
+    return __uint_as_float(__float_as_uint(mean) & 0xff800000) * 0x1p-24f;
+  }
 
   static __device__ float2 given(const Call&, int64_t) { return {}; }
 
-  static __device__ float2 finish(const Call& call, const Stats& row_total, int64_t row, bool save) {
-    // No division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
-    const float rstd = rsqrtf(row_total.m2 * fast_reciprocal(float(call.cols)) + float(call.eps));
+  static __device__ float2 finish(const Call& call, const Stats& row_total, float base, int64_t row,
+                                  bool save) {
+    // No division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
+    const float mean = base + row_total.mean, per_col = 1 / float(call.cols);
+    const float variance = row_total.m2 * per_col + float(call.eps);
+    const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
     if (save && call.mean != nullptr) {
-      static_cast<float*>(call.mean)[row] = row_total.mean;
+      static_cast<float*>(call.mean)[row] = mean;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
-    return {row_total.mean, applied_rstd<T>(rstd, row_total.m2)};
+    return {mean, applied_rstd<T>(rstd, row_total.m2)};
   }
 
   __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset, float2 row_stats,
@@ -2042,7 +2093,7 @@ struct BackwardPass {
   using Element = T;
   using Stats = Sums<float>;
   static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED };
+  enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED, kMeans = false };
   // Where packs are loaded, bytes set the pace (bf16 rows of 1048576 with 16: 0.98 of copy speed -> 0.96).
   enum : int { kTogether = V > 1 ? 32 : kFewTogether<T> };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
@@ -2119,23 +2170,22 @@ struct BackwardPass {
     return {stats.wdy, stats.wdy_xhat};
   }
 
-  static __device__ Stats part(float2 measured, float) { return {measured.x, measured.y}; }
+  static __device__ Stats part(float2 measured, float, float) { return {measured.x, measured.y}; }
   template <int N>
-  static __device__ Stats of_slice(const Stats (&parts)[N], float2, int, int width) {
-    const Stats of_lane = {sum_of_terms<N>([&](int n) { return parts[n].wdy; }),
-                           sum_of_terms<N>([&](int n) { return parts[n].wdy_xhat; })};
+  static __device__ Stats together(const Stats (&stats)[N], int64_t, int width) {
+    const Stats of_lane = {sum_of_terms<N>([&](int n) { return stats[n].wdy; }),
+                           sum_of_terms<N>([&](int n) { return stats[n].wdy_xhat; })};
     return combine_lanes(of_lane, width);
   }
-  static __device__ Stats together(const Stats& stats, int width) { return combine_lanes(stats, width); }
 
-  static __device__ float2 to_publish(const Stats& stats) { return {stats.wdy, stats.wdy_xhat}; }
-  static __device__ Stats published(float2 pair, int) { return {pair.x, pair.y}; }
+  static __device__ float2 to_publish(const Stats& stats, float) { return {stats.wdy, stats.wdy_xhat}; }
+  static __device__ Stats published(float2 pair, int, float) { return {pair.x, pair.y}; }
 
   static __device__ float2 given(const Call& call, int64_t row) {
     return {static_cast<const float*>(call.mean)[row], static_cast<const float*>(call.rstd)[row]};
   }
 
-  static __device__ float2 finish(const Call& call, const Stats& row_total, int64_t, bool) {
+  static __device__ float2 finish(const Call& call, const Stats& row_total, float, int64_t, bool) {
     const float per_col = fast_reciprocal(float(call.cols));
     return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
   }
@@ -2325,22 +2375,28 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     Slot slot;
     constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
     float counts[kEach];
+    int first_part = 0;  // that has columns: of a slice of three bf16, threads 16 to 18 have them (see Cut)
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
       const float2* measured = control.parts[slot.index];
+      if (row == group) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
+        if (Pass::kMeans) first_part = __ffs(__ballot_sync(~0u, counts[0] > 0)) - 1;
+      }
+      const float base = Pass::kMeans ? measured[first_part].x : 0;
       Stats parts[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        if (row == group) counts[i] = control.counts[i * kWidth + lane % kWidth];
-        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i]);
+        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i], base);
       }
-      const Stats stats = Pass::of_slice(parts, measured[0], columns, kWidth);
+      const Stats stats = Pass::together(parts, columns, kWidth);
       if (lane != 0) continue;
       if (sharers == 1) {
-        control.row_stats[slot.index] = Pass::finish(call, stats, row, true);
+        control.row_stats[slot.index] = Pass::finish(call, stats, base, row, true);
         barrier_arrive(&control.known[slot.index]);
       } else {
-        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats));
+        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats, base));
       }
     }
     return;
@@ -2368,17 +2424,22 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       const unsigned missing = __ballot_sync(~0u, !complete);
       const int known = (missing == 0 ? 32 : __ffs(missing) - 1) / s.lanes;  // rows
       if (known == 0) continue;
-      Stats total = {};
+      const float base = Pass::kMeans ? __shfl_sync(~0u, pairs[0].x, 0, s.lanes) : 0;
+      auto of_peers = [&](auto peers_of_lane) {
+        constexpr int N = decltype(peers_of_lane)::value;
+        Stats stats[N] = {};
 #pragma unroll
-      for (int i = 0; i < kPeers; ++i) {
-        const int peer = first_peer + i * 32;
-        if (peer >= sharers) continue;
-        total = combine(total, Pass::published(pairs[i], slice_columns(s, call.cols, peer)));
-      }
-      total = Pass::together(total, s.lanes);
+        for (int i = 0; i < N; ++i) {
+          const int peer = first_peer + i * 32;
+          if (peer < sharers) stats[i] = Pass::published(pairs[i], slice_columns(s, call.cols, peer), base);
+        }
+        return Pass::together(stats, call.cols, s.lanes);
+      };
+      const Stats total = sharers <= 32 ? of_peers(std::integral_constant<int, 1>())
+                                        : of_peers(std::integral_constant<int, kPeers>());
       if (first_peer == 0 && lane / s.lanes < known && next + ahead < rows) {
         const int slot = (next + ahead) % s.stages;
-        control.row_stats[slot] = Pass::finish(call, total, row, rank == 0);
+        control.row_stats[slot] = Pass::finish(call, total, base, row, rank == 0);
         barrier_arrive(&control.known[slot]);
       }
       next += known * s.gatherers;
@@ -2630,7 +2691,7 @@ __global__ void __launch_bounds__(kJointThreads, 1)
     for (int i = 0; i < kPeers; ++i) of_peers[i].mean = pairs[i].x, of_peers[i].m2 = pairs[i].y;
     const float first = __shfl_sync(~0u, pairs[0].x, 0);
     const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
-    const float rstd = rsqrtf(total.m2 * constants.per_col + constants.eps);
+    const float rstd = inverse_root(total.m2 * constants.per_col + constants.eps);
     if (first_peer != 0) return;
     row_stats[odd] = {total.mean, rstd};
     if (void* means = opaque(call.mean); rank == 0 && means != nullptr) {
@@ -2878,7 +2939,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1)
       for (int i = 0; i < kPeers; ++i) of_peers[i] = {counts[first_peer + i * 32], pairs[i].x, pairs[i].y};
       const float first = __shfl_sync(~0u, pairs[0].x, 0);
       const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
-      const float rstd = rsqrtf(total.m2 * constants.per_col + constants.eps);
+      const float rstd = inverse_root(total.m2 * constants.per_col + constants.eps);
       if (row >= groups) barrier_wait(&taken, odd ^ 1);
       if (lane == 0) row_stats = {total.mean, rstd};
       barrier_arrive(&known);
