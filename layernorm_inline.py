@@ -468,8 +468,12 @@ __device__ A mirrored(A z, A below) {
   return z < 0 ? below : 1 - below;
 }
 
-// z Phi(z), in one instruction less.
-__device__ inline float gelu_of_tail(float z, float tail) { return fmaxf(z, 0) - fabsf(z) * tail; }
+// z Phi(z), at infinity PyTorch's: infinity, and NaN at -infinity. max(z, 0) - |z| tail is one instruction
+// less, and NaN at both.
+__device__ inline float gelu_of_tail(float z, float tail) {
+  const float step = z > 0;
+  return z * fabsf(step - tail);
+}
 
 // For output of type T.
 template <typename T, typename A>
