@@ -168,6 +168,7 @@ CUDA_SOURCE = (
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <type_traits>
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -3769,6 +3770,8 @@ struct Device {
   // the device where only PTX of an older one was built: its newer instructions are then missing.
   int code;
   bool moves_registers;  // from warp to warp: only code for sm_90a does
+  mutable std::mutex mutex;
+  mutable std::set<const void*> roomy;  // kernels that may have all shared memory, see allow_shared_memory
 };
 
 const Device& current_device() {
@@ -4124,6 +4127,21 @@ auto with_pack(int pack, F f) {
   return pack == V ? f(std::integral_constant<int, V>()) : f(std::integral_constant<int, 1>());
 }
 
+// Lets a kernel have as much dynamic shared memory as there is, once. With what each call needs, a thread
+// with shorter rows would take it away from another one that is about to launch the kernel.
+cudaError_t allow_shared_memory(const void* kernel) {
+  const Device& device = current_device();
+  const std::lock_guard<std::mutex> lock(device.mutex);
+  if (device.roomy.count(kernel) > 0) return cudaSuccess;
+  cudaFuncAttributes attributes = {};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
+  if (error == cudaSuccess) device.roomy.insert(kernel);
+  return error;
+}
+
 // Launches a kernel that waits for the one before it in the stream by itself.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
@@ -4136,8 +4154,13 @@ cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cu
   config.blockDim = block;
   config.stream = stream;
   config.attrs = &early;
-  // CUDA graphs take such launches from 12.3 on.
-  config.numAttrs = CUDART_VERSION >= 12030 && current_device().code >= 90 ? 1 : 0;
+  // CUDA graphs take such launches from 12.3 on, of toolkit and driver.
+  static const int driver = [] {
+    int version = 0;
+    cudaDriverGetVersion(&version);
+    return version;
+  }();
+  config.numAttrs = std::min(CUDART_VERSION, driver) >= 12030 && current_device().code >= 90 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -4145,7 +4168,7 @@ cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cu
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_together(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared,
                             bool together, cudaStream_t stream, Arguments... arguments) {
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cooperative = {};
   cooperative.id = cudaLaunchAttributeCooperative;
@@ -4181,9 +4204,10 @@ Later later_rows(const Forward& call, int block_rows) {
           unsigned(block_rows * row_bytes)};
 }
 
-// True where the device (MPS, MIG) has no room for all blocks at once: spread the rows instead.
+// True where the device (MPS, MIG) has no room for all blocks at once, or does not know of such launches
+// (some virtual GPUs): spread the rows instead.
 bool refused(cudaError_t error) {
-  if (error != cudaErrorCooperativeLaunchTooLarge) return false;
+  if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
   cudaGetLastError();
   return true;
 }
@@ -4224,8 +4248,7 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
         if (p.rows == 2) kernel = layer_norm_shared_rows<T, FUSED, 2>;
       }
       const int shared = p.rows * call.cols * sizeof(T) + kLineBytes;
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+      const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
       if (error != cudaSuccess) return error;
       kernel<<<ceil_div(call.rows, p.rows), p.threads_per_row, shared, stream>>>(
           call, row_constants<Acc<T>>(call), later_rows(call, p.rows));
