@@ -4450,6 +4450,7 @@ CPP_SOURCE = (
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 namespace TORCH_EXTENSION_NAME {
 namespace {
@@ -4567,7 +4568,15 @@ Tensor empty_cuda(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like
   return Tensor(at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(sizes), like.options().dtype(dtype)));
 }
 
-const void* read(const OptionalTensor& t) { return present(t) ? t->data_ptr() : nullptr; }
+// Not data_ptr: it gives a copy-on-write tensor a copy of its own.
+const void* read(const Tensor& t) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 0
+  return t.const_data_ptr();
+#else
+  return t.data_ptr();
+#endif
+}
+const void* read(const OptionalTensor& t) { return present(t) ? read(*t) : nullptr; }
 void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 void* second_half(const Tensor& t) {
   return t.defined() ? static_cast<char*>(t.data_ptr()) + t.nbytes() / 2 : nullptr;
@@ -4605,7 +4614,7 @@ Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const Optional
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   const auto& affine = present(w) ? w : b;
   Forward call = {};
-  call.input = x.data_ptr();
+  call.input = read(x);
   call.weight = read(w);
   call.bias = read(b);
   call.output = write(output);
@@ -4640,10 +4649,10 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   const auto& affine = present(w) ? w : b;
   Backward call = {};
-  call.grad_output = dy.data_ptr();
-  call.input = x.data_ptr();
-  call.mean = write(statistics);
-  call.rstd = second_half(statistics);
+  call.grad_output = read(dy);
+  call.input = read(x);
+  call.mean = read(statistics);
+  call.rstd = static_cast<const char*>(call.mean) + statistics.nbytes() / 2;
   call.weight = read(w);
   call.grad_input = write(std::get<0>(gradients));
   call.grad_weight = write(std::get<1>(gradients));

@@ -768,6 +768,20 @@ def test_gradcheck_and_gradgradcheck(shape, affine):
 
 
 @gpu
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("rows,cols", [(6, 40), (9, 16384), (150, 20001), (3, 262144)])
+def test_copy_on_write_tensors_stay_shared(rows, cols, activation):
+    if not hasattr(torch, "_lazy_clone"):
+        pytest.skip("this PyTorch has no copy-on-write tensors")
+    case = random_case(rows, cols, torch.float32, "both", seed=0)
+    x, weight, bias, dy = (torch._lazy_clone(t) for t in case)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = layer_norm(x, (cols,), weight, bias, activation=activation)
+    torch.autograd.grad(y, leaves, dy)
+    assert all(torch._C._is_cow_tensor(t) for t in (*leaves, dy))
+
+
+@gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast(dtype):
     module = nn.LayerNorm(768).cuda()
