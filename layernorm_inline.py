@@ -4962,12 +4962,16 @@ struct LayerNormBackward : torch::autograd::Node {
 
   std::string name() const override { return "LayerNormBackward"; }
 
+  // PyTorch's locks, for threads that run backward over the same graph: between two unpacks of apply,
+  // another one's release_variables would take the rest away.
   void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     for (auto* saved : {&input, &statistics, &weight, &bias}) saved->reset_data();
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grad_outputs) override {
     static const auto op = find_op<decltype(backward_cuda)>("backward");
+    const std::lock_guard<std::mutex> lock(mutex_);
     const Tensor& grad_output = grad_outputs[0];
     if (!grad_output.defined()) return torch::autograd::variable_list(3);
     const Tensor x = input.unpack(), w = weight.unpack(), b = bias.unpack();

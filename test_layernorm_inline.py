@@ -32,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import torch
@@ -426,6 +427,32 @@ def test_what_is_not_written_is_nan(size, dtype):
     with poisoned():
         outputs = [torch.empty(size // dtype.itemsize + 1, dtype=dtype, device="cuda") for _ in range(4)]
     assert all(output.isnan().all() for output in outputs)
+
+
+@contextlib.contextmanager
+def ops_on_the_cpu():
+    """Yields the op layer_norm, with PyTorch's functions as kernels for CPU tensors: what lies above the kernels
+    (autograd, vmap) runs without a GPU."""
+
+    def forward(x, shape, weight, bias, eps, activation=0, scale=1.0):
+        y, *statistics = torch.native_layer_norm(x, shape, weight, bias, eps)
+        if activation:
+            y = nn.functional.gelu(y, approximate=("none", "tanh")[activation - 1])
+        return y * scale, torch.stack([s.flatten() for s in statistics])
+
+    def backward(dy, x, shape, _, weight, bias, activation, scale, wanted):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() if t is not None else torch.empty(0) for t in (x, weight, bias)]
+            given = [t if t.numel() else None for t in leaves]
+            y, _ = forward(*given[:1], shape, *given[1:], 1e-5, activation, scale)
+            return torch.autograd.grad(y, leaves, dy, allow_unused=True)
+
+    library = torch.library.Library(layernorm_inline._ops.name, "IMPL")
+    library.impl("layer_norm", lambda *arguments: forward(*arguments)[0], "CPU")
+    library.impl("forward", forward, "CPU")
+    library.impl("backward", backward, "CPU")
+    yield layernorm_inline._ops.layer_norm.default
+    del library
 
 
 def random_case(rows, cols, dtype, affine, seed, mean=0.0, std=1.0, offset=0, device="cuda"):
@@ -1330,6 +1357,40 @@ def test_the_node_in_the_graph():
     assert torch.autograd.grad(NoGradient.apply(norm(x)).sum(), wanted, allow_unused=True) == (None, None, None)
     (only,) = torch.autograd.grad(layer_norm(x.detach(), (64,), norm.weight), [norm.weight], dy)
     assert torch.equal(only, right[1])
+
+
+@kernels
+def test_threads_in_backward_over_one_graph():
+    inside = []
+    most = 0
+
+    def unpack(tensor):
+        nonlocal most
+        inside.append(tensor)
+        most = max(most, len(inside))
+        time.sleep(0.05)
+        inside.pop()
+        return tensor
+
+    def backward(y, ends):
+        try:
+            y.sum().backward()
+            ends.append("")
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    with ops_on_the_cpu() as op:
+        x, weight, bias, _ = (t.requires_grad_() for t in random_case(6, 8, torch.float32, "both", 0, device="cpu"))
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            y = op(x, [8], weight, bias, 1e-5)
+        ends = []
+        threads = [threading.Thread(target=backward, args=(y, ends)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == 1  # as PyTorch's own nodes: one thread at a time
+    assert ends.count("") == 1 and all("second time" in end for end in ends if end)
 
 
 @gpu
