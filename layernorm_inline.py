@@ -4954,6 +4954,12 @@ NodePointer make_node() {
   }
 }
 
+// Whether levels of torch.func are active: a C++ autograd node does not know them, nor has backward a rule
+// for vmap.
+bool in_transform() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
 // A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
 struct LayerNormBackward : torch::autograd::Node {
   torch::autograd::SavedVariable input, statistics, weight, bias;
@@ -4975,7 +4981,7 @@ struct LayerNormBackward : torch::autograd::Node {
     const Tensor& grad_output = grad_outputs[0];
     if (!grad_output.defined()) return torch::autograd::variable_list(3);
     const Tensor x = input.unpack(), w = weight.unpack(), b = bias.unpack();
-    if (at::GradMode::is_enabled()) {
+    if (at::GradMode::is_enabled() || in_transform()) {
       return composed_backward(grad_output, x, dims, w, b, eps, activation, scale);
     }
     auto [grad_input, grad_weight, grad_bias] = op.call(
@@ -5475,6 +5481,45 @@ _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once: a call of a
 _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2}  # as enum class Activation
 
 
+def _activate(x, activation, scale):
+    if activation != _ACTIVATIONS[None]:
+        x = torch.ops.aten.gelu(x, approximate="tanh" if activation == _ACTIVATIONS["gelu_tanh"] else "none")
+    return x if scale == 1 else x * scale
+
+
+def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, activation=0, scale=1.0):
+    """The op under torch.vmap: the slices are rows of one call. Where they have weights or biases of their own,
+    PyTorch's operations scale and shift."""
+    dims = (in_dims[0], *in_dims[2:4])
+    x, weight, bias = (t if d is None else t.movedim(d, 0) for t, d in zip((input, weight, bias), dims))
+    # Checks what a slice is: in the calls below, the dimension of the slices counts as one of the input's.
+    none_of_x = x[None][:0] if dims[0] is None else x[:0]
+    slices = [t if d is None else t.new_empty(t.shape[1:]) for t, d in zip((weight, bias), dims[1:])]
+    _layer_norm_op(none_of_x, normalized_shape, *slices, eps)
+    if dims[1:] == (None, None):
+        return _layer_norm_op(x, normalized_shape, weight, bias, eps, activation, scale), 0
+
+    xhat = _layer_norm_op(x, normalized_shape, None, None, eps)
+    ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
+    shape = (info.batch_size, *ones, *normalized_shape)
+    weight, bias = (t if d is None else t.reshape(shape) for t, d in zip((weight, bias), dims[1:]))
+    z = xhat.to(torch.promote_types(xhat.dtype, torch.float32))
+    if weight is not None:
+        z = z * weight
+    if bias is not None:
+        z = z + bias
+    return _activate(z, activation, scale).to(xhat.dtype), 0
+
+
+# PyTorch before 2.5 takes no such rule: torch.vmap loops over the slices there, and warns.
+if (
+    _ops
+    and hasattr(torch.library, "register_vmap")
+    and not torch._C._dispatch_has_kernel_for_dispatch_key(_layer_norm_op.name(), "FuncTorchBatched")  # another copy's
+):
+    torch.library.register_vmap(_layer_norm_op, _layer_norm_vmap)
+
+
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activation=None, scale=1.0):
     """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
 
@@ -5509,9 +5554,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activa
             return _layer_norm_op(input, normalized_shape, weight, bias, eps)
         return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
     output = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
-    if activation is not None:
-        output = torch.ops.aten.gelu(output, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return output if scale == 1 else output * scale
+    return _activate(output, _ACTIVATIONS[activation], scale)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -442,10 +442,10 @@ def ops_on_the_cpu():
 
     def backward(dy, x, shape, _, weight, bias, activation, scale, wanted):
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() if t is not None else torch.empty(0) for t in (x, weight, bias)]
-            given = [t if t.numel() else None for t in leaves]
-            y, _ = forward(*given[:1], shape, *given[1:], 1e-5, activation, scale)
-            return torch.autograd.grad(y, leaves, dy, allow_unused=True)
+            leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
+            y, _ = forward(leaves[0], shape, *leaves[1:], 1e-5, activation, scale)
+            gradients = iter(torch.autograd.grad(y, [t for t in leaves if t is not None], dy))
+        return tuple(torch.empty(0) if t is None else next(gradients) for t in leaves)
 
     library = torch.library.Library(layernorm_inline._ops.name, "IMPL")
     library.impl("layer_norm", lambda *arguments: forward(*arguments)[0], "CPU")
@@ -843,6 +843,103 @@ def test_functional_transforms():
             torch.func.hessian(lambda x: loss(x, weight, bias))(x[0]),
         ])  # fmt: skip
     torch.testing.assert_close(*results)
+
+
+@pytest.fixture
+def no_vmap_fallback():
+    """vmap raises where an operation has no batching rule; else it loops over the slices and warns."""
+    if not hasattr(torch.library, "register_vmap"):
+        pytest.skip("this PyTorch cannot register a batching rule")
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+@kernels
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", 2.0)])
+@pytest.mark.parametrize(
+    "x,weight,bias,in_dims",
+    [
+        ((3, 5, 8), (8,), (8,), (0, None, None)),
+        ((5, 3, 8), (8,), None, (1, None, None)),
+        ((3, 8), None, None, (0, None, None)),
+        ((3, 8), (3, 8), (3, 8), (0, 0, 0)),
+        ((5, 8), (3, 8), (8,), (None, 0, None)),
+        ((5, 8), (8,), (8, 3), (None, None, 1)),
+        ((5, 2, 3, 8), (3, 8), (8, 3), (2, 0, 1)),
+        ((5, 4, 3, 2), (4, 2), (4, 3, 2), (2, None, 1)),
+        ((4, 2), (3, 4, 2), None, (None, 0, None)),
+    ],
+)
+def test_vmap(x, weight, bias, in_dims, activation, scale, dtype, device, no_vmap_fallback):
+    normalized_shape = (4, 2) if x[-1] == 2 else (8,)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        t and torch.randn(t, generator=generator).to(device, dtype).requires_grad_() for t in (x, weight, bias)
+    )
+    given = [t for t in (x, weight, bias) if t is not None]
+    given_dims = tuple(d for d, t in zip(in_dims, (x, weight, bias)) if t is not None)
+    results = []
+    with ops_on_the_cpu() as op:
+
+        def ours(x, weight=None, bias=None):
+            return op(x, normalized_shape, weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], scale)
+
+        def pytorch(x, weight=None, bias=None):
+            return chain(x, normalized_shape, weight, bias, 1e-5, activation, scale)
+
+        for function in (ours, pytorch):
+
+            def loss(*tensors):
+                return function(*tensors).double().sin().sum()
+
+            def mapped_loss(*tensors):
+                return torch.vmap(function, given_dims)(*tensors).double().sin().sum()
+
+            every = tuple(range(len(given)))
+            detached = [t.detach() for t in given]
+            results.append([
+                torch.vmap(function, given_dims)(*given),
+                torch.autograd.grad(mapped_loss(*given), given),
+                torch.vmap(torch.func.grad(loss, every), given_dims)(*detached),
+                torch.func.grad(mapped_loss, every)(*detached),
+                torch.vmap(lambda *t: torch.vmap(function, given_dims)(*t), (0,) * len(given))(
+                    *(torch.stack([t, 2 * t]) for t in detached)
+                ),
+            ])  # fmt: skip
+    loose = dict(atol=0.15, rtol=0.05) if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(*results, **loose)
+
+
+@kernels
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_vmap_over_backward(device, no_vmap_fallback):
+    x, weight, bias, _ = random_case(5, 8, torch.float64, "both", seed=0, device=device)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    gradients = torch.randn(3, 5, 8, dtype=x.dtype, device=device)
+    results = []
+    with ops_on_the_cpu() as op:
+        for function in (op, nn.functional.layer_norm):
+            y = function(x, (8,), weight, bias, 1e-5)
+            results.append(torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(gradients))
+    torch.testing.assert_close(*results)
+
+
+@kernels
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_vmap_checks_the_slices(device, no_vmap_fallback):
+    x, weights = torch.zeros(2, 5, device=device), torch.zeros(3, 5, device=device)
+    with ops_on_the_cpu() as op:
+        for words, call in [
+            ("normalized_shape", lambda: torch.vmap(lambda row: op(row, [2, 5], None, None, 1e-5))(x)),
+            ("weight", lambda: torch.vmap(lambda w: op(x, [5], w[:1], None, 1e-5))(weights)),
+            ("bias", lambda: torch.vmap(lambda b: op(x, [5], None, b[None], 1e-5))(weights)),
+            ("dtype|type", lambda: torch.vmap(lambda w: op(x, [5], w.double(), None, 1e-5))(weights)),
+        ]:
+            with pytest.raises(RuntimeError, match=words):
+                call()
 
 
 @gpu
