@@ -5542,10 +5542,11 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activa
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
             input is a CUDA tensor and the kernels could not be built for lack of CUDA.
+        TypeError: input is no Tensor.
         ValueError: activation is none of the three.
     """
     plain = activation is None and scale == 1
-    if not plain and activation not in _ACTIVATIONS:
+    if not plain and activation not in tuple(_ACTIVATIONS):  # a tuple: of a list it would be no TypeError
         raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
     if isinstance(input, torch.Tensor) and input.is_cuda:
         if _layer_norm_op is None:
@@ -5553,7 +5554,9 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activa
         if plain:
             return _layer_norm_op(input, normalized_shape, weight, bias, eps)
         return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
-    output = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(f"layer_norm(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+    output = torch.ops.aten.layer_norm.default(input, normalized_shape, weight, bias, eps)
     return _activate(output, _ACTIVATIONS[activation], scale)
 
 

@@ -1046,9 +1046,11 @@ def test_activation_gradcheck(activation):
     )
 
 
-def test_unknown_activation():
-    with pytest.raises(ValueError, match="Expected activation to be None, 'gelu' or 'gelu_tanh', but got 'relu'"):
-        layer_norm(torch.zeros(2, 3), (3,), activation="relu")
+@pytest.mark.parametrize("activation", ["relu", ["gelu"], 1])
+def test_unknown_activation(activation):
+    expected = f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        layer_norm(torch.zeros(2, 3), (3,), activation=activation)
 
 
 # ---- ConvTranspose3d, LayerNorm, GELU, scaling ----
@@ -2237,6 +2239,17 @@ def test_bad_input(error, words, call, device):
     with pytest.raises(error, match=words):
         call(device)
     assert torch.isfinite(layer_norm(torch.randn(2, 5, device=device), (5,))).all()
+
+
+@pytest.mark.parametrize("call", [call for _, _, call in BAD])
+def test_errors_on_the_cpu_are_pytorchs(call, monkeypatch):
+    errors = []
+    for function in (nn.functional.layer_norm, layer_norm):
+        monkeypatch.setitem(globals(), "layer_norm", function)
+        with pytest.raises(Exception) as caught:  # noqa: B017
+            call("cpu")
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
 
 
 @gpu
