@@ -15,14 +15,14 @@ How to use it
         norm = ModelNew((64, 256, 256)).cuda()        # takes what nn.LayerNorm takes
         y = norm(x)
         y = layer_norm(x, (768,), weight, bias)       # takes what nn.LayerNorm's function takes
-        replace_layer_norm(model)                     # every nn.LayerNorm inside, in place
+        replace_layer_norm(model)                     # every nn.LayerNorm inside, in place (subclasses: see types)
 
 API
     layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5,
                activation=None, scale=1.0) -> Tensor
     class ModelNew(nn.LayerNorm)
     class ConvTranspose3dLayerNormGELUScaling(nn.Module)
-    replace_layer_norm(module) -> module
+    replace_layer_norm(module, types=(nn.LayerNorm,)) -> module
     CUDA_SOURCE, CPP_SOURCE                           the two sources, as compiled
 
 Reading it
@@ -62,6 +62,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
+from collections import Counter
 
 import torch
 from torch import nn
@@ -5580,18 +5582,40 @@ class LayerNorm(nn.LayerNorm):
 ModelNew = LayerNorm  # the benchmark's name; it may be bound to another model, so nothing here uses it
 
 
-def replace_layer_norm(module):
+def replace_layer_norm(module, types=(nn.LayerNorm,)):
     """Turns every nn.LayerNorm inside `module` (and module itself) into LayerNorm, in place.
 
     The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
-    and references hold. Subclasses of nn.LayerNorm are left alone, as their forward may differ.
+    and references hold. Other subclasses of nn.LayerNorm are left as they are, with a warning: their
+    forward may differ. Name in `types` those whose forward does not.
+
+    Args:
+        module: an nn.Module.
+        types: the classes to turn, without their subclasses: nn.LayerNorm, or subclasses that compute what it
+            computes. timm.layers.LayerNorm does; timm.layers.LayerNorm2d, over channels in dimension 1, does not.
 
     Returns:
         module.
+
+    Raises:
+        TypeError: a class in types is neither nn.LayerNorm nor a subclass of it.
     """
+    for cls in types:
+        if not issubclass(cls, nn.LayerNorm):
+            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, but got {cls.__qualname__}")
+    left = Counter()
     for child in module.modules():
-        if type(child) is nn.LayerNorm:
+        if type(child) in types:
             child.__class__ = LayerNorm
+        elif isinstance(child, nn.LayerNorm) and type(child) is not nn.LayerNorm and not isinstance(child, LayerNorm):
+            left[f"{type(child).__module__}.{type(child).__qualname__}"] += 1
+    if left:
+        classes = ", ".join(f"{name} ({count})" for name, count in left.items())
+        warnings.warn(
+            "replace_layer_norm left subclasses of nn.LayerNorm as they are, as their forward may differ: "
+            f"{classes}. Name those whose forward does not in types=(nn.LayerNorm, ...).",
+            stacklevel=2,
+        )
     return module
 
 

@@ -34,6 +34,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import torch
 from torch import nn
@@ -2101,19 +2102,33 @@ def test_replace_layer_norm(device):
     class Custom(nn.LayerNorm):
         pass
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8))).to(device)
+    class Mine(ModelNew):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8), Mine(8))).to(
+        device
+    )
     calls = []
     model[1].register_forward_hook(lambda *_: calls.append(1))
     parameters, modules = list(model.parameters()), list(model.modules())
     x = torch.randn(4, 8, device=device)
     expected = model(x)
-    assert replace_layer_norm(model) is model
-    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew, ModelNew, Custom]
+    with pytest.warns(UserWarning, match=r"left subclasses .*: test_layernorm_inline\..*\.Custom \(1\)\.") as warned:
+        assert replace_layer_norm(model) is model
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew, ModelNew, Custom, Mine]
     assert all(a is b for a, b in zip(parameters, model.parameters()))
     assert all(a is b for a, b in zip(modules, model.modules()))
     torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
     assert len(calls) == 2
-    assert type(replace_layer_norm(nn.LayerNorm(3))) is ModelNew
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert type(replace_layer_norm(nn.LayerNorm(3))) is ModelNew
+        replace_layer_norm(model, types=(nn.LayerNorm, Custom))
+        assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew] * 3 + [Mine]
+        with pytest.raises(TypeError, match="subclasses of nn.LayerNorm, but got GroupNorm"):
+            replace_layer_norm(model, types=(nn.GroupNorm,))
+        torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
 
 
 @gpu
