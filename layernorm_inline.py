@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """layernorm_inline: a drop-in nn.LayerNorm for NVIDIA GPUs, in one file.
 
 What it is
@@ -14,7 +15,7 @@ How to use it
 
         norm = ModelNew((64, 256, 256)).cuda()        # takes what nn.LayerNorm takes
         y = norm(x)
-        y = layer_norm(x, (768,), weight, bias)       # takes what nn.LayerNorm's function takes
+        y = layer_norm(x, (768,), weight, bias)       # takes what PyTorch's layer_norm takes
         replace_layer_norm(model)                     # every nn.LayerNorm inside, in place (subclasses: see types)
 
 API
@@ -64,6 +65,8 @@ import sysconfig
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from typing import Optional
 
 import torch
 from torch import nn
@@ -5522,8 +5525,16 @@ if (
     torch.library.register_vmap(_layer_norm_op, _layer_norm_vmap)
 
 
-def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activation=None, scale=1.0):
-    """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    eps: float = 1e-5,
+    activation: Optional[str] = None,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Layer normalization over the trailing dimensions `normalized_shape`, as PyTorch's layer_norm.
 
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with mean and
     biased variance over the trailing dimensions (https://arxiv.org/abs/1607.06450), in one reading of
@@ -5562,6 +5573,9 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, activa
     return _activate(output, _ACTIVATIONS[activation], scale)
 
 
+torch.fx.wrap("layer_norm")  # symbolic tracing records a call, and does not ask proxies where they are
+
+
 class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm with the forward and backward of this file.
 
@@ -5574,7 +5588,8 @@ class LayerNorm(nn.LayerNorm):
         torch.Size([16, 64, 256, 256])
     """
 
-    def forward(self, input):
+    @torch.jit.ignore  # TorchScript calls it as Python
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (*, *normalized_shape). Returns a contiguous tensor of its shape and dtype."""
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -5582,7 +5597,7 @@ class LayerNorm(nn.LayerNorm):
 ModelNew = LayerNorm  # the benchmark's name; it may be bound to another model, so nothing here uses it
 
 
-def replace_layer_norm(module, types=(nn.LayerNorm,)):
+def replace_layer_norm(module: nn.Module, types: Sequence[type[nn.LayerNorm]] = (nn.LayerNorm,)) -> nn.Module:
     """Turns every nn.LayerNorm inside `module` (and module itself) into LayerNorm, in place.
 
     The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 # /// script
 # requires-python = ">=3.9"
 # dependencies = ["torch>=2.0", "ninja", "setuptools", "cuda-toolkit[nvcc,crt,cccl]"]
@@ -34,6 +35,7 @@ import sys
 import textwrap
 import threading
 import time
+import typing
 import warnings
 
 import torch
@@ -2168,6 +2170,20 @@ def test_with_the_rest_of_nn():
     torch.testing.assert_close(parametrized(x) - theirs.bias, 2 * (expected - theirs.bias), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_torchscript_and_fx(device):
+    theirs = randomize(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)))
+    ours = replace_layer_norm(copy.deepcopy(theirs)).to(device)
+    x = torch.randn(2, 8, device=device, requires_grad=True)
+    expected = theirs.to(device)(x)
+    graph = torch.fx.symbolic_trace(ours)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [layer_norm] * 2
+    for module in (torch.jit.script(ours), torch.jit.trace(ours, x), graph, pickle.loads(pickle.dumps(graph))):
+        torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, theirs)))
+    torch.testing.assert_close(torch.jit.script(ours[1])(x), theirs[1](x))
+
+
 @gpu
 def test_meta_device_then_materialized():
     with torch.device("meta"):
@@ -2316,6 +2332,13 @@ def test_static_rules():
     ):  # fmt: skip
         assert not re.search(pattern, code), pattern
     assert "__global__" in code and "load_inline" in code and "threadIdx." in code
+    assert text.startswith("# SPDX-License-Identifier: MIT\n")
+
+
+@pytest.mark.parametrize("function", [layer_norm, ModelNew.forward, replace_layer_norm])
+def test_types_are_annotated(function):
+    hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+    assert {*hints} == {*parameters, "return"} - {"self"}
 
 
 def readme_blocks(language):
