@@ -10,6 +10,7 @@
     python test_layernorm_inline.py --sweep         a table of shapes and dtypes, forward and backward
     python test_layernorm_inline.py --plot FILE     the sweep, drawn (needs matplotlib)
     python test_layernorm_inline.py --json FILE     the sweep, as data
+    python test_layernorm_inline.py --models        a training step of real models, before and after replace_layer_norm
     pytest test_layernorm_inline.py                 all tests (needs pytest)
 
 The input is KernelBench's level 1 problem 40, or level 2 problem 34. Times are medians of triton.testing.do_bench: CUDA
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -96,11 +98,11 @@ INPUT_34, ARGUMENTS_34 = (32, 32, 16, 32, 32), (32, 64, 4, 2, 1)
 MINIMUM_SPEEDUP = 1.2
 
 
-def milliseconds(run):
-    """Median device time of run(), L2 flushed before each repeat."""
+def milliseconds(run, warmup=25, rep=100):
+    """Median device time of run(), L2 flushed before each repeat; warmup and rep are milliseconds."""
     from triton.testing import do_bench
 
-    return do_bench(run, warmup=25, rep=100, return_mode="median")
+    return do_bench(run, warmup=warmup, rep=rep, return_mode="median")
 
 
 def copy_floor(x, cols):
@@ -163,13 +165,21 @@ def time_training_step(original, new, x):
         print(f"training step, {name}: {milliseconds(step):.2f} ms, {peak:.2f} GiB")
 
 
-def verify_on_the_cpu():
-    x, reference, new = torch.rand(4, 8, 16), nn.LayerNorm((8, 16)), ModelNew((8, 16))
-    if not torch.allclose(new(x), reference(x)):
-        print("FAILED: ModelNew on the CPU differs from nn.LayerNorm")
-        return 1
+def verify_on_the_cpu(problem):
+    torch.manual_seed(0)
+    if problem == 40:
+        original, new, x = nn.LayerNorm((8, 16)), ModelNew((8, 16)), torch.rand(4, 8, 16)
+    else:
+        original, new = Model34(*ARGUMENTS_34), ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34)
+        x = torch.rand(1, *INPUT_34[1:])
+    new.load_state_dict(randomize(original).state_dict())
+    names = "ModelNew and nn.LayerNorm" if problem == 40 else f"{type(new).__name__} and the reference of problem 34"
+    with torch.no_grad():
+        if not torch.allclose(new(x), original(x), atol=1e-5):
+            print(f"FAILED: on the CPU {names} differ")
+            return 1
     built = "built" if layernorm_inline._ops else f"not built: {layernorm_inline._why_not}"
-    print(f"No CUDA GPU here: the CPU path is correct; kernels {built}. No speedup was measured.")
+    print(f"Nothing was timed: there is no CUDA GPU. On the CPU {names} agree; kernels {built}.")
     return 0
 
 
@@ -354,20 +364,170 @@ def plot(table, file):
     figure.savefig(file, dpi=110)
 
 
+# ============================================================================
+# Real models: a training step before and after replace_layer_norm
+# ============================================================================
+
+
+class TriangleMultiplication(nn.Module):
+    """Every pair (i, j) from the pairs (i, k) and (j, k); not outgoing: (k, i) and (k, j)."""
+
+    def __init__(self, c, outgoing):
+        super().__init__()
+        self.equation = "ikc,jkc->ijc" if outgoing else "kic,kjc->ijc"
+        self.norm_in, self.norm_out = nn.LayerNorm(c), nn.LayerNorm(c)
+        self.values, self.gates = nn.Linear(c, 2 * c), nn.Linear(c, 2 * c)
+        self.out, self.out_gate = nn.Linear(c, c), nn.Linear(c, c)
+
+    def forward(self, z):
+        x = self.norm_in(z)
+        a, b = (self.gates(x).sigmoid() * self.values(x)).chunk(2, dim=-1)
+        return self.out_gate(x).sigmoid() * self.out(self.norm_out(torch.einsum(self.equation, a, b)))
+
+
+class TriangleAttention(nn.Module):
+    """Gated attention within each row of pairs; not starting: within each column."""
+
+    def __init__(self, c, starting, heads=4):
+        super().__init__()
+        self.starting, self.heads = starting, heads
+        self.norm = nn.LayerNorm(c)
+        self.qkv, self.gate, self.out = nn.Linear(c, 3 * c), nn.Linear(c, c), nn.Linear(c, c)
+
+    def forward(self, z):
+        x = self.norm(z if self.starting else z.transpose(0, 1))
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        y = self.out(self.gate(x).sigmoid() * y)
+        return y if self.starting else y.transpose(0, 1)
+
+
+class PairStack(nn.Module):
+    """Blocks that update a pair tensor (n, n, c) as AlphaFold's do, without its biases and dropout: 7 layer norms each."""
+
+    def __init__(self, blocks=2, c=128):
+        super().__init__()
+        updates = []
+        for _ in range(blocks):
+            updates += [TriangleMultiplication(c, outgoing=True), TriangleMultiplication(c, outgoing=False)]
+            updates += [TriangleAttention(c, starting=True), TriangleAttention(c, starting=False)]
+            updates.append(nn.Sequential(nn.LayerNorm(c), nn.Linear(c, 4 * c), nn.ReLU(), nn.Linear(4 * c, c)))
+        self.updates = nn.ModuleList(updates)
+
+    def forward(self, z):
+        for update in self.updates:
+            z = z + update(z)
+        return z
+
+
+def pair_stack(n, device="cuda"):
+    model = PairStack().to(device, torch.bfloat16)
+    z = torch.randn(n, n, 128, device=device, dtype=torch.bfloat16)
+    return model, lambda model: model(z.detach().requires_grad_()).float().square().mean()
+
+
+def gpt_2(batch=8, length=1024, device="cuda", **config):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **config)).to(device).train()
+    ids = torch.randint(model.config.vocab_size, (batch, length), device=device)
+
+    def loss(model):
+        with torch.autocast(device, torch.bfloat16):
+            return model(input_ids=ids, labels=ids).loss
+
+    return model, loss
+
+
+def timm_model(name, batch=64, device="cuda"):
+    import timm
+
+    model, images = timm.create_model(name).to(device).train(), torch.randn(batch, 3, 224, 224, device=device)
+    labels = torch.randint(1000, (batch,), device=device)
+
+    def loss(model):
+        with torch.autocast(device, torch.bfloat16):
+            return nn.functional.cross_entropy(model(images), labels)
+
+    return model, loss
+
+
+# name: (the package that it needs, what makes the model and its loss), all with random weights
+REAL_MODELS = {
+    "pair stack 256 x 256 x 128, bf16": ("torch", functools.partial(pair_stack, 256)),
+    "pair stack 512 x 512 x 128, bf16": ("torch", functools.partial(pair_stack, 512)),
+    "GPT-2 124M 8 x 1024, autocast": ("transformers", gpt_2),
+    "ViT-B/16 64 images, autocast": ("timm", functools.partial(timm_model, "vit_base_patch16_224")),
+    "ConvNeXt-S 64 images, autocast": ("timm", functools.partial(timm_model, "convnext_small")),
+}
+
+
+def model_row(make):
+    """Times forward and backward. Returns (layer norms replaced, of how many, a list of milliseconds: as it is,
+    replaced, both under torch.compile)."""
+    torch.manual_seed(0)
+    original, loss = make()
+    # nn.LayerNorm, and timm's class of that name, which computes the same.
+    types = {type(m) for m in original.modules() if type(m).__name__ == "LayerNorm"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the table says how many were replaced
+        ours = replace_layer_norm(copy.deepcopy(original), types)
+    norms = [type(m) is ModelNew for m in ours.modules() if isinstance(m, nn.LayerNorm)]
+    torch.testing.assert_close(loss(ours), loss(original), atol=1e-2, rtol=1e-2)
+    times = []
+    for model, compiled in ((original, False), (ours, False), (original, True), (ours, True)):
+        torch._dynamo.reset()
+        network = torch.compile(model) if compiled else model
+
+        def step():
+            model.zero_grad(set_to_none=True)
+            loss(network).backward()
+
+        times.append(milliseconds(step, warmup=200, rep=1000))
+        model.zero_grad(set_to_none=True)
+    return sum(norms), len(norms), times
+
+
+def real_models():
+    """Prints a row for each model."""
+    print(versions())
+    print("forward and backward, ms:            norms      eager   replaced    compile   compile of the replaced")
+    for name, (package, make) in REAL_MODELS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{name:34} left out: {package} is not installed")
+            continue
+        replaced, norms, times = model_row(make)
+        torch.cuda.empty_cache()
+        print(f"{name:34} {f'{replaced}/{norms}':>7} " + " ".join(f"{ms:10.2f}" for ms in times), flush=True)
+    return 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--problem", type=int, choices=(40, 34), default=40, help="KernelBench's number")
+    parser.add_argument("--problem", type=int, choices=(40, 34), help="KernelBench's number (default: 40)")
     parser.add_argument("--sweep", action="store_true", help="time a table of shapes and dtypes")
     parser.add_argument("--plot", metavar="FILE", help="draw the sweep (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the sweep as JSON")
+    parser.add_argument("--models", action="store_true", help="time a training step of real models")
     arguments = parser.parse_args()
-    if not (arguments.sweep or arguments.plot or arguments.json):
-        if not torch.cuda.is_available():
-            return verify_on_the_cpu()
-        return problem_40() if arguments.problem == 40 else problem_34()
+    to_sweep = bool(arguments.sweep or arguments.plot or arguments.json)
+    if to_sweep + arguments.models + bool(arguments.problem) > 1:
+        parser.error("--problem, --models and the sweep (--sweep, --plot, --json) exclude each other")
+    for file in filter(None, (arguments.plot, arguments.json)):  # now, and not after minutes
+        folder = os.path.dirname(os.path.abspath(file))
+        if not os.access(folder, os.W_OK) or os.path.isdir(file):
+            parser.error(f"cannot write to {file}")
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     if not torch.cuda.is_available():
-        print("The sweep needs a CUDA GPU.")
-        return 1
+        if to_sweep or arguments.models:
+            print("Nothing was timed: there is no CUDA GPU.")
+            return 1
+        return verify_on_the_cpu(arguments.problem or 40)
+    if arguments.models:
+        return real_models()
+    if not to_sweep:
+        return problem_34() if arguments.problem == 34 else problem_40()
     table = sweep()
     if arguments.json:
         with open(arguments.json, "w") as file:
@@ -2901,8 +3061,51 @@ def test_missing_tools_are_named(tmp_path, missing, message):
     assert re.search(message, last)
 
 
-def test_the_script_without_a_gpu(tmp_path):
+def run_script(*arguments):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, __file__, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize("arguments,what", [([], "ModelNew"), (["--problem", "34"], "ConvTranspose3dLayerNorm")])
+def test_the_script_without_a_gpu(arguments, what):
+    done = run_script(*arguments)
     assert done.returncode == 0, done.stderr
-    assert "No speedup was measured" in done.stdout
+    assert done.stdout.startswith("Nothing was timed") and f"On the CPU {what}" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--sweep"], ["--models"]])
+def test_the_script_where_only_a_gpu_will_do(arguments):
+    done = run_script(*arguments)
+    assert done.returncode == 1 and done.stdout.startswith("Nothing was timed"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--sweep", "--problem", "34"], "exclude each other"),
+        (["--models", "--sweep"], "exclude each other"),
+        (["--json", "no/such/folder/table.json"], "cannot write to no/such/folder/table.json"),
+        (["--plot", "no/such/folder/picture.png"], "cannot write to no/such/folder/picture.png"),
+        (["--json", os.path.dirname(os.path.abspath(__file__))], "cannot write to"),
+    ],
+)
+def test_the_script_refuses_at_once(arguments, words):
+    done = run_script(*arguments)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_plot_asks_for_matplotlib_at_once(monkeypatch, tmp_path, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(sys, "argv", ["test_layernorm_inline.py", "--plot", str(tmp_path / "picture.png")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_row_of_a_real_model(device, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setitem(globals(), "milliseconds", lambda step, **_: step())
+    assert model_row(lambda: pair_stack(6, device))[:2] == (14, 14)
