@@ -4731,7 +4731,7 @@ bool fits_convolution(const Tensor& input) {
 // The kernel's inputs lie as it reads them: contiguous, input from a 16-byte boundary.
 Tensor aligned(const Tensor& input) {
   const Tensor x = input.contiguous();
-  return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 ? x : x.clone();
+  return reinterpret_cast<uintptr_t>(read(x)) % 16 == 0 ? x : x.clone();
 }
 
 // rstd: see struct Convolution.
@@ -5020,12 +5020,9 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
 }
 
 bool requires_grad(const Tensor& t) { return t.requires_grad(); }
-
-// A C++ autograd function knows neither tangents nor torch.func's levels.
-bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
-bool in_transform() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
+bool has_tangent(const Tensor& t) {
+  return t._fw_grad(0).defined();
+}  // which a C++ autograd node does not know
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
@@ -5075,17 +5072,19 @@ struct ConvolutionBackward : torch::autograd::Node {
     const auto& [x, cw, cb, w, b] = given;
     std::array<bool, 5> wanted;
     for (int i = 0; i < 5; ++i) wanted[i] = given[i].defined() && task_should_compute_output(i);
-    if (!at::GradMode::is_enabled()) {
+    const bool create_graph = at::GradMode::is_enabled();
+    if (!create_graph && !in_transform()) {
       std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]) =
           op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
       return gradients;
     }
+    const at::AutoGradMode with_gradients(true);
     torch::autograd::variable_list inputs;
     for (int i = 0; i < 5; ++i) {
       if (wanted[i]) inputs.push_back(given[i]);
     }
     const auto found = torch::autograd::grad({composed_convolution(x, cw, cb, w, b, eps, scale)}, inputs,
-                                             {grad_output}, /*retain_graph=*/true, /*create_graph=*/true);
+                                             {grad_output}, /*retain_graph=*/create_graph, create_graph);
     for (int i = 0, next = 0; i < 5; ++i) {
       if (wanted[i]) gradients[i] = found[next++];
     }
