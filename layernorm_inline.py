@@ -4411,7 +4411,7 @@ cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream) 
     cudaFuncAttributes attributes = {};  // with loading warps or without, as it was compiled
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
     if (error != cudaSuccess) return error;
     const int blocks = std::max(1, current_device().sms / 4) * 4;  // of each parity as many
     kernel<<<blocks, attributes.maxThreadsPerBlock, kShared, stream>>>(call,
