@@ -15,7 +15,7 @@ How to use it
 
         norm = ModelNew((64, 256, 256)).cuda()        # takes what nn.LayerNorm takes
         y = norm(x)
-        y = layer_norm(x, (768,), weight, bias)       # takes what PyTorch's layer_norm takes
+        y = layer_norm(x, (768,), weight, bias)       # takes what nn.LayerNorm's function takes
         replace_layer_norm(model)                     # every nn.LayerNorm inside, in place (subclasses: see types)
 
 API
@@ -69,7 +69,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -5533,7 +5533,7 @@ def layer_norm(
     activation: Optional[str] = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Layer normalization over the trailing dimensions `normalized_shape`, as PyTorch's layer_norm.
+    """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
 
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with mean and
     biased variance over the trailing dimensions (https://arxiv.org/abs/1607.06450), in one reading of
@@ -5572,7 +5572,7 @@ def layer_norm(
     return _activate(output, _ACTIVATIONS[activation], scale)
 
 
-torch.fx.wrap("layer_norm")  # symbolic tracing records a call, and does not ask proxies where they are
+fx.wrap("layer_norm")  # symbolic tracing records a call, and does not ask proxies where they are
 
 
 class LayerNorm(nn.LayerNorm):
