@@ -4598,8 +4598,9 @@ void run(const Call& call, const Tensor& input) {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, input.device().index());
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
+    const std::string capability = std::to_string(major) + "." + std::to_string(minor);
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
-                major, ".", minor,
+                capability,
                 ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
                 ". It must be 7.5 or newer, and in TORCH_CUDA_ARCH_LIST where that is set");
   }
