@@ -21,7 +21,7 @@ How to use it
 API
     layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5,
                activation=None, scale=1.0) -> Tensor
-    class ModelNew(nn.LayerNorm)
+    class LayerNorm(nn.LayerNorm), also called ModelNew
     class ConvTranspose3dLayerNormGELUScaling(nn.Module)
     replace_layer_norm(module, types=(nn.LayerNorm,)) -> module
     CUDA_SOURCE, CPP_SOURCE                           the two sources, as compiled
