@@ -2117,16 +2117,19 @@ REGIMES = """
                 x, dy = x.view(rows, cols).requires_grad_(), dy.view(rows, cols)
                 w, b = (torch.randn(cols, device="cuda").to(dtype).requires_grad_() for _ in "12")
                 y = layer_norm(x, (cols,), w, b, activation=activation)
-                y.backward(dy)
                 exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
                 z = torch.nn.functional.layer_norm(exact[0], (cols,), *exact[1:])
                 if activation:
                     z = torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
-                z.backward(dy.double())
-                for mine, right in ((y, z), *((t.grad, e.grad) for t, e in zip((x, w, b), exact))):
+                pairs = [(y, z)]
+                if rows * cols < 3 * 10**7:  # backward of more would use the slots of a ring again (see racecheck below)
+                    y.backward(dy)
+                    z.backward(dy.double())
+                    pairs += [(t.grad, e.grad) for t, e in zip((x, w, b), exact)]
+                for mine, right in pairs:
                     error = (mine.double() - right).abs().max()
                     assert error <= 20 * torch.finfo(dtype).eps * max(1, right.abs().max()), (rows, cols, dtype, error)
-                del x, y, z, w, b, dy, exact, mine, right
+                del x, y, z, w, b, dy, exact, mine, right, pairs
                 yield
         for dtype, torch.backends.cudnn.allow_tf32 in ((single, True), (single, False), (half, True), (brain, True)):
             model = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda().to(dtype)
@@ -2146,11 +2149,13 @@ def test_guard_bands_around_every_buffer(tmp_path):
     options = dict(build_directory=str(tmp_path), is_python_module=False, with_cuda=True)
     cpp_extension.load("guards", [str(tmp_path / "guards.cpp")], **options)
     library = str(tmp_path / "guards.so")
-    code = textwrap.dedent(REGIMES) + textwrap.dedent(f"""
-        import ctypes
+    before = f"""
+        import ctypes, torch
         allocator = torch.cuda.memory.CUDAPluggableAllocator({library!r}, "allocate", "release")
-        torch.cuda.memory.change_current_allocator(allocator)
+        torch.cuda.memory.change_current_allocator(allocator)  # the import below allocates
         guards = ctypes.CDLL({library!r})
+    """
+    after = """
         for cases, _ in enumerate(every_regime(), 1):
             assert guards.damaged_buffers() == 0
         buffer = torch.empty(10, device="cuda")
@@ -2158,7 +2163,8 @@ def test_guard_bands_around_every_buffer(tmp_path):
         del buffer
         assert guards.damaged_buffers() == 1, "a write beside a buffer is noticed"
         print(cases, "cases")
-    """)
+    """
+    code = "".join(map(textwrap.dedent, (before, REGIMES, after)))
     done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "53 cases\n"
@@ -2307,7 +2313,7 @@ def test_opcheck(affine):
         torch.library.opcheck(ops.backward.default, backward)
     model = ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).cuda()
     norm, conv = (tuple(p.detach() for p in m.parameters()) for m in (model.layer_norm, model.conv_transpose))
-    arguments = (torch.randn(1, 32, 2, 3, 32, device="cuda"), *conv, *norm, 1e-5, 1.0, True)
+    arguments = (torch.randn(1, 32, 2, 3, 32, device="cuda"), *conv, *norm, 1e-5, 1.0)
     torch.library.opcheck(ops.conv_transpose3d_layer_norm_gelu.default, arguments)
 
 
@@ -2675,23 +2681,19 @@ def test_runs_as_the_harness_runs_it(problem, grad, device):
         assert norm(torch.rand(3, 8)).shape == (3, 8)
 
 
-@gpu
-def test_the_code_in_the_readme():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_the_code_in_the_readme(device):
     use, submission = readme_blocks("python")
     assert submission == SUBMISSION_34
-    # What the reader has: an input of 768 columns for the function; ModelNew's takes the line before it.
-    model = nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 4)).cuda()
-    weight, bias = torch.randn(2, 768, device="cuda")
-    big, x = torch.randn(2, 64, 256, 256, device="cuda"), torch.randn(5, 768, device="cuda")
-    namespace = dict(model=model, weight=weight, bias=bias, x=big)
-    first, rest = use.split("y = norm(x)\n")
-    exec(first + "y = norm(x)\n", namespace)
-    torch.testing.assert_close(namespace["y"], nn.LayerNorm((64, 256, 256), device="cuda")(big))
-    namespace["x"] = x
-    exec(rest, namespace)
+    if device == "cpu":
+        assert use.count("cuda") == 4
+        use = use.replace("cuda", "cpu")
+    namespace = {}
+    exec(use, namespace)
+    x, weight, bias, model = (namespace[name] for name in ("x", "weight", "bias", "model"))
     expected = nn.functional.gelu(nn.functional.layer_norm(x, (768,), weight, bias)) * 0.5
     torch.testing.assert_close(namespace["y"], expected)
-    assert type(model[0]) is ModelNew
+    assert type(model[0]) is ModelNew and x.device.type == device
 
 
 def test_runs_inside_the_harness_namespace():
@@ -3073,6 +3075,7 @@ def load_inline(monkeypatch):
         asked.update(options, cxx=cxx, version=cxx and subprocess.check_output([cxx, "--version"], text=True))
 
     monkeypatch.setattr(cpp_extension, "load_inline", load_inline)
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name, **_: name if name in ("ninja", "c++", "env") else None)
     return asked
 
