@@ -66,7 +66,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import fx, nn
@@ -5463,7 +5463,8 @@ def _load():
         )
     codes = _codes(gpus, arch_list)
     if not codes:
-        return None, "compute capability 7.5 is the oldest, of the GPU and of what TORCH_CUDA_ARCH_LIST names"
+        older = f"TORCH_CUDA_ARCH_LIST={arch_list!r} names none of it" if arch_list else "the GPU's is lower"
+        return None, f"compute capability 7.5 is the oldest, and {older}"
     # What was built for the whole list, where no GPU was seen (a container), serves too.
     names = [_name(c) for c in (codes, _codes([], arch_list))]
     for name in names:
@@ -5537,8 +5538,9 @@ def layer_norm(
     """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
 
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with mean and
-    biased variance over the trailing dimensions (https://arxiv.org/abs/1607.06450), in one reading of
-    input and one writing of output. Differentiable, to any order without an activation and twice with one.
+    biased variance over the trailing dimensions (https://arxiv.org/abs/1607.06450). Input is read once where a
+    row can wait on chip for its statistics (README: How it works), else twice; output is written once.
+    Differentiable, to any order without an activation and twice with one.
 
     Args:
         input: (*, *normalized_shape), float32, float16, bfloat16 or float64; any strides.
@@ -5549,12 +5551,14 @@ def layer_norm(
         scale: a number.
 
     Returns:
-        Tensor of input's shape and dtype, contiguous. Statistics and arithmetic are float32
-        (float64 for float64 input), whatever the dtype.
+        Tensor of input's shape and dtype (under CUDA's autocast float32, as nn.LayerNorm), contiguous.
+        Statistics and arithmetic are float32 (float64 for float64 input), whatever the dtype.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
-            input is a CUDA tensor and the kernels could not be built for lack of CUDA.
+            input is a CUDA tensor and at the import there was nothing to compile for (no GPU and no
+            TORCH_CUDA_ARCH_LIST, none of compute capability 7.5 or newer, PyTorch without CUDA). A compilation
+            that fails raises at the import.
         TypeError: input is no Tensor.
         ValueError: activation is none of the three.
     """
@@ -5590,14 +5594,16 @@ class LayerNorm(nn.LayerNorm):
 
     @torch.jit.ignore  # TorchScript calls it as Python
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: (*, *normalized_shape). Returns a contiguous tensor of its shape and dtype."""
+        """input: (*, *normalized_shape). Returns a contiguous tensor of its shape and dtype, see layer_norm."""
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 ModelNew = LayerNorm  # the benchmark's name; it may be bound to another model, so nothing here uses it
 
 
-def replace_layer_norm(module: nn.Module, types: Sequence[type[nn.LayerNorm]] = (nn.LayerNorm,)) -> nn.Module:
+def replace_layer_norm(
+    module: nn.Module, types: Union[type[nn.LayerNorm], Sequence[type[nn.LayerNorm]]] = (nn.LayerNorm,)
+) -> nn.Module:
     """Turns every nn.LayerNorm inside `module` (and module itself) into LayerNorm, in place.
 
     The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
@@ -5606,8 +5612,8 @@ def replace_layer_norm(module: nn.Module, types: Sequence[type[nn.LayerNorm]] = 
 
     Args:
         module: an nn.Module.
-        types: the classes to turn, without their subclasses: nn.LayerNorm, or subclasses that compute what it
-            computes. timm.layers.LayerNorm does; timm.layers.LayerNorm2d, over channels in dimension 1, does not.
+        types: the class or classes to turn, without their subclasses: nn.LayerNorm, or subclasses that compute
+            what it computes. timm.layers.LayerNorm does; timm.layers.LayerNorm2d, over channels in dimension 1, does not.
 
     Returns:
         module.
@@ -5615,6 +5621,7 @@ def replace_layer_norm(module: nn.Module, types: Sequence[type[nn.LayerNorm]] = 
     Raises:
         TypeError: a class in types is neither nn.LayerNorm nor a subclass of it.
     """
+    types = (types,) if isinstance(types, type) else types
     for cls in types:
         if not issubclass(cls, nn.LayerNorm):
             raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, but got {cls.__qualname__}")
@@ -5647,10 +5654,12 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     out_channels. Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d
     `conv_transpose` and an nn.LayerNorm(out_channels) `layer_norm`.
 
-    For 32 to 64 channels, kernel 4, stride 2, padding 1, width 32 and float32, float16 or bfloat16, one
-    kernel does everything: float32 in TF32 where PyTorch's convolutions may take it. Backward computes the
-    convolution again, and neither its output nor LayerNorm's is kept. Everything else takes PyTorch's
-    convolution, and LayerNorm, GELU and scaling in one kernel.
+    For 32 input and 64 output channels, kernel 4, stride 2, padding 1, width 32, input and parameters of one
+    dtype (float32, float16 or bfloat16), outside of autocast and without hooks on the two modules, one kernel
+    does everything where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 118 KB): float32 in
+    TF32 where PyTorch's convolutions may take it. Backward computes the convolution again, and neither its
+    output nor LayerNorm's is kept. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling
+    in one kernel.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, bias: as nn.ConvTranspose3d.
@@ -5659,7 +5668,15 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     """
 
     def __init__(
-        self, in_channels, out_channels, kernel_size, stride, padding, bias=True, eps=1e-5, scaling_factor=1.0
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Union[int, tuple[int, int, int]],
+        stride: Union[int, tuple[int, int, int]],
+        padding: Union[int, tuple[int, int, int]],
+        bias: bool = True,
+        eps: float = 1e-5,
+        scaling_factor: float = 1.0,
     ):
         super().__init__()
         self.conv_transpose = nn.ConvTranspose3d(
@@ -5682,7 +5699,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             and not any(map(_has_hooks, (conv, norm)))  # they must run
         )
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (batch, in_channels, D, H, W). Returns (batch, out_channels, D', H', W'), of x's dtype.
 
         Raises RuntimeError, as nn.LayerNorm does, where W' is not out_channels.

@@ -2430,6 +2430,7 @@ def test_replace_layer_norm(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert type(replace_layer_norm(nn.LayerNorm(3))) is ModelNew
+        assert type(replace_layer_norm(Custom(3), types=Custom)) is ModelNew
         replace_layer_norm(model, types=(nn.LayerNorm, Custom))
         assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew] * 3 + [Mine]
         with pytest.raises(TypeError, match="subclasses of nn.LayerNorm, but got GroupNorm"):
@@ -2639,7 +2640,9 @@ def test_static_rules():
     assert text.startswith("# SPDX-License-Identifier: MIT\n")
 
 
-@pytest.mark.parametrize("function", [layer_norm, ModelNew.forward, replace_layer_norm])
+@pytest.mark.parametrize(
+    "function", [layer_norm, ModelNew.forward, replace_layer_norm, ConvTranspose3dLayerNormGELUScaling.forward]
+)
 def test_types_are_annotated(function):
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     assert {*hints} == {*parameters, "return"} - {"self"}
