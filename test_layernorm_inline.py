@@ -2438,6 +2438,22 @@ def test_replace_layer_norm(device):
         torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
+def test_the_encoder_layer_of_pytorch():
+    """In evaluation PyTorch's own path calls none of its modules, unless that is turned off."""
+    encoder = replace_layer_norm(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval())
+    calls = []
+    x, before = torch.randn(2, 3, 8), torch.backends.mha.get_fastpath_enabled()
+    forward = ModelNew.forward
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(ModelNew, "forward", lambda norm, x: calls.append(1) or forward(norm, x))
+        for enabled, expected in ((True, 0), (False, 2)):
+            torch.backends.mha.set_fastpath_enabled(enabled)
+            encoder(x)
+            torch.backends.mha.set_fastpath_enabled(before)
+            assert len(calls) == expected
+
+
 @gpu
 def test_with_the_rest_of_nn():
     theirs = randomize(nn.LayerNorm(32).cuda())
