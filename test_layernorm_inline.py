@@ -127,7 +127,8 @@ def verify_and_time(original, new, x, atol, grad=False):
         with torch.no_grad():
             expected, result = original(x), new(x)
             error = (result - expected).abs().max().item()
-            if not torch.allclose(result, expected, atol=atol, rtol=atol):
+            # KernelBench's tolerance for 16 bits, which PyTorch rounds after each of its operations.
+            if not torch.allclose(result, expected, atol=atol, rtol=atol if x.element_size() == 2 else 1e-5):
                 print(f"FAILED: the new model differs from the original by up to {error:.2e}; atol is {atol:.0e}")
                 return None
             del expected, result
@@ -1365,8 +1366,9 @@ def test_problem_34(arguments, shape, grad, device, dtype_34):
 @gpu
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 def test_problem_34_where_blocks_take_many_rounds(grad, dtype_34):
-    """Every block goes through depths, and on to other lines; backward takes the batch in three parts."""
-    x = torch.randn(9, 32, 14, 42, 32, device="cuda", dtype=dtype_34)
+    """Every block goes through depths, and on to other lines. Backward takes 256 MB of the convolution at a time:
+    of these five, two in float32 and four in 16 bits."""
+    x = torch.randn(5, 32, 16, 128, 32, device="cuda", dtype=dtype_34)
     assert_problem_34(*models_34(ARGUMENTS_34, "cuda", dtype_34), x, grad)
 
 
