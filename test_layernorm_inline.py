@@ -765,16 +765,20 @@ def test_large_mean(cols, mean, std, dtype):
     assert_no_worse_than_pytorch(random_case(6, cols, dtype, "both", seed=cols, mean=mean, std=std))
 
 
-# A row's mean is off by its own rounding, half a unit in the last place, and hardly more: without weight and bias it is
-# the mean of the output that shows it. Rows of blocks that exchange their means, and of pieces.
+# What is subtracted from a row is more than its mean rounded to a float, which is off by up to half a unit in the last
+# place: without weight and bias it is the mean of the output that shows it. Rows of blocks that exchange their means,
+# and of pieces.
 @gpu
-@pytest.mark.parametrize("rows,cols,calls", [(1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)])
-def test_the_mean_is_rounded_once(rows, cols, calls):
+@pytest.mark.parametrize(
+    "rows,cols,calls",
+    [(1, 26157, 400), (2, 10006, 400), (1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)],
+)
+def test_the_means_rest_is_subtracted_too(rows, cols, calls):
     unit = 2.0**-10  # in the last place of 1e4
     for seed in range(calls):
         x, _, _, _ = random_case(rows, cols, torch.float32, "none", seed=seed, mean=1e4, offset=seed % 6)
         y = layer_norm(x, (cols,), eps=1e-12).double()
-        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.57 * unit, seed
+        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.25 * unit, seed
 
 
 @gpu
