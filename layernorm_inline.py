@@ -4462,7 +4462,6 @@ CPP_SOURCE = (
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -4476,6 +4475,8 @@ CPP_SOURCE = (
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 #include <torch/version.h>
+
+#include <numeric>
 
 namespace TORCH_EXTENSION_NAME {
 namespace {
@@ -4622,7 +4623,7 @@ void run(const Call& call, const Tensor& input) {
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
                 capability,
                 ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
-                ". It must be 7.5 or newer, and in TORCH_CUDA_ARCH_LIST where that is set");
+                ". The capability must be 7.5 or newer, and in TORCH_CUDA_ARCH_LIST where that is set");
   }
   C10_CUDA_CHECK(error);
 }
@@ -4913,63 +4914,30 @@ auto find_op(const char* name) {
       .typed<F>();
 }
 
-const char* gelu_form(int64_t activation) {
-  return static_cast<Activation>(activation) == Activation::GeluTanh ? "tanh" : "none";
-}
-
-// Layer norm and its gradients written with PyTorch's differentiable operations, in several times the
-// memory traffic of the kernels: what create_graph=True, forward mode and torch.func need.
-struct Composed {
-  Tensor x, xhat, rstd, weight;  // x in the dtype of the arithmetic, the others also
-  std::vector<int64_t> row_dims, batch_dims;
-
-  Composed(const Tensor& input, int64_t dims, const OptionalTensor& affine_weight, double eps) {
-    const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    for (int64_t d = 0; d < input.dim(); ++d) (d < input.dim() - dims ? batch_dims : row_dims).push_back(d);
-    x = input.to(dtype);
-    const Tensor distance = x - x.mean(row_dims, true);
-    rstd = ((distance * distance).mean(row_dims, true) + eps).rsqrt();
-    xhat = distance * rstd;
-    if (present(affine_weight)) weight = affine_weight->to(dtype);
-  }
-
-  Tensor layer_norm(const OptionalTensor& bias) const {
-    const Tensor z = weight.defined() ? xhat * weight : xhat;
-    return present(bias) ? z + bias->to(x.scalar_type()) : z;
-  }
-
-  Tensor over_rows(const Tensor& t) const { return batch_dims.empty() ? t : t.sum(batch_dims); }
-};
-
-Tensor composed_forward(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+// What PyTorch can differentiate: for create_graph=True, forward mode and torch.func. Not at::layer_norm,
+// whose second derivatives take mean and rstd for constants, so that the third are wrong.
+Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, shape, weight, bias);
-  const Composed composed(input, shape.size(), weight, eps);
-  Tensor y = composed.layer_norm(bias);
-  if (static_cast<Activation>(activation) != Activation::None) y = at::gelu(y, gelu_form(activation));
-  return (scale == 1 ? y : y * scale).to(input.scalar_type());
-}
-
-torch::autograd::variable_list composed_backward(const Tensor& grad_output, const Tensor& input, int64_t dims,
-                                                 const Tensor& weight, const Tensor& bias, double eps,
-                                                 int64_t activation, double scale) {
-  const Composed composed(input, dims, weight, eps);
-  const Tensor &xhat = composed.xhat, &rstd = composed.rstd;
-  Tensor dy = grad_output.to(xhat.scalar_type());
-  if (scale != 1) dy = dy * scale;
-  if (static_cast<Activation>(activation) != Activation::None) {
-    dy = at::gelu_backward(dy, composed.layer_norm(bias), gelu_form(activation));
+  const auto dtype = input.scalar_type();
+  const Tensor x = dtype == at::kDouble ? input : input.to(at::kFloat);
+  std::vector<int64_t> dims(shape.size());
+  std::iota(dims.begin(), dims.end(), input.dim() - static_cast<int64_t>(shape.size()));
+  const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
+  Tensor y = distance * ((distance * distance).mean(dims, true) + eps).rsqrt();
+  if (present(weight)) y = y * *weight;  // with 16 bits y stays float32
+  if (present(bias)) y = y + *bias;
+  switch (static_cast<Activation>(activation)) {
+    case Activation::None: break;
+    case Activation::Gelu: y = at::gelu(y); break;
+    case Activation::GeluTanh: y = at::gelu(y, "tanh"); break;
   }
-  const Tensor wdy = weight.defined() ? dy * composed.weight : dy;
-  auto row_mean = [&](const Tensor& t) { return t.mean(composed.row_dims, true); };
-  const Tensor grad_input = rstd * (wdy - row_mean(wdy) - xhat * row_mean(wdy * xhat));
-  Tensor grad_weight, grad_bias;
-  if (weight.defined()) grad_weight = composed.over_rows(dy * xhat).to(weight.scalar_type());
-  if (bias.defined()) grad_bias = composed.over_rows(dy).to(bias.scalar_type());
-  return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
+  return (scale == 1 ? y : y * scale).to(dtype);
 }
 
 using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr, newer: intrusive_ptr
+using torch::autograd::variable_list;
+using Tensors = std::array<Tensor, 5>;
 
 template <typename N>
 NodePointer make_node() {
@@ -4987,33 +4955,70 @@ bool in_transform() {
 }
 
 // A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
-struct LayerNormBackward : torch::autograd::Node {
-  torch::autograd::SavedVariable input, statistics, weight, bias;
-  int64_t dims, activation;
+struct KernelBackward : torch::autograd::Node {
+  std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
   double eps, scale;
+
+  virtual variable_list backward(const Tensor& grad_output, const Tensors& tensors,
+                                 const std::array<bool, 5>& wanted) const = 0;
+  virtual Tensor composed_forward(const Tensors& tensors) const = 0;
+
+  // PyTorch's locks, for threads that run backward over the same graph: between two unpacks, another one's
+  // release_variables would take the rest away.
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved) variable.reset_data();
+  }
+
+  variable_list apply(variable_list&& grad_outputs) override {
+    const size_t count = num_outputs();
+    if (!grad_outputs[0].defined()) return variable_list(count);
+    std::unique_lock<std::mutex> lock(mutex_);
+    Tensors tensors;
+    for (size_t i = 0; i < saved.size(); ++i) tensors[i] = saved[i].unpack();
+    std::array<bool, 5> wanted = {};
+    for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
+    const bool create_graph = at::GradMode::is_enabled();
+    if (!create_graph && !in_transform()) return backward(grad_outputs[0], tensors, wanted);
+
+    lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
+    const at::AutoGradMode with_gradients(true);
+    variable_list inputs;
+    for (size_t i = 0; i < count; ++i) {
+      if (!wanted[i]) continue;
+      tensors[i] = tensors[i].alias();  // grad() would also follow how one input was computed from another
+      tensors[i].requires_grad_();      // the user may have turned it off since
+      inputs.push_back(tensors[i]);
+    }
+    const auto found = torch::autograd::grad({composed_forward(tensors)}, inputs, grad_outputs,
+                                             /*retain_graph=*/create_graph, create_graph);
+    variable_list gradients(count);
+    for (size_t i = 0, next = 0; i < count; ++i) {
+      if (wanted[i]) gradients[i] = found[next++];
+    }
+    return gradients;
+  }
+};
+
+struct LayerNormBackward : KernelBackward {
+  int64_t dims, activation;
 
   std::string name() const override { return "LayerNormBackward"; }
 
-  // PyTorch's locks, for threads that run backward over the same graph: between two unpacks of apply,
-  // another one's release_variables would take the rest away.
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&input, &statistics, &weight, &bias}) saved->reset_data();
+  SymIntArrayRef shape(const Tensor& input) const { return input.sym_sizes().slice(input.dim() - dims); }
+
+  variable_list backward(const Tensor& grad_output, const Tensors& tensors,
+                         const std::array<bool, 5>& wanted) const override {
+    static const auto op = find_op<decltype(backward_cuda)>("backward");
+    const auto& [x, w, b, statistics, none] = tensors;
+    const auto [grad_input, grad_weight, grad_bias] = op.call(
+        grad_output, x, shape(x), statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
+    return {grad_input, grad_weight, grad_bias};
   }
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& grad_outputs) override {
-    static const auto op = find_op<decltype(backward_cuda)>("backward");
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const Tensor& grad_output = grad_outputs[0];
-    if (!grad_output.defined()) return torch::autograd::variable_list(3);
-    const Tensor x = input.unpack(), w = weight.unpack(), b = bias.unpack();
-    if (at::GradMode::is_enabled() || in_transform()) {
-      return composed_backward(grad_output, x, dims, w, b, eps, activation, scale);
-    }
-    auto [grad_input, grad_weight, grad_bias] = op.call(
-        grad_output, x, x.sym_sizes().slice(x.dim() - dims), statistics.unpack(), w, b, activation, scale,
-        {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)});
-    return {grad_input, grad_weight, grad_bias};
+  Tensor composed_forward(const Tensors& tensors) const override {
+    const auto& [x, w, b, statistics, none] = tensors;
+    return composed_layer_norm(x, shape(x), w, b, eps, activation, scale);
   }
 };
 
@@ -5028,10 +5033,7 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
   const NodePointer pointer = make_node<LayerNormBackward>();
   auto& node = static_cast<LayerNormBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
-  node.input = {input, false};
-  node.statistics = {statistics, false};
-  node.weight = {weight, false};
-  node.bias = {bias, false};
+  node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
   node.dims = normalized_shape.size();
   node.activation = activation;
   node.eps = eps;
@@ -5052,7 +5054,7 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
     return has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias));
   };
   if (in_transform() || any(has_tangent)) {
-    return composed_forward(input, normalized_shape, weight, bias, eps, activation, scale);
+    return composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
   }
   if (at::GradMode::is_enabled() && any(requires_grad)) {
     return differentiable_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
@@ -5071,45 +5073,21 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
                  static_cast<int64_t>(Activation::Gelu), scale);
 }
 
-struct ConvolutionBackward : torch::autograd::Node {
-  torch::autograd::SavedVariable input, conv_weight, conv_bias, weight, bias;
-  double eps, scale;
-
+struct ConvolutionBackward : KernelBackward {
   std::string name() const override { return "ConvTranspose3dLayerNormGELUBackward"; }
 
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&input, &conv_weight, &conv_bias, &weight, &bias}) saved->reset_data();
+  variable_list backward(const Tensor& grad_output, const Tensors& tensors,
+                         const std::array<bool, 5>& wanted) const override {
+    static const auto op = find_op<decltype(convolution_backward_cuda)>("convolution_backward");
+    const auto& [x, cw, cb, w, b] = tensors;
+    const auto [grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias] =
+        op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
+    return {grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias};
   }
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& grad_outputs) override {
-    static const auto op = find_op<decltype(convolution_backward_cuda)>("convolution_backward");
-    std::lock_guard<std::mutex> lock(mutex_);
-    const Tensor& grad_output = grad_outputs[0];
-    torch::autograd::variable_list gradients(5);
-    if (!grad_output.defined()) return gradients;
-    const std::array<Tensor, 5> given = {input.unpack(), conv_weight.unpack(), conv_bias.unpack(),
-                                         weight.unpack(), bias.unpack()};
-    const auto& [x, cw, cb, w, b] = given;
-    std::array<bool, 5> wanted;
-    for (int i = 0; i < 5; ++i) wanted[i] = given[i].defined() && task_should_compute_output(i);
-    const bool create_graph = at::GradMode::is_enabled();
-    if (!create_graph && !in_transform()) {
-      std::tie(gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]) =
-          op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
-      return gradients;
-    }
-    const at::AutoGradMode with_gradients(true);
-    torch::autograd::variable_list inputs;
-    for (int i = 0; i < 5; ++i) {
-      if (wanted[i]) inputs.push_back(given[i]);
-    }
-    const auto found = torch::autograd::grad({composed_convolution(x, cw, cb, w, b, eps, scale)}, inputs,
-                                             {grad_output}, /*retain_graph=*/create_graph, create_graph);
-    for (int i = 0, next = 0; i < 5; ++i) {
-      if (wanted[i]) gradients[i] = found[next++];
-    }
-    return gradients;
+  Tensor composed_forward(const Tensors& tensors) const override {
+    const auto& [x, cw, cb, w, b] = tensors;
+    return composed_convolution(x, cw, cb, w, b, eps, scale);
   }
 };
 
@@ -5134,11 +5112,7 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   const NodePointer pointer = make_node<ConvolutionBackward>();
   auto& node = static_cast<ConvolutionBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, conv_weight, conv_bias, weight, bias));
-  node.input = {input, false};
-  node.conv_weight = {conv_weight, false};
-  node.conv_bias = {conv_bias, false};
-  node.weight = {weight, false};
-  node.bias = {bias, false};
+  node.saved = {{{input, false}, {conv_weight, false}, {conv_bias, false}, {weight, false}, {bias, false}}};
   node.eps = eps;
   node.scale = scale;
   torch::autograd::set_history(output, pointer);

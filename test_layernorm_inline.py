@@ -1021,6 +1021,27 @@ def test_gradcheck_and_gradgradcheck(shape, affine):
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
+@kernels
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_third_derivatives(device, activation):
+    x, weight, bias, _ = random_case(3, 5, torch.float64, "both", seed=0, device=device)
+    inputs = [t.requires_grad_() for t in (x, weight, bias)]
+    with ops_on_the_cpu() as op:
+
+        def loss(x, weight, bias):  # of the op, one input is computed from another
+            return op(x * weight, [5], weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], 1.5).sin().sum()
+
+        def slope(*tensors):
+            return torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
+
+        assert torch.autograd.gradcheck(slope, inputs)
+        assert torch.autograd.gradgradcheck(slope, inputs)
+        rest = [t.detach() for t in inputs[1:]]
+        forward_last = torch.func.jacfwd(torch.func.jacrev(loss))(x.detach(), *rest)
+        torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(loss))(x.detach(), *rest), forward_last)
+
+
 @gpu
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("rows,cols", [(6, 40), (9, 16384), (150, 20001), (3, 262144)])
@@ -1729,7 +1750,8 @@ def test_threads_in_backward_over_one_graph():
         for thread in threads:
             thread.join()
     assert most == 1  # as PyTorch's own nodes: one thread at a time
-    assert ends.count("") == 1 and all("second time" in end for end in ends if end)
+    # Those who wait for the first may come before it releases what is saved.
+    assert "" in ends and all("second time" in end for end in ends if end)
 
 
 @gpu
