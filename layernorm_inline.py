@@ -28,20 +28,20 @@ API
 
 Reading it
     1  Interface      what the kernels and the binding share
-    2  CUDA           in this order:
-           elements, epilogue, statistics                 what all kernels use
-           layer_norm_rows                                forward, rows of up to 32 KB (Hopper, unaligned: 11 to 21)
-           layer_norm_shared_rows                         forward, aligned rows of up to 73 KB (Hopper; 16-bit: 43)
-           partial_moments, finish_moments, normalize_columns
-                                                          forward, rows spread over the GPU
-           layer_norm_backward_rows                       backward, rows of up to 8 KB (older GPUs: 16)
-           backward_partial_sums, finish_sums, backward_columns
-                                                          backward, rows spread over the GPU
-           stream<ForwardPass>, stream<BackwardPass>      long rows on Hopper and newer
-           layer_norm_joint_rows                          forward, float32 rows of up to 17 MB there
-           layer_norm_joint_rows_fused                    the same with an activation
-           conv_transpose_layer_norm_gelu                 ConvTranspose3d, LayerNorm, GELU, scaling
-           Tuning, plan                                   which of them runs, with what: change it here
+    2  CUDA           in rooms, each a string of its own:
+           _ELEMENTS      packs of elements: loads, stores, conversions; rows that are not aligned
+           _STATISTICS    mean and variance, how threads and blocks that share a row combine theirs
+           _EPILOGUE      GELU, scale, their derivatives
+           _DEVICE        instructions, words between blocks, what is asked of the GPU, launching
+           _REGISTERS     rows of up to 32 KB (Hopper, unaligned: 11 to 28), backward of up to 8 KB (older GPUs: 16)
+           _SHARED        aligned rows of up to 73 KB (16-bit: 43; before Hopper all that a block can hold), forward
+           _PIPELINE      longer rows on Hopper and newer, forward and backward
+           _JOINT         float32 rows of more than a million columns there, forward
+           _SPREAD        all other rows, forward and backward
+           _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
+           _DISPATCH      which room takes a call
+       In a room of rows: which it takes and why that is fast; its numbers, each with the measurement that decided it;
+       its kernels; how it cuts the work and launches them.
     3  C++ binding    checks, allocation, autograd, dispatcher registration
     4  Build          compile once, cache, load
     5  Python API
@@ -150,13 +150,15 @@ struct Convolution {
   bool affine_float32, tf32;
 };
 
-// Each call needs that many bytes of device memory until the stream has run it.
-size_t scratch_bytes(const Forward& call);
-size_t scratch_bytes(const Backward& call);
-size_t scratch_bytes(const Convolution& call);
-cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream);
-cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream);
-cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream);
+// How a call asks for device memory that it needs until the stream has run it, once at most.
+struct Scratch {
+  void* (*allocate)(size_t bytes, void* owner);
+  void* owner;
+};
+
+cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream);
+cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream);
+cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream);
 bool fits_convolution(DType dtype, bool tf32);  // the current device has the shared memory that it takes
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -166,9 +168,7 @@ bool fits_convolution(DType dtype, bool tf32);  // the current device has the sh
 # 2  CUDA
 # ============================================================================
 
-CUDA_SOURCE = (
-    _INTERFACE
-    + r"""
+_ELEMENTS = r"""
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -182,7 +182,8 @@ CUDA_SOURCE = (
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// ---- Elements: loads and stores of V elements at a time, arithmetic in float ----
+// ---- Elements: packs of them, loads and stores, conversions ----
+// Memory is read and written 16 bytes at a time, as a Pack of V elements of type T. Arithmetic is in Acc<T>.
 
 // What sums and statistics are held in: float, and double for double.
 template <typename T>
@@ -207,8 +208,8 @@ __device__ inline void narrow(double x, double& y) { y = x; }
 __device__ inline void narrow(float x, __half& y) { y = __low2half(__floats2half2_rn(x, x)); }
 __device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 
-// x, of which the compiler knows no more than its type: what follows from it is neither computed early and
-// kept in registers that are scarce, nor is x itself computed anew at every use.
+// Hides the value of x from the compiler: it can neither hoist what depends on x into scarce registers nor
+// recompute x at every use.
 template <typename X>
 __device__ X opaque(X x) {
   if constexpr (sizeof(X) == 8) {
@@ -222,17 +223,6 @@ __device__ X opaque(X x) {
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
-}
-
-// From memory that nobody writes while the kernel runs: the compiler may load it before it stores what comes
-// earlier in the program.
-template <typename T, int V>
-__device__ Pack<T, V> load_constant(const T* p) {
-  static_assert(sizeof(Pack<T, V>) == 16);
-  const uint4 bits = __ldg(reinterpret_cast<const uint4*>(p));
-  Pack<T, V> pack;
-  memcpy(&pack, &bits, 16);
-  return pack;
 }
 
 // The priority in L2 of what is read. With the highest one for input it is input that stays when L2 is full,
@@ -406,20 +396,117 @@ __device__ void store_gradients(const Backward& call, int64_t col, const Acc<T> 
   store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
 }
 
-// ---- Epilogue: scale * activation(z), z the layer norm ----
-// gelu(z) = z Phi(z), Phi the normal distribution function, or with its tanh form (Hendrycks, Gimpel:
-// Gaussian Error Linear Units, 2016, arXiv:1606.08415).
+// ---- Elements: rows that do not all start on a 16-byte boundary ----
+// Such a row is cut at the 16-byte boundaries of its output into whole packs, the first of them at a boundary
+// of `unit` elements, and single elements before and after them, one for each of a row's first unit + V
+// threads. What else it needs is loaded from wherever it lies.
 
-template <typename A>
-struct Epilogue {
-  Activation activation;
-  A scale;
+struct Cut {
+  int begin, end;  // columns of the whole packs
+  int extra;       // column of this thread's single element, or -1
+
+  // misalignment: elements between a boundary and the row's start.
+  __device__ Cut(int misalignment, int cols, int V, int unit) {
+    begin = min(cols, misalignment == 0 ? 0 : unit - misalignment);
+    end = begin + (cols - begin) / V * V;
+    const int thread = threadIdx.x;
+    extra = thread < unit ? (thread < begin ? thread : -1)
+                          : (end + thread - unit < cols ? end + thread - unit : -1);
+  }
 };
 
-template <typename Call>
-bool is_fused(const Call& call) {
-  return call.activation != Activation::None || call.scale != 1;
+// V elements from anywhere, as the whole 32-bit words (64-bit for double) that hold them. get() puts
+// them together later, so that several loads can be on their way.
+template <typename T, int V>
+struct Unaligned {
+  using Word = typename Pack<T, V>::Unit;
+  static constexpr int kWords = sizeof(Pack<T, V>) / sizeof(Word);
+  static constexpr bool kPairs = Pack<T, V>::kPairs;
+  Word words[kWords + 1];
+
+  // 1 where elements at p start in the middle of a word. Packs of a row all have it the same, so that load()
+  // and get() are told.
+  static __device__ int odd(const T* p) {
+    return kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
+  }
+
+  __device__ void load(const T* p, int odd) {
+    const Word* from = reinterpret_cast<const Word*>(p - odd);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = from[w];
+    // The last element by itself, as the rest of its word may lie outside the tensor. Also where it is not
+    // needed: under a condition loads would wait for one another (bf16, input alone misaligned: 0.67 of copy
+    // speed, and 0.83).
+    if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
+  }
+
+  __device__ Pack<T, V> get(int odd) const {
+    Pack<T, V> pack;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kPairs) {
+        pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * odd);
+      } else {
+        pack.at[w] = words[w];
+      }
+    }
+    return pack;
+  }
+};
+
+// weight and bias are both there and of input's dtype.
+__device__ inline bool has_usual_affine(const Forward& call) {
+  return call.weight != nullptr && call.bias != nullptr && !call.affine_float32;
 }
+
+// Calls f with std::true_type where weight and bias are usual and of 16 bits: asking what they are at every
+// load would be a fifth of a 16-bit row's instructions. For float32 it was measured equal.
+template <typename T, typename F>
+__device__ void with_usual_affine(const Forward& call, F f) {
+  if (sizeof(T) == 2 && has_usual_affine(call)) {
+    f(std::bool_constant<sizeof(T) == 2>());
+  } else {
+    f(std::false_type());
+  }
+}
+
+// weight[col .. col + V) and bias[...], V or a multiple of it after column `begin`. USUAL: see above.
+template <typename T, int V, bool SHIFTED, bool USUAL>
+__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col,
+                                 int begin) {
+  const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
+  if constexpr (USUAL && SHIFTED && V > 1) {
+    // Where only input is misaligned, these are not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
+    const auto bits = reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin);
+    if (bits % 16 != 0) {
+      Unaligned<T, V> weight_words, bias_words;
+      const int odd_weight = weight_words.odd(w + begin), odd_bias = bias_words.odd(b + begin);
+      weight_words.load(w + col, odd_weight);
+      bias_words.load(b + col, odd_bias);
+      unpack(weight_words.get(odd_weight), weight);
+      unpack(bias_words.get(odd_bias), bias);
+      return;
+    }
+  }
+  if constexpr (USUAL) {
+    unpack(load<T, V>(w + col), weight);
+    unpack(load<T, V>(b + col), bias);
+  } else {
+    constexpr int F = SHIFTED ? 1 : V;
+#pragma unroll
+    for (int v = 0; v < V; v += F) {
+      Acc<T> part[F];
+      load_affine<T, F>(part, call.weight, call.affine_float32, col + v, 1);
+#pragma unroll
+      for (int f = 0; f < F; ++f) weight[v + f] = part[f];
+      load_affine<T, F>(part, call.bias, call.affine_float32, col + v, 0);
+#pragma unroll
+      for (int f = 0; f < F; ++f) bias[v + f] = part[f];
+    }
+  }
+}
+
+// ---- Elements: arithmetic in one instruction ----
 
 // The fast instructions for float: within 2 units in the last place. Those of double are called, as in place
 // for every element they took 5% of the time to compile.
@@ -436,6 +523,313 @@ __device__ inline float fast_reciprocal(float x) {
   return y;
 }
 __device__ __noinline__ double fast_reciprocal(double x) { return 1 / x; }
+
+// 1 / sqrt(x), where one thread makes it for a row: rsqrtf, which is off by up to 2 units in the last place,
+// and one step of Newton's method.
+__device__ inline float inverse_root(float x) {
+  const float near = rsqrtf(x), better = fmaf(0.5f * near, fmaf(-x * near, near, 1), near);
+  return isnan(better) ? near : better;  // of 0 and infinity
+}
+__device__ inline double inverse_root(double x) { return rsqrt(x); }
+
+// A product rounded by itself. Fused into a later subtraction it would keep digits that the
+// sum of such products has lost, and grad_input of a row of one column would not be 0.
+__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
+"""
+
+_STATISTICS = r"""
+// ---- Statistics of a row, and how the threads and blocks that share it combine theirs ----
+// Never a raw sum of squares, which loses every digit of rows whose mean is large against their spread. Two
+// ways, both exact for rows of equal numbers, whose distances from the mean must be 0:
+//   - Threads that hold a row while they measure it take the mean first and then distances from it: sum_of,
+//     quotient, Distances.
+//   - Parts of a row that are measured apart, each from its own mean, are Moments (count, mean, m2). They
+//     combine as in Chan, Golub, LeVeque (1979): m2 grows by the squared distances between the means.
+
+// The mean of equal numbers is that number, so that their distances from it are 0. For that the sum of N
+// numbers of type T, N a power of two, has no error if they are equal: of 16 bits in any order (bf16 rows of
+// 50257: 1% slower by twos), of float32 by twos. The quotient is rounded as a division's.
+template <typename T, typename A, int N>
+__device__ A sum_of(const A (&x)[N]) {
+  A sums[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) sums[n] = x[n];
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int n = 1; n < N; ++n) sums[0] += sums[n];
+  } else {
+#pragma unroll
+    for (int left = N / 2; left > 0; left /= 2) {
+#pragma unroll
+      for (int n = 0; n < left; ++n) sums[n] += sums[left + n];
+    }
+  }
+  return sums[0];
+}
+
+template <typename A>
+__device__ A quotient(A sum, A count, A per_count) {
+  const A near = sum * per_count;
+  return fma(fma(-near, count, sum), per_count, near);
+}
+
+// Whether the sum of a row of equal numbers may have an error, which makes the mean another number: float16
+// has 11 bits, bfloat16 8, of 24 that a float has; for float32 and double see Distances. MOST: columns, at
+// most.
+template <typename T, int MOST>
+__device__ bool sum_is_rounded(int cols) {
+  constexpr int kExact = std::is_same_v<T, __half> ? 8192 : 65536;
+  return sizeof(T) == 2 && MOST > kExact && cols > kExact;
+}
+
+// Distances from a mean: the sum of their squares and, where input has digits to lose (float32, double),
+// their own sum, which tells how far the mean was off by rounding.
+template <typename A>
+struct Distances {
+  A squares, sum;
+};
+
+template <typename A>
+__device__ void add_distance(Distances<A>& d, A distance) {
+  d.squares += distance * distance;
+  d.sum += distance;
+}
+__device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
+
+// The sum of squares about the true mean; corrects `mean` to it. The sum of squares falls by the
+// same amount in exact arithmetic, and by rounding never below 0.
+template <typename A>
+__device__ A settle(const Distances<A>& d, A& mean, A per_col) {
+  const A off = d.sum * per_col;
+  mean += off;
+  return max(A(0), d.squares - off * d.sum);
+}
+__device__ inline float settle(float squares, float&, float) { return squares; }
+
+template <typename A>
+__device__ Distances<A> combine(const Distances<A>& a, const Distances<A>& b) {
+  return {a.squares + b.squares, a.sum + b.sum};
+}
+
+template <typename A>
+struct Moments {
+  A count, mean, m2;  // a float count is exact to 2^24, then off by at most 1 part in 2^24
+};
+
+// To the moments of what came before, those of a few numbers more.
+template <typename A>
+__device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
+  // Of the first ones exactly 1: their mean is kept to the bit.
+  const A share = all.count == 0 ? A(1) : count * fast_reciprocal(all.count + count);
+  const A delta = mean - all.mean;
+  // Nobody squares delta alone: of a mean of 1e20 and nothing before it that is infinity times 0.
+  all.m2 += m2 + delta * (delta * (all.count * share));
+  all.mean += delta * share;
+  all.count += count;
+}
+
+// The two sums that grad_input needs of its row.
+template <typename A>
+struct Sums {
+  A wdy, wdy_xhat;  // sum of weight * grad_output, and of that times the normalized input
+};
+
+template <typename A>
+__device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
+  return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
+}
+
+// What applying a row takes. mean + rest is the row's mean, to a quarter of a unit in the last place: mean
+// alone is off by half a unit, and PyTorch's by less where it has luck (float32 row of 26157 columns: 2.7
+// times its error without rest). Aligned for one load.
+template <typename A>
+struct alignas(4 * sizeof(A)) RowStats {
+  A mean, rest, rstd;
+};
+
+// The mean first + off.
+template <typename A>
+__device__ RowStats<A> row_stats_of(A first, A off, A rstd) {
+  const A mean = first + off;
+  return {mean, off - (mean - first), rstd};
+}
+
+// (x - mean) * rstd. Of 16 bits in one instruction, which adds as much to the error as the mean, itself
+// rounded to a float, is off by (bf16 rows of 65536 with GELU: 83.6 us -> 81.1). Where all numbers of a row
+// are the same, the mean is not off, and applied_rstd is 0 (NaN for an infinite rstd).
+template <typename T, typename A>
+__device__ A normalized(A x, const RowStats<A>& row) {
+  if constexpr (sizeof(T) == 2) return fmaf(x, row.rstd, -row.mean * row.rstd);
+  return (x - row.mean - row.rest) * row.rstd;
+}
+
+template <typename A>
+__device__ A applied_rstd(A rstd, A m2, bool is_16_bit) {
+  return is_16_bit && m2 == 0 ? rstd * 0 : rstd;
+}
+
+// Between lanes.
+__device__ inline float combine(float a, float b) { return a + b; }
+__device__ inline double combine(double a, double b) { return a + b; }
+
+__device__ inline float exchange(float x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
+__device__ inline double exchange(double x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
+template <typename A>
+__device__ Distances<A> exchange(const Distances<A>& x, int offset) {
+  return {exchange(x.squares, offset), exchange(x.sum, offset)};
+}
+template <typename A>
+__device__ Sums<A> exchange(const Sums<A>& x, int offset) {
+  return {exchange(x.wdy, offset), exchange(x.wdy_xhat, offset)};
+}
+
+// Adds x[r] over groups of `width` neighbouring lanes (a power of two up to 32). Every lane
+// gets the result; the order is fixed, so results repeat bit for bit.
+template <typename X, int R>
+__device__ void combine_lanes(X (&x)[R], int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) x[r] = combine(x[r], exchange(x[r], offset));
+  }
+}
+
+template <typename X>
+__device__ X combine_lanes(X x, int width) {
+  X values[1] = {x};
+  combine_lanes(values, width);
+  return values[0];
+}
+
+// The sum of term(n), in four chains: in one, each addition would wait for the one before. Not as sum_of,
+// which keeps all terms: sixteen of them went to local memory (bf16 rows of 32768 0.93 of copy speed ->
+// 0.68).
+template <int N, typename F>
+__device__ auto sum_of_terms(F term) {
+  decltype(term(0)) sums[4] = {};
+#pragma unroll
+  for (int n = 0; n < N; ++n) sums[n % 4] += term(n);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// Combines moments over a width of lanes, N a lane, in fewer steps one after the other than two and two:
+// first the mean, then distances from it. Means as distances from `first`, one of them: of a mean 10^7 times
+// the spread a plain one would be off by more than the spread. count: of all together.
+template <int N, typename A>
+__device__ Moments<A> combine_means(const Moments<A> (&moments)[N], A first, A count, int width) {
+  const A sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
+  const A off = combine_lanes(sum, width) * fast_reciprocal(count);
+  const A m2 = sum_of_terms<N>([&](int n) {
+    const A delta = moments[n].mean - first - off;
+    return moments[n].m2 + moments[n].count * delta * delta;
+  });
+  return {count, first + off, combine_lanes(m2, width)};
+}
+
+// One a lane, the first lane's not empty unless all are.
+template <typename A>
+__device__ Moments<A> combine_means(const Moments<A>& moments, int width) {
+  const Moments<A> one[1] = {moments};
+  const A count = combine_lanes(moments.count, width);
+  return combine_means(one, A(__shfl_sync(~0u, moments.mean, 0, width)), max(count, A(1)), width);
+}
+
+// The type of the numbers that X is made of.
+template <typename X>
+struct NumberOf {
+  using Type = X;
+};
+template <template <typename> class X, typename A>
+struct NumberOf<X<A>> {
+  using Type = A;
+};
+
+// Sums of N numbers over a warp, N a power of two; lane l gets that of number l / (32 / N). Lanes halve what
+// they are still to add when they exchange it: four sums take 6 exchanges, one after the other 20.
+template <typename A, int N>
+__device__ A sum_lanes(A (&x)[N]) {
+  int offset = 16;
+#pragma unroll
+  for (int left = N / 2; left > 0; left /= 2, offset /= 2) {
+    const bool upper = threadIdx.x & offset;
+#pragma unroll
+    for (int n = 0; n < left; ++n) {
+      const A kept = upper ? x[left + n] : x[n], given = upper ? x[n] : x[left + n];
+      x[n] = kept + exchange(given, offset);
+    }
+  }
+#pragma unroll
+  for (; offset > 0; offset /= 2) x[0] += exchange(x[0], offset);
+  return x[0];
+}
+
+constexpr int kMaxWarps = 16;  // of a block, where nothing else is said
+
+// Adds x[r] over the blockDim.x threads of a row: a power of two up to 32, or up to WARPS whole warps. A
+// block holds blockDim.y rows. `slots` is shared memory, one slot a warp and r. Two calls in a
+// row need different slots: a fast warp may write for the second while a slow one still reads.
+template <int WARPS = kMaxWarps, typename X, int R>
+__device__ void combine_row(X (&x)[R], X (*slots)[R]) {
+  using A = typename NumberOf<X>::Type;
+  constexpr int N = sizeof(x) / sizeof(A), kLanes = 32 / N;
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  X(*row_slots)[R] = slots + threadIdx.y * warps;
+  if (N > 1 && warps > 0) {
+    A numbers[N];
+    memcpy(numbers, x, sizeof(numbers));
+    const A sum = sum_lanes(numbers);
+    if (warps == 1) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
+      memcpy(x, numbers, sizeof(numbers));
+      return;
+    }
+    if (lane % kLanes == 0) reinterpret_cast<A*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
+  } else {
+    if (N == 1 && warps > 0) {
+      combine_lanes(x, 32);  // unrolled, as 32 is a constant: bf16 rows of 768 0.93 of copy speed -> 0.95
+    } else {
+      combine_lanes(x, min(int(blockDim.x), 32));
+    }
+    if (warps <= 1) return;
+    if (lane == 0) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
+    }
+  }
+  __syncthreads();
+  const int slot = threadIdx.x % WARPS;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    x[r] = row_slots[min(slot, warps - 1)][r];
+    if (slot >= warps) x[r] = X{};
+  }
+  combine_lanes(x, WARPS);
+}
+
+template <typename X>
+__device__ X combine_row(X x, X (*slots)[1]) {
+  X values[1] = {x};
+  combine_row(values, slots);
+  return values[0];
+}
+"""
+
+_EPILOGUE = r"""
+// ---- Epilogue: scale * activation(z), z the layer norm ----
+// gelu(z) = z Phi(z), Phi the normal distribution function, or with its tanh form (Hendrycks, Gimpel:
+// Gaussian Error Linear Units, 2016, arXiv:1606.08415).
+
+template <typename A>
+struct Epilogue {
+  Activation activation;
+  A scale;
+};
+
+template <typename Call>
+bool is_fused(const Call& call) {
+  return call.activation != Activation::None || call.scale != 1;
+}
 
 // 2 to the power of a polynomial of t, highest power first.
 template <typename... Coefficients>
@@ -593,404 +987,168 @@ __device__ void apply_derivative(Pack<T, V>& grad_output, const Acc<T> (&xhat)[V
   }
   grad_output = packed<T>(grad);
 }
+"""
 
-// (x - mean) * rstd. Of 16 bits in one instruction, which adds as much to the error as the mean, itself
-// rounded to a float, is off by (bf16 rows of 65536 with GELU: 83.6 us -> 81.1). Rows in registers have the
-// distances from the mean already, and would be 1% slower. Where all numbers of a row are the same, the mean
-// is not off, and applied_rstd is 0 (NaN for an infinite rstd).
-template <typename T, typename A>
-__device__ A normalized(A x, A mean, A rstd) {
-  if constexpr (sizeof(T) == 2) return fmaf(x, rstd, -mean * rstd);
-  return (x - mean) * rstd;
+_DEVICE = r"""
+// ---- Device: instructions that C++ has no words for ----
+
+constexpr int kLineBytes = 128;  // bytes of a cache line
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+// Copies 16 bytes to shared memory in the background, or writes zeros where there is nothing to read.
+__device__ inline void copy_or_zero(void* shared, const void* global, bool exists) {
+  const unsigned to = unsigned(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0)
+               : "memory");
 }
 
-// What applying a row takes. mean + rest is the row's mean, to a quarter of a unit in the last place: mean
-// alone is off by half a unit, and PyTorch's by less where it has luck (float32 row of 26157 columns: 2.7
-// times its error without rest). Aligned for one load.
-template <typename A>
-struct alignas(4 * sizeof(A)) RowStats {
-  A mean, rest, rstd;
-};
-
-// The mean first + off.
-template <typename A>
-__device__ RowStats<A> row_stats_of(A first, A off, A rstd) {
-  const A mean = first + off;
-  return {mean, off - (mean - first), rstd};
+// Copies 16 bytes, with a priority in L2 for them.
+__device__ inline void copy_async(void* shared, const void* global, uint64_t policy) {
+  const unsigned to = unsigned(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+               "l"(policy)
+               : "memory");
 }
 
-template <typename T, typename A>
-__device__ A normalized(A x, const RowStats<A>& row) {
-  return normalized<T>(sizeof(T) == 2 ? x : x - row.mean, sizeof(T) == 2 ? row.mean : row.rest, row.rstd);
+// Waits for this thread's own copies.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#endif
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
-template <typename T, typename A>
-__device__ A applied_rstd(A rstd, A m2) {
-  return sizeof(T) == 2 && m2 == 0 ? rstd * 0 : rstd;
+// To be called by the thread that has initialized them, before bulk copies count at barriers.
+__device__ inline void barriers_initialized() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// ---- Statistics: (count, mean, m2) combine as in Chan, Golub, LeVeque (1979) ----
-// m2 is the sum of squared distances from the mean. A raw sum of squares would lose every
-// digit for rows whose mean is large against their spread.
-
-template <typename A>
-struct Moments {
-  A count, mean, m2;  // a float count is exact to 2^24, then off by at most 1 part in 2^24
-};
-
-template <typename A>
-__device__ Moments<A> combine(const Moments<A>& a, const Moments<A>& b) {
-  if (a.count == A(0)) return b;
-  const A count = a.count + b.count;
-  const A delta = b.mean - a.mean;
-  const A share = b.count / count;
-  // Nobody squares delta alone: of a mean of 1e20 and an empty partner that is infinity times 0.
-  return {count, a.mean + delta * share, a.m2 + b.m2 + delta * (delta * (a.count * share))};
+__device__ inline void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// The mean of equal numbers is that number, so that their distances from it are 0. For that the sum of N
-// numbers of type T, N a power of two, has no error if they are equal: of 16 bits in any order (bf16 rows of
-// 50257: 1% slower by twos), of float32 by twos. The quotient is rounded as a division's.
-template <typename T, typename A, int N>
-__device__ A sum_of(const A (&x)[N]) {
-  A sums[N];
-#pragma unroll
-  for (int n = 0; n < N; ++n) sums[n] = x[n];
-  if constexpr (sizeof(T) == 2) {
-#pragma unroll
-    for (int n = 1; n < N; ++n) sums[0] += sums[n];
-  } else {
-#pragma unroll
-    for (int left = N / 2; left > 0; left /= 2) {
-#pragma unroll
-      for (int n = 0; n < left; ++n) sums[n] += sums[left + n];
-    }
-  }
-  return sums[0];
-}
-
-template <typename A>
-__device__ A quotient(A sum, A count, A per_count) {
-  const A near = sum * per_count;
-  return fma(fma(-near, count, sum), per_count, near);
-}
-
-// Whether the sum of a row of equal numbers may have an error, which makes the mean another number. bfloat16
-// has 8 bits, of 24 that a float has, and no block holds rows of 65536; for float32 and double see Distances.
-template <typename T>
-__device__ bool sum_is_rounded(int cols) {
-  return std::is_same_v<T, __half> && cols > 8192;  // 11 bits
-}
-
-// 1 / sqrt(x), where one thread makes it for a row: rsqrtf, which is off by up to 2 units in the last place,
-// and one step of Newton's method.
-__device__ inline float inverse_root(float x) {
-  const float near = rsqrtf(x), better = fmaf(0.5f * near, fmaf(-x * near, near, 1), near);
-  return isnan(better) ? near : better;  // of 0 and infinity
-}
-__device__ inline double inverse_root(double x) { return rsqrt(x); }
-
-// A product rounded by itself. Fused into a later subtraction it would keep digits that the
-// sum of such products has lost, and grad_input of a row of one column would not be 0.
-__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
-
-// The two sums that grad_input needs of its row.
-template <typename A>
-struct Sums {
-  A wdy, wdy_xhat;  // sum of weight * grad_output, and of that times the normalized input
-};
-
-template <typename A>
-__device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
-  return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
-}
-
-// Distances from a mean: the sum of their squares and, where input has digits to lose (float32, double),
-// their own sum, which tells how far the mean was off by rounding.
-template <typename A>
-struct Distances {
-  A squares, sum;
-};
-
-template <typename A>
-__device__ void add_distance(Distances<A>& d, A distance) {
-  d.squares += distance * distance;
-  d.sum += distance;
-}
-__device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
-
-// The sum of squares about the true mean; corrects `mean` to it. The sum of squares falls by the
-// same amount in exact arithmetic, and by rounding never below 0.
-template <typename A>
-__device__ A settle(const Distances<A>& d, A& mean, A per_col) {
-  const A off = d.sum * per_col;
-  mean += off;
-  return max(A(0), d.squares - off * d.sum);
-}
-__device__ inline float settle(float squares, float&, float) { return squares; }
-
-template <typename A>
-__device__ Distances<A> combine(const Distances<A>& a, const Distances<A>& b) {
-  return {a.squares + b.squares, a.sum + b.sum};
-}
-
-__device__ inline float combine(float a, float b) { return a + b; }
-__device__ inline double combine(double a, double b) { return a + b; }
-
-__device__ inline float exchange(float x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
-__device__ inline double exchange(double x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
-template <typename A>
-__device__ Moments<A> exchange(const Moments<A>& x, int offset) {
-  return {exchange(x.count, offset), exchange(x.mean, offset), exchange(x.m2, offset)};
-}
-template <typename A>
-__device__ Distances<A> exchange(const Distances<A>& x, int offset) {
-  return {exchange(x.squares, offset), exchange(x.sum, offset)};
-}
-template <typename A>
-__device__ Sums<A> exchange(const Sums<A>& x, int offset) {
-  return {exchange(x.wdy, offset), exchange(x.wdy_xhat, offset)};
-}
-
-// Combines x[r] over groups of `width` neighbouring lanes (a power of two up to 32). Every lane
-// gets the result; the order is fixed, so results repeat bit for bit.
-template <typename X, int R>
-__device__ void combine_lanes(X (&x)[R], int width) {
-  for (int offset = width / 2; offset > 0; offset /= 2) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) x[r] = combine(x[r], exchange(x[r], offset));
+// Waits for the phase of this parity: 0 for the first completion, then 1, 0, ...
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
+  unsigned done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
   }
 }
 
-template <typename X>
-__device__ X combine_lanes(X x, int width) {
-  X values[1] = {x};
-  combine_lanes(values, width);
-  return values[0];
+__device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
 }
 
-// As combine_lanes, in fewer steps one after the other than combining two and two: first the mean, then
-// distances from it. The mean as a distance from the first lane's: of a mean 10^7 times the spread a plain
-// one would be off by more than the spread.
-[[maybe_unused]] __device__ Moments<float> combine_means(const Moments<float>& moments, int width) {
-  const float first = __shfl_sync(~0u, moments.mean, 0, width), distance = moments.mean - first;
-  float sums[2] = {moments.count, moments.count * distance};
-  combine_lanes(sums, width);
-  const float off = sums[1] * fast_reciprocal(sums[0]), delta = distance - off;
-  return {sums[0], first + off, combine_lanes(moments.m2 + moments.count * delta * delta, width)};
+// Copies whole 16-byte units; their arrival counts at the barrier. Begun in the middle of a line it takes 12%
+// more of L2's sectors, as it asks for 128 bytes at a time from there: callers begin where the line does
+// (float32 rows of 50257: 0.87 of copy speed -> 0.92, of 12300: 0.86 -> 0.92).
+__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
 }
 
-// The sum of term(n), in four chains: in one, each addition would wait for the one before. Not as sum_of,
-// which keeps all terms: sixteen of them went to local memory (bf16 rows of 32768 0.93 of copy speed ->
-// 0.68).
-template <int N, typename F>
-__device__ float sum_of_terms(F term) {
-  float sums[4] = {};
-#pragma unroll
-  for (int n = 0; n < N; ++n) sums[n % 4] += term(n);
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+// What this thread wrote to shared memory comes before the bulk copies and matrix products that others begin
+// when it has told them.
+__device__ inline void writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
+// Kernels that follow one another (sm_90 and up: programmatic dependent launch): the blocks of the next
+// kernel of a call take their places while the last ones of this kernel still run, do what needs no result of
+// it, and wait.
+
+__device__ inline void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
-// The same of N moments a lane. first: one of all means; count: of all together.
-template <int N>
-__device__ Moments<float> combine_means(const Moments<float> (&moments)[N], float first, float count,
-                                        int width) {
-  const float sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
-  const float off = combine_lanes(sum, width) * fast_reciprocal(count);
-  const float m2 = sum_of_terms<N>([&](int n) {
-    const float delta = moments[n].mean - first - off;
-    return moments[n].m2 + moments[n].count * delta * delta;
-  });
-  return {count, first + off, combine_lanes(m2, width)};
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
-// Whether combining X adds the numbers that it is made of, and their type.
-template <typename X>
-constexpr bool is_sum = true;
-template <typename A>
-constexpr bool is_sum<Moments<A>> = false;
-template <typename X>
-struct NumberOf {
-  using Type = X;
-};
-template <template <typename> class X, typename A>
-struct NumberOf<X<A>> {
-  using Type = A;
-};
+// ---- Device: words that blocks of a group exchange ----
+// Blocks that share a row publish what they have of it, 8 bytes for each row and block, and look at the words
+// of the others until none is missing.
 
-// Sums of N numbers over a warp, N a power of two; lane l gets that of number l / (32 / N). Lanes halve what
-// they are still to add when they exchange it: four sums take 6 exchanges, one after the other 20.
-template <typename A, int N>
-__device__ A sum_lanes(A (&x)[N]) {
-  int offset = 16;
-#pragma unroll
-  for (int left = N / 2; left > 0; left /= 2, offset /= 2) {
-    const bool upper = threadIdx.x & offset;
-#pragma unroll
-    for (int n = 0; n < left; ++n) {
-      const A kept = upper ? x[left + n] : x[n], given = upper ? x[n] : x[left + n];
-      x[n] = kept + exchange(given, offset);
-    }
-  }
-#pragma unroll
-  for (; offset > 0; offset /= 2) x[0] += exchange(x[0], offset);
-  return x[0];
+constexpr int kPeers = 5;  // blocks whose words a lane looks at, at once
+constexpr int kMostSharers = 32 * kPeers;
+
+// From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
+__host__ __device__ inline int64_t words_per_row(int group) {
+  return group <= 1 ? 0 : (group + 15) / 16 * 16;
 }
 
-constexpr int kMaxWarps = 16;  // of a block, where nothing else is said
-
-// Combines x[r] over the blockDim.x threads of a row: a power of two up to 32, or up to WARPS whole warps. A
-// block holds blockDim.y rows. `slots` is shared memory, one slot a warp and r. Two calls in a
-// row need different slots: a fast warp may write for the second while a slow one still reads.
-template <int WARPS = kMaxWarps, typename X, int R>
-__device__ void combine_row(X (&x)[R], X (*slots)[R]) {
-  using A = typename NumberOf<X>::Type;
-  constexpr int N = is_sum<X> ? sizeof(x) / sizeof(A) : 1, kLanes = 32 / N;
-  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  X(*row_slots)[R] = slots + threadIdx.y * warps;
-  if (N > 1 && warps > 0) {
-    A numbers[N];
-    memcpy(numbers, x, sizeof(numbers));
-    const A sum = sum_lanes(numbers);
-    if (warps == 1) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
-      memcpy(x, numbers, sizeof(numbers));
-      return;
-    }
-    if (lane % kLanes == 0) reinterpret_cast<A*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
-  } else {
-    if (N == 1 && sizeof(x) <= 16 && warps > 0) {
-      combine_lanes(x, 32);  // unrolled, as 32 is a constant: bf16 rows of 768 0.93 of copy speed -> 0.95
-    } else {
-      combine_lanes(x, min(int(blockDim.x), 32));
-    }
-    if (warps <= 1) return;
-    if (lane == 0) {
-#pragma unroll
-      for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
-    }
-  }
-  __syncthreads();
-  const int slot = threadIdx.x % WARPS;
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    x[r] = row_slots[min(slot, warps - 1)][r];
-    if (slot >= warps) x[r] = X{};
-  }
-  combine_lanes(x, WARPS);
-}
-
-template <typename X>
-__device__ X combine_row(X x, X (*slots)[1]) {
-  X values[1] = {x};
-  combine_row(values, slots);
-  return values[0];
-}
-
-// ---- Rows that do not all start on a 16-byte boundary ----
-// Such a row is cut at the 16-byte boundaries of its output into whole packs, the first of them at a boundary
-// of `unit` elements, and single elements before and after them, one for each of a row's first unit + V
-// threads. What else it needs is loaded from wherever it lies.
-
-struct Cut {
-  int begin, end;  // columns of the whole packs
-  int extra;       // column of this thread's single element, or -1
-
-  // misalignment: elements between a boundary and the row's start.
-  __device__ Cut(int misalignment, int cols, int V, int unit) {
-    begin = min(cols, misalignment == 0 ? 0 : unit - misalignment);
-    end = begin + (cols - begin) / V * V;
-    const int thread = threadIdx.x;
-    extra = thread < unit ? (thread < begin ? thread : -1)
-                          : (end + thread - unit < cols ? end + thread - unit : -1);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// A slot of the ring and the parity of its barriers, step by step.
+struct Slot {
+  int index = 0, parity = 0;
+  __device__ void advance(int stages) {
+    if (++index == stages) index = 0, parity ^= 1;
   }
 };
 
-// V elements from anywhere, as the whole 32-bit words (64-bit for double) that hold them. get() puts
-// them together later, so that several loads can be on their way.
-template <typename T, int V>
-struct Unaligned {
-  using Word = typename Pack<T, V>::Unit;
-  static constexpr int kWords = sizeof(Pack<T, V>) / sizeof(Word);
-  static constexpr bool kPairs = Pack<T, V>::kPairs;
-  Word words[kWords + 1];
+constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
 
-  // 1 where elements at p start in the middle of a word. Packs of a row all have it the same, so that load()
-  // and get() are told.
-  static __device__ int odd(const T* p) {
-    return kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
+// This block's words of its group's rows, before any block looks at them: the grid meets once (0.5 us; a
+// memset before the kernel took 2.1).
+__device__ inline void begin_unpublished(uint64_t* words, int sharers, int rank, int64_t row, int64_t rows,
+                                         int64_t step) {
+#pragma unroll 1  // unrolled, it would begin with a division
+  for (row += threadIdx.x * step; row < rows; row += blockDim.x * step) {
+    words[row * words_per_row(sharers) + rank] = kUnpublished;
   }
-
-  __device__ void load(const T* p, int odd) {
-    const Word* from = reinterpret_cast<const Word*>(p - odd);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = from[w];
-    // The last element by itself, as the rest of its word may lie outside the tensor. Also where it is not
-    // needed: under a condition loads would wait for one another (bf16, input alone misaligned: 0.67 of copy
-    // speed, and 0.83).
-    if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
-  }
-
-  __device__ Pack<T, V> get(int odd) const {
-    Pack<T, V> pack;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      if constexpr (kPairs) {
-        pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * odd);
-      } else {
-        pack.at[w] = words[w];
-      }
-    }
-    return pack;
-  }
-};
-
-// weight[col .. col + V) and bias[...], V or a multiple of it after column `begin`. USUAL: neither is absent,
-// both are of input's dtype. Asking what they are at every load would be a fifth of a 16-bit row's
-// instructions. EARLY: see load_constant; rows in registers have none left for that.
-template <typename T, int V, bool SHIFTED, bool USUAL, bool EARLY = false>
-__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col,
-                                 int begin) {
-  const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
-  if constexpr (USUAL && SHIFTED && V > 1) {
-    // Where only input is misaligned, these are not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
-    if ((reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin)) % 16 == 0) {
-      unpack(load<T, V>(w + col), weight);
-      unpack(load<T, V>(b + col), bias);
-      return;
-    }
-    Unaligned<T, V> weight_words, bias_words;
-    const int odd_weight = weight_words.odd(w + begin), odd_bias = bias_words.odd(b + begin);
-    weight_words.load(w + col, odd_weight);
-    bias_words.load(b + col, odd_bias);
-    unpack(weight_words.get(odd_weight), weight);
-    unpack(bias_words.get(odd_bias), bias);
-  } else if constexpr (USUAL && EARLY && !SHIFTED) {
-    unpack(load_constant<T, V>(w + col), weight);
-    unpack(load_constant<T, V>(b + col), bias);
-  } else if constexpr (USUAL) {
-    unpack(load<T, V>(w + col), weight);
-    unpack(load<T, V>(b + col), bias);
-  } else {
-    constexpr int F = SHIFTED ? 1 : V;
-#pragma unroll
-    for (int v = 0; v < V; v += F) {
-      Acc<T> part[F];
-      load_affine<T, F>(part, call.weight, call.affine_float32, col + v, 1);
-#pragma unroll
-      for (int f = 0; f < F; ++f) weight[v + f] = part[f];
-      load_affine<T, F>(part, call.bias, call.affine_float32, col + v, 0);
-#pragma unroll
-      for (int f = 0; f < F; ++f) bias[v + f] = part[f];
-    }
-  }
+  cooperative_groups::this_grid().sync();
 }
 
-__device__ inline bool has_usual_affine(const Forward& call) {
-  return call.weight != nullptr && call.bias != nullptr && !call.affine_float32;
+__device__ inline void publish(uint64_t* word, float2 pair) {
+  *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
+
+// One look at words of other blocks (null: none). All are asked for at once, as an answer takes about as long
+// as a row. Returns false where one is missing.
+template <int WORDS>
+__device__ bool look(const uint64_t* const (&words)[WORDS], float2 (&pairs)[WORDS]) {
+  uint64_t bits[WORDS];
+  bool complete = true;
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) {
+    bits[i] = words[i] == nullptr ? 0 : *const_cast<const volatile uint64_t*>(words[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) {
+    complete &= bits[i] != kUnpublished;
+    pairs[i] = {__uint_as_float(unsigned(bits[i])), __uint_as_float(unsigned(bits[i] >> 32))};
+  }
+  return complete;
+}
+
+#endif
+
+// ---- Device: what blocks share that hold whole rows ----
+
+// Blocks of 512 threads that an SM should hold: what registers allow without spilling.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1200)
+constexpr int kRowBlocks = 2;
+#else
+constexpr int kRowBlocks = 3;
+#endif
 
 // What all rows share, computed once on the host.
 template <typename A>
@@ -1015,18 +1173,240 @@ __device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) 
   if (begin + bytes <= later.end) prefetch_to_l2(begin, bytes, policy);
 }
 
-// ---- Forward, rows that a block holds in registers ----
-// blockDim.x threads share a row: input is read once, output written once, and the statistics are
-// the textbook ones (mean first, then distances from it). A thread takes PACKS loads of each of ROWS
-// rows, which lie 2^step_log2 rows apart, and loads weight and bias once for all of them.
+// ---- Device: what is asked of the GPU ----
 
-// Blocks of 512 threads that an SM should hold: what registers allow without spilling.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1200)
-constexpr int kRowBlocks = 2;
-#else
-constexpr int kRowBlocks = 3;
-#endif
+template <typename T>
+__global__ void sum_partials(Backward call, const Acc<T>* partials, int partial_rows);
+
+struct Device {
+  std::once_flag asked;
+  int sms, l2_bytes, shared_bytes;  // shared memory that a block can have
+  // Architecture that the code which runs here was compiled for, 90 for sm_90. It is older than
+  // the device where only PTX of an older one was built: its newer instructions are then missing.
+  int code;
+  mutable std::mutex mutex;
+  mutable std::set<const void*> roomy;  // kernels that may have all shared memory, see allow_shared_memory
+};
+
+const Device& current_device() {
+  static const int count = [] {
+    int devices = 0;
+    cudaGetDeviceCount(&devices);
+    return devices;
+  }();
+  static const std::unique_ptr<Device[]> devices(new Device[count]);
+  int d = 0;
+  cudaGetDevice(&d);
+  Device& device = devices[d];
+  std::call_once(device.asked, [&] {  // now, not for all devices at first: code is asked of the current one
+    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, d);
+    cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, d);
+    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
+    cudaFuncAttributes attributes = {};
+    cudaFuncGetAttributes(&attributes, sum_partials<float>);
+    device.code = attributes.ptxVersion;
+  });
+  return device;
+}
+
+// Where a call runs.
+struct Context {
+  const Device& device;
+  Scratch scratch;
+  cudaStream_t stream;
+
+  void* allocate(int64_t bytes) const { return scratch.allocate(bytes, scratch.owner); }
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int size_of(DType dtype) { return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2; }
+
+// That many tensors of input's size do not all fit L2.
+template <typename Call>
+bool exceeds_l2(const Call& call, int tensors, const Device& device) {
+  return tensors * call.rows * call.cols * size_of(call.dtype) > device.l2_bytes;
+}
+
+// Threads that share a row of which each takes `each` loads: a power of two up to a warp, or
+// whole warps.
+int row_threads(int64_t loads, int each) {
+  const int64_t threads = ceil_div(loads, each);
+  if (threads > 32) return ceil_div(threads, 32) * 32;
+  int power = 1;
+  while (power < threads) power *= 2;
+  return power;
+}
+
+// Whether every row of every tensor starts on a multiple of so many bytes, a power of two.
+bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<const void*> pointers) {
+  uintptr_t bits = uintptr_t(cols) * size_of(dtype);
+  for (const void* p : pointers) bits |= reinterpret_cast<uintptr_t>(p);
+  return bits % bytes == 0;
+}
+
+// ---- Device: launching ----
+
+// Lets a kernel have as much dynamic shared memory as there is, once. With what each call needs, a thread
+// with shorter rows would take it away from another one that is about to launch the kernel.
+cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
+  const std::lock_guard<std::mutex> lock(device.mutex);
+  if (device.roomy.count(kernel) > 0) return cudaSuccess;
+  cudaFuncAttributes attributes = {};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
+  if (error == cudaSuccess) device.roomy.insert(kernel);
+  return error;
+}
+
+// Launches a kernel that waits for the one before it in the stream by itself.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Context& context,
+                        Arguments... arguments) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = context.stream;
+  config.attrs = &early;
+  // CUDA graphs take such launches from 12.3 on, of toolkit and driver.
+  static const int driver = [] {
+    int version = 0;
+    cudaDriverGetVersion(&version);
+    return version;
+  }();
+  config.numAttrs = std::min(CUDART_VERSION, driver) >= 12030 && context.device.code >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Launches groups of blocks, an SM for each, with nearly all of its shared memory. Where blocks wait for one
+// another all must run at once: a cooperative launch.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_groups(void (*kernel)(Parameters...), int sharers, int groups, int threads, int shared,
+                          const Context& context, Arguments... arguments) {
+  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cooperative = {};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = sharers > 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(sharers, groups);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared;
+  config.stream = context.stream;
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// True where the device (MPS, MIG) has no room for all blocks at once, or does not know of such launches
+// (some virtual GPUs): spread the rows instead.
+bool refused(cudaError_t error) {
+  if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
+  cudaGetLastError();
+  return true;
+}
+
+template <typename A>
+RowConstants<A> row_constants(const Forward& call, const Device& device) {
+  return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, exceeds_l2(call, 2, device)};
+}
+
+// How far ahead of the blocks that read them rows come to L2: so many bytes for each SM. Earlier, they leave
+// it again unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.972 with 48,
+// 0.951 with 80), and 48 make inputs of 12 to 64 MB 2% slower. Before a block's own loads it helps less
+// (0.952).
+constexpr int kLaterBytes = 40 << 10;
+
+Later later_rows(const Forward& call, int block_rows, const Device& device) {
+  const int64_t row_bytes = call.cols * size_of(call.dtype);
+  const char* input = static_cast<const char*>(call.input);
+  const char* begin = input + int64_t(kLaterBytes) * device.sms;
+  return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
+          unsigned(block_rows * row_bytes)};
+}
+
+// ---- Device: grad_weight and grad_bias from the partial sums of a backward kernel's blocks ----
+
+// Rows of partial sums that so many sharers of a column leave: one alone has the sums themselves.
+int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
+
+// partials: (2, partial_rows, cols); blockIdx.y says which. A column's terms are shared by blockDim.y
+// threads.
+constexpr int kSumThreads = 512, kSumRows = 16;
+
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_partials(Backward call, const Acc<T>* partials, int partial_rows) {
+  using A = Acc<T>;
+  __shared__ A share[kSumThreads];
+  void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
+  const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  wait_for_previous();
+  A sum = 0;
+  if (grad != nullptr && col < call.cols) {
+    constexpr int kTerms = 16;  // on their way at once
+    const A* from = partials + (int64_t(blockIdx.y) * partial_rows + threadIdx.y) * call.cols + col;
+    const int64_t step = blockDim.y * call.cols;
+    for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
+      A terms[kTerms];
+#pragma unroll
+      for (int i = 0; i < kTerms; ++i) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : A(0);
+#pragma unroll
+      for (int i = 0; i < kTerms; ++i) sum += terms[i];
+    }
+  }
+  share[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || col >= call.cols) return;
+  for (int y = 1; y < blockDim.y; ++y) sum += share[y * blockDim.x + threadIdx.x];
+  const A total[1] = {sum};
+  store_affine<T>(grad, call.affine_float32, col, total);
+}
+
+template <typename T>
+cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, int64_t partial_rows,
+                                const Context& context) {
+  if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
+  // Of a column; no more than are at work at once (16 rows of 65536: 17 us -> 4).
+  int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
+  while (sharers > 1 && 2 * call.cols * sharers > 2048 * context.device.sms) sharers /= 2;
+  const dim3 block(kSumThreads / sharers, sharers);
+  return launch_next(sum_partials<T>, dim3(ceil_div(call.cols, block.x), 2), block, context, call, partials,
+                     int(partial_rows));
+}
+"""
+
+_REGISTERS = r"""
+namespace registers {
+
+// ---- Rows in registers, forward ----
+// Takes rows of up to 4 x 512 loads of 16 bytes (32 KB; 28 KB where rows do not start on 16-byte boundaries).
+// Threads of a block share a row and hold it: input is read once and output written once, at the speed of a
+// copy as long as enough rows are on their way. So threads take few loads each, blocks are small, and each
+// block brings rows to L2 that a later one will read. Statistics are the textbook ones: the mean, then
+// distances from it. Of short rows a thread holds four, and has weight and bias ready once for all of them.
+
+// Loads of a thread: four of one row, or one of each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of
+// copy speed -> 0.96), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88 with 32).
+constexpr int kLoads = 4, kFourRowsLoads = 16, kShiftedFourRowsLoads = 32;
+// Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put together
+// from their words once for both (float32 rows of 4099: 0.84 of copy speed -> 0.94, bf16 0.79 -> 0.87,
+// float32 of 6001 0.93 -> 0.97). With more threads than these, too few of them fit an SM (float32 rows of
+// 7001: 0.84 -> 0.82). With an activation one, as there would be more kernels to compile.
+constexpr int kTwoRowsThreads = 384;
+// A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two
+// a thread: 0.87 of copy speed with 64 threads, 0.85 with 128; of 640: 0.94, 0.93).
+constexpr int kBlockThreads = 128, kBlockThreads16Bits = 64;
+// Threads of the longest rows. Blocks of so many still leave room for three an SM (two of 16-bit rows): one
+// loads, one stores.
+constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
+
 // 16-bit rows of which a thread takes four: smaller blocks leave a choice of registers. With 72 instead of
 // 79, 896 threads fit an SM instead of 768 (bf16 rows of 64 with GELU: 79 us -> 75); rows that are not
 // aligned have 80 instead of 94 (bf16 rows of 255: 84 us -> 77), and spill with 72.
@@ -1037,8 +1417,10 @@ constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 template <typename T, int PACKS, int ROWS, bool SHIFTED>
 constexpr int most_row_threads() {  // of a block
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return kFourRowsThreads;
-  return SHIFTED ? kShiftedThreads : 512;
+  return SHIFTED ? kShiftedThreads : kThreads;
 }
+static_assert(kBlockThreads16Bits <= kFourRowsThreads, "a block of four rows a thread is too large");
+static_assert(kShiftedFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED>
 constexpr int row_blocks() {
@@ -1129,7 +1511,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   combine_row(mean, sum_slots);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) mean[r] = quotient(mean[r], A(cols), constants.per_col);
-  if (PACKS > 1 && sum_is_rounded<T>(cols)) {
+  if (PACKS > 1 && sum_is_rounded<T, kLoads * kThreads * V>(cols)) {
     A count = has_extra;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) count += live(0, i) ? V : 0;
@@ -1195,390 +1577,89 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
       }
     }
   };
-  if (has_usual_affine(call)) {
-    normalize(std::true_type());
-  } else {
-    normalize(std::false_type());
+  with_usual_affine<T>(call, normalize);
+}
+
+struct ForwardPlan {
+  int loads, rows;                      // of a thread
+  int threads_per_row, rows_per_block;  // rows side by side
+  int step_log2;                        // how far a thread's rows lie apart
+};
+
+// Loads of a row; where rows are not aligned, whole packs.
+int64_t loads_of(const Forward& call) { return std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16); }
+
+bool takes(const Forward& call, bool shifted) {
+  return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
+}
+
+ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
+  const int V = 16 / size_of(call.dtype);
+  const int64_t loads = loads_of(call);
+  const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
+  const int most_of_one = few_rows  ? (shifted ? kShiftedThreads : kThreads)
+                          : shifted ? kShiftedFourRowsLoads
+                                    : kFourRowsLoads;
+  ForwardPlan p = {};
+  p.loads = loads <= most_of_one ? 1 : kLoads;
+  p.rows = few_rows || V == 2 ? 1 : p.loads == 1 ? kLoads : 1;
+  p.threads_per_row = row_threads(loads, p.loads);
+  if (shifted) {
+    if (p.loads > 1 && p.threads_per_row <= kTwoRowsThreads && !is_fused(call) && !few_rows && V > 2)
+      p.rows = 2;
+    p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
   }
+  p.rows_per_block = std::max(1, (V == 8 ? kBlockThreads16Bits : kBlockThreads) / p.threads_per_row);
+  // A thread's rows are those of neighbouring blocks, or where rows are not aligned of blocks that
+  // have the same misalignment. Both are powers of two.
+  const int step = !shifted || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
+  while (1 << p.step_log2 < step) ++p.step_log2;
+  return p;
 }
 
-// ---- Bulk copies and the barriers that count them in (sm_90 and up) ----
-
-constexpr int kLineBytes = 128;  // bytes of a cache line
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
-__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
-}
-
-// To be called by the thread that has initialized them, before bulk copies count at barriers.
-__device__ inline void barriers_initialized() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Waits for the phase of this parity: 0 for the first completion, then 1, 0, ...
-__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
-  unsigned done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p; }\n"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
-// Copies whole 16-byte units; their arrival counts at the barrier. Begun in the middle of a line it takes 12%
-// more of L2's sectors, as it asks for 128 bytes at a time from there: callers begin where the line does
-// (float32 rows of 50257: 0.87 of copy speed -> 0.92, of 12300: 0.86 -> 0.92).
-__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier,
-                                 uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-// What this thread wrote to shared memory comes before the bulk copies and matrix products that others begin
-// when it has told them.
-__device__ inline void writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Bulk copies move whole 16-byte units; returns the bytes to copy for `bytes` at a 16-byte boundary. A
-// unit of which only a part is wanted is copied whole, unless the tensor ends in it: then this
-// thread copies its elements, and must do so before it arrives at the barrier.
-template <typename T>
-__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends) {
-  if (!tensor_ends) return (bytes + 15) / 16 * 16;
-  const int whole = bytes / 16 * 16, count = bytes % 16 / int(sizeof(T));
-  const T* from = reinterpret_cast<const T*>(static_cast<const char*>(global) + whole);
-  T* to = reinterpret_cast<T*>(static_cast<char*>(shared) + whole);
-  constexpr int kMost = 16 / sizeof(T);
-  T rest[kMost];
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) rest[i] = from[i];
-  }
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) to[i] = rest[i];
-  }
-  return whole;
-}
-#endif
-
-// ---- Forward, rows that a block holds in shared memory (sm_90 and up) ----
-// For rows too long for the registers of a block: one bulk copy brings the row, so that as much as
-// fits an SM is on its way at once, whatever the number of threads. A thread takes kSharedPacks loads, or
-// more where that would be too many threads, of each of ROWS rows.
-
-// Of long float32 rows an SM holds few, so that it takes more threads to a row: rows of 16384 0.94 of copy
-// speed with 512, 0.967 with 1024.
-template <typename T>
-constexpr int kSharedThreads = sizeof(T) == 4 ? 1024 : 512;
-constexpr int kSharedPacks = 4;
-
-template <typename T, bool FUSED, int ROWS>
-__global__ void __launch_bounds__(kSharedThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRowBlocks - 1)
-    layer_norm_shared_rows(Forward call, RowConstants<Acc<T>> constants, Later later) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using A = Acc<T>;
-  constexpr int V = 16 / sizeof(T), kWarps = kSharedThreads<T> / 32;
-  extern __shared__ __align__(128) unsigned char held[];
-  __shared__ uint64_t loaded;
-  using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
-  __shared__ A sum_slots[kWarps][ROWS], off_slots[kWarps][ROWS];
-  __shared__ Spread spread_slots[kWarps][ROWS];
-  const int cols = call.cols;
-  const int64_t row = int64_t(blockIdx.x) * ROWS;
-  const int rows = min(int64_t(ROWS), call.rows - row);
-  const T* input = static_cast<const T*>(call.input) + row * cols;
-  T* output = static_cast<T*>(call.output) + row * cols;
-  const int early = reinterpret_cast<uintptr_t>(input) % kLineBytes;
-
-  if (threadIdx.x == 0) {
-    const int bytes = early + rows * cols * int(sizeof(T));
-    const uint64_t policy = l2_policy(constants.keep_input);
-    barrier_init(&loaded, 1);
-    barriers_initialized();
-    barrier_arrive_expecting(&loaded, bytes);
-    bulk_copy(held, reinterpret_cast<const char*>(input) - early, bytes, &loaded, policy);
-    prefetch_later_rows(later, policy);
-  }
-  __syncthreads();
-  barrier_wait(&loaded, 0);
-
-  const T* x = reinterpret_cast<const T*>(held + early);
-  const int first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
-  A sum[ROWS] = {}, off[ROWS];
-#pragma unroll(kSharedPacks / ROWS)
-  for (int i = 0; i < packs; ++i) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      A values[V], here = 0;  // short sums first, which need not wait for one another
-      unpack(load<T, V>(x + r * cols + first_col + i * pack_step), values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) here += values[v];
-      sum[r] += here;
+template <typename T, bool SHIFTED, bool FUSED>
+cudaError_t launch(const Forward& call, const Context& context) {
+  const ForwardPlan p = plan(call, SHIFTED, context.device);
+  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, FUSED>;
+  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, FUSED>;
+  if constexpr (sizeof(T) < 8) {
+    if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, FUSED>;
+    if constexpr (SHIFTED && !FUSED) {
+      if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, FUSED>;
     }
   }
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) off[r] = sum[r];
-  combine_row<kWarps>(sum, sum_slots);
-  A mean[ROWS], rstd[ROWS];
-  Spread spread[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) mean[r] = quotient(sum[r], A(cols), constants.per_col), spread[r] = {};
-  if (sum_is_rounded<T>(cols)) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) off[r] = fma(A(-packs * V), mean[r], off[r]);
-    combine_row<kWarps>(off, off_slots);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) mean[r] += off[r] * constants.per_col;
-  }
-#pragma unroll(kSharedPacks / ROWS)
-  for (int i = 0; i < packs; ++i) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      A values[V];
-      Spread here = {};
-      unpack(load<T, V>(x + r * cols + first_col + i * pack_step), values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean[r]);
-      spread[r] = combine(spread[r], here);
-    }
-  }
-  combine_row<kWarps>(spread, spread_slots);
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const A m2 = settle(spread[r], mean[r], constants.per_col);
-    rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
-    if (call.mean != nullptr && threadIdx.x == 0 && r < rows) {
-      static_cast<A*>(call.mean)[row + r] = mean[r];
-      static_cast<A*>(call.rstd)[row + r] = rstd[r];
-    }
-    rstd[r] = applied_rstd<T>(rstd[r], m2);
-  }
-
-  auto normalize = [&](auto usual_affine) {
-    constexpr bool kUsual = decltype(usual_affine)::value;
-    // Weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    constexpr int kAtOnce = ROWS == 1 && sizeof(T) != 4 ? 2 : 1;  // float32 would spill there
-#else
-    constexpr int kAtOnce = ROWS == 1 ? 2 : 1;
-#endif
-#pragma unroll(kAtOnce)
-    for (int i = 0; i < packs; ++i) {
-      const int col = first_col + i * pack_step;
-      A weight[V], bias[V];
-      load_affine_pair<T, V, false, kUsual, true>(weight, bias, call, col, 0);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        A y[V];
-        unpack(load<T, V>(x + r * cols + col), y);
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean[r], rstd[r]) * weight[v] + bias[v];
-        apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
-        if (r < rows) store<T, V>(output + r * cols + col, y);
-      }
-    }
-  };
-  if (has_usual_affine(call)) {
-    normalize(std::true_type());
-  } else {
-    normalize(std::false_type());
-  }
-#else
-  __trap();  // plan keeps calls away from code without these instructions
-#endif
+  const int64_t step = int64_t(1) << p.step_log2;
+  const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // of threads_per_row threads
+  const dim3 block(p.threads_per_row, p.rows_per_block);
+  kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
+      call, row_constants<Acc<T>>(call, context.device),
+      later_rows(call, p.rows * p.rows_per_block, context.device), p.step_log2);
+  return cudaGetLastError();
 }
 
-// ---- Kernels that follow one another (sm_90 and up: programmatic dependent launch) ----
-// The blocks of the next kernel of a call take their places while the last ones of this kernel still
-// run, do what needs no result of it, and wait.
-
-__device__ inline void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-__device__ inline void wait_for_previous() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// ---- Forward, rows spread over many blocks: three kernels ----
-// The first reads input and leaves the moments of each piece of a row, a piece being every
-// `pieces`-th of its steps; the second makes a row's statistics of them. The third goes down the rows with
-// weight and bias of its columns in registers: for 16 long rows, reading them again for each row would move
-// as many bytes as input and output together.
-
-// Blocks of the first kernel that an SM holds at once. There are no more of them: a second wave would
-// cost 1% of 16 rows of 4194304, and blocks of 8192 elements each 8%, as a block's start and end show.
-constexpr int kMeasuringBlocks = 4;
-// Columns of a block that goes down the rows, one load of 16 bytes a thread: of more loads each, fewer
-// threads fit an SM (16 rows of 4194304: 0.223 ms with two, 0.216 with one).
-constexpr int kTileColumns = 2048;
-template <int V>
-constexpr int kTilePacks = V < 4 ? 4 / V : 1;
-template <int V>
-constexpr int kTileThreads = kTileColumns / (kTilePacks<V> * V);
-
-template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(256, kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
-  using A = Acc<T>;
-  let_next_start();
-  __shared__ Moments<A> slots[kMaxWarps][1];
-  const int64_t row = blockIdx.x % call.rows;
-  const int piece = blockIdx.x / call.rows;
-  const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
-  const T* input = static_cast<const T*>(call.input) + row * cols;
-
-  Moments<A> moments = {0, 0, 0};
-  for (int64_t first = piece * step; first < cols; first += pieces * step) {
-    Pack<T, V> x[PACKS];
-    int count = 0;
-    A sums[PACKS] = {}, m2 = 0;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
-      if (col < cols) x[i] = load<T, V>(input + col), count += V;
-    }
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (i * V < count) {
-        Acc<T> values[V];
-        unpack(x[i], values);
-        sums[i] = sum_of<T>(values);
-      }
-    }
-    // From the first load's mean: the sum of 12 equal numbers already has an error.
-    A off = 0;
-#pragma unroll
-    for (int i = 1; i < PACKS; ++i) off += i * V < count ? sums[i] - sums[0] : A(0);
-    const A mean = sums[0] * (A(1) / V) + off / A(max(count, 1));
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (i * V < count) {
-        Acc<T> values[V];
-        unpack(x[i], values);
-#pragma unroll
-        for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
-      }
-    }
-    moments = combine(moments, Moments<A>{A(count), mean, m2});
-  }
-  moments = combine_row(moments, slots);
-  if (threadIdx.x == 0) scratch[row * pieces + piece] = moments;
-}
-
-template <typename T>
-__global__ void __launch_bounds__(256)
-    finish_moments(Forward call, int pieces, const Moments<Acc<T>>* scratch, RowStats<Acc<T>>* row_stats) {
-  using A = Acc<T>;
-  __shared__ A slots[2][kMaxWarps][1];
-  let_next_start();
-  wait_for_previous();
-  const int64_t row = blockIdx.x;
-  const Moments<A>* moments = scratch + row * pieces;
-  // From the first piece's mean, and rounded once: combined two and two, it was off by up to 1.3 units in the
-  // last place, as PyTorch's is.
-  const A first = moments[0].mean;
-  A sum = 0, m2 = 0;
-  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    sum += moments[piece].count * (moments[piece].mean - first);
-  }
-  const A off = combine_row(sum, slots[0]) / A(call.cols);
-  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    const A delta = moments[piece].mean - first - off;
-    m2 += moments[piece].m2 + moments[piece].count * delta * delta;
-  }
-  m2 = combine_row(m2, slots[1]);
-  if (threadIdx.x != 0) return;
-  const A rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
-  row_stats[row] = row_stats_of(first, off, applied_rstd<T>(rstd, m2));
-  if (call.mean != nullptr) {
-    static_cast<A*>(call.mean)[row] = first + off;
-    static_cast<A*>(call.rstd)[row] = rstd;
-  }
-}
-
-template <typename T, int V, int PACKS, bool FUSED>
-__global__ void __launch_bounds__(512)
-    normalize_columns(Forward call, const RowStats<Acc<T>>* row_stats, int64_t rows_per_block) {
-  using A = Acc<T>;
-  const int64_t cols = call.cols;
-  const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
-  const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
-
-  A weight[PACKS][V], bias[PACKS][V];
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int64_t col = first_col + i * V * blockDim.x;
-    if (col < cols) {
-      load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
-      load_affine<T, V>(bias[i], call.bias, call.affine_float32, col, 0);
-    }
-  }
-
-  wait_for_previous();
-  const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
-#pragma unroll 1  // unrolled, fewer blocks fit an SM, and it is their number that keeps loads in flight
-  for (int64_t row = first_row; row < end_row; ++row) {
-    const RowStats<A> stats = row_stats[row];
-    const T* input = static_cast<const T*>(call.input) + row * cols;
-    T* output = static_cast<T*>(call.output) + row * cols;
-    Pack<T, V> x[PACKS];
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first_col + i * V * blockDim.x;
-      if (col < cols) x[i] = load<T, V>(input + col);
-    }
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first_col + i * V * blockDim.x;
-      if (col >= cols) continue;
-      A y[V];
-      unpack(x[i], y);
-#pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<A>{call.activation, A(call.scale)}));
-      store<T, V, true>(output + col, y);
-    }
-  }
-}
-
-// ---- Backward ----
+// ---- Rows in registers, backward ----
 // With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
 //   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
 //   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
-
-// Rows that one block holds. A thread keeps its columns from row to row, so grad_weight and
-// grad_bias gather in registers and input and grad_output are read once for all three
+// Takes rows of up to 8 x 512 columns (16-bit packs 16 x 512). A thread keeps its columns from row to row, so
+// that grad_weight and grad_bias gather in registers, and input and grad_output are read once for all three
 // gradients. ROWS rows share a barrier, and the next ROWS are on their way meanwhile. Each block leaves its
-// share of grad_weight and grad_bias in scratch, (2, gridDim.x, cols), for sum_partials.
+// share of grad_weight and grad_bias in partials, (2, gridDim.x, cols), for sum_partials.
+
+// A thread holds input and grad_output, the next of both, and of each column weight and two sums, in 128
+// registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
+// columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed with
+// 8, 0.80 with 16; rows of 2560: 0.77 and 0.89).
+constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
+// Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
+constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
+// Of longer rows an SM would hold too few at once to keep loading while it reduces: the pipeline takes them
+// where there is one.
+constexpr int64_t kBytesBeforePipeline = 8 << 10;
+
 template <typename T, int V, int PACKS, int ROWS, bool FUSED>
-__global__ void __launch_bounds__(512)
-    layer_norm_backward_rows(Backward call, Acc<T>* scratch, bool keep_input) {
+__global__ void __launch_bounds__(kBackwardThreads)
+    layer_norm_backward_rows(Backward call, Acc<T>* partials, bool keep_input) {
   using A = Acc<T>;
   // First bias, then sums: columns times rows of a block with several rows.
   constexpr int kShared = (FUSED ? 512 : 256) * V * PACKS;
@@ -1709,7 +1790,7 @@ __global__ void __launch_bounds__(512)
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
 #pragma unroll
   for (int which = 0; which < 2; ++which) {  // 0: grad_weight, 1: grad_bias
-    A* partial = scratch + (int64_t(which) * gridDim.x + blockIdx.x) * cols;
+    A* partial = partials + (int64_t(which) * gridDim.x + blockIdx.x) * cols;
     __syncthreads();
     A* gathered = blockDim.y == 1 ? partial : share + threadIdx.y * cols;
 #pragma unroll
@@ -1730,9 +1811,1459 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// Rows spread over many blocks: first the two sums of each piece of a row,
+struct BackwardPlan {
+  int columns, rows;                    // of a thread
+  int threads_per_row, rows_per_block;  // rows side by side
+  int64_t blocks;
+  int held;  // rows that an SM holds
+};
+
+// Columns that a thread can take.
+int most_columns(DType dtype, int pack) {
+  return size_of(dtype) == 2 && pack > 1 ? 16 : std::min(kBackwardBytes / size_of(dtype), kBackwardColumns);
+}
+
+bool takes(const Backward& call, int pack) {
+  return call.cols <= most_columns(call.dtype, pack) * kBackwardThreads;
+}
+
+BackwardPlan plan(const Backward& call, int columns, int rows, const Device& device) {
+  const int block_threads = size_of(call.dtype) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
+  BackwardPlan p = {columns, rows};
+  p.threads_per_row = row_threads(call.cols, columns);
+  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
+  const int blocks = kBackwardThreads / (p.threads_per_row * p.rows_per_block);  // on an SM
+  p.blocks = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
+  p.held = blocks * p.rows_per_block * rows;
+  return p;
+}
+
+template <typename T, int V, bool FUSED>
+cudaError_t launch(const Backward& call, const Context& context) {
+  constexpr int kColumns = std::min<int>(kBackwardBytes / sizeof(T), kBackwardColumns);
+  constexpr int kRows = sizeof(T) < 8 && V > 1 ? 2 : 1;
+  auto kernel = layer_norm_backward_rows<T, V, kColumns / V, kRows, FUSED>;
+  BackwardPlan p = plan(call, kColumns, kRows, context.device);
+  if constexpr (sizeof(T) == 2 && V > 1) {
+    const BackwardPlan one_row = plan(call, 2 * V, 1, context.device);
+    if (call.cols > kColumns * kBackwardThreads || one_row.held > p.held) {
+      kernel = layer_norm_backward_rows<T, V, 2, 1, FUSED>;
+      p = one_row;
+    }
+  }
+  auto* partials = static_cast<Acc<T>*>(context.allocate(2 * p.blocks * call.cols * sizeof(Acc<T>)));
+  kernel<<<p.blocks, dim3(p.threads_per_row, p.rows_per_block), 0, context.stream>>>(
+      call, partials, exceeds_l2(call, 3, context.device));
+  const cudaError_t error = cudaGetLastError();
+  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, p.blocks, context);
+}
+
+}  // namespace registers
+"""
+
+_SHARED = r"""
+namespace shared {
+
+// ---- Rows in shared memory, forward (sm_80 and up) ----
+// Takes aligned rows that are too long for registers and fit one block's shared memory; on Hopper and newer,
+// where the pipeline is there for longer ones, only those of which an SM holds several. A thread asks for all
+// its loads of the row at once, so that as much as fits an SM is on its way whatever the number of threads,
+// and only ever reads what it has copied itself. Other than registers, shared memory lets blocks be few and
+// long rows be many loads a thread.
+
+// Of long float32 rows an SM holds few, so that it takes more threads to a row: rows of 16384 0.94 of copy
+// speed with 512, 0.967 with 1024.
+template <typename T>
+constexpr int kThreads = sizeof(T) == 4 ? 1024 : 512;
+constexpr int kLoads = 4;  // of a thread, or more where that would be too many threads
+// Rows that an SM must hold where there is a pipeline: of fewer it would load too little while it computes
+// (bf16 rows of 18432: 0.93 of copy speed, in the pipeline 0.87; of 24576: 0.89 and 0.93; float32 rows of
+// 12288: 0.963 and 0.943; of 16384: 0.967 and 0.939; of 18432: 0.961 and 0.975).
+constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
+// Rows for each SM where there is a pipeline, without an activation: blocks come in waves, of which the last
+// one may be a small one, and the pipeline has none (float32 rows of 16384: 1024 of them 0.88 of copy speed,
+// and 0.93 in the pipeline, 2300 0.945 and 0.943; bf16 rows of 20480: 1024 0.82 and 0.87, 2048 0.91 in both).
+constexpr int kRowsForEachSm = 15;
+constexpr int kControlBytes = 2048;  // of shared memory, beside a row
+
+template <typename T, bool FUSED>
+__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRowBlocks - 1)
+    layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
+  constexpr int V = 16 / sizeof(T), kWarps = kThreads<T> / 32;
+  extern __shared__ __align__(128) unsigned char held[];
+  __shared__ float sum_slots[kWarps][1], off_slots[kWarps][1];
+  __shared__ Spread spread_slots[kWarps][1];
+  const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
+  const int64_t row = blockIdx.x;
+  const T* input = static_cast<const T*>(call.input) + row * cols;
+  T* output = static_cast<T*>(call.output) + row * cols;
+  T* x = reinterpret_cast<T*>(held);
+
+  const uint64_t policy = l2_policy(constants.keep_input);
+  for (int col = first_col; col < cols; col += pack_step) copy_async(x + col, input + col, policy);
+  if (threadIdx.x == 0) prefetch_later_rows(later, policy);
+  wait_for_copies();
+
+  const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
+  float sum[1] = {}, off[1];
+#pragma unroll(kLoads)
+  for (int i = 0; i < packs; ++i) {
+    float values[V], here = 0;  // short sums first, which need not wait for one another
+    unpack(load<T, V>(x + first_col + i * pack_step), values);
+#pragma unroll
+    for (int v = 0; v < V; ++v) here += values[v];
+    sum[0] += here;
+  }
+  off[0] = sum[0];
+  combine_row<kWarps>(sum, sum_slots);
+  float mean = quotient(sum[0], float(cols), constants.per_col);
+  if (sum_is_rounded<T, INT_MAX>(cols)) {
+    off[0] = fma(float(-packs * V), mean, off[0]);
+    combine_row<kWarps>(off, off_slots);
+    mean += off[0] * constants.per_col;
+  }
+  Spread spread[1] = {};
+#pragma unroll(kLoads)
+  for (int i = 0; i < packs; ++i) {
+    float values[V];
+    Spread here = {};
+    unpack(load<T, V>(x + first_col + i * pack_step), values);
+#pragma unroll
+    for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
+    spread[0] = combine(spread[0], here);
+  }
+  combine_row<kWarps>(spread, spread_slots);
+  const float m2 = settle(spread[0], mean, constants.per_col);
+  const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
+  if (call.mean != nullptr && threadIdx.x == 0) {
+    static_cast<float*>(call.mean)[row] = mean;
+    static_cast<float*>(call.rstd)[row] = rstd;
+  }
+
+  const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
+  with_usual_affine<T>(call, [&](auto usual_affine) {
+  // Weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
+#else
+    constexpr int kAtOnce = 2;
+#endif
+#pragma unroll(kAtOnce)
+    for (int i = 0; i < packs; ++i) {
+      const int col = first_col + i * pack_step;
+      float weight[V], bias[V], y[V];
+      load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight, bias, call, col, 0);
+      unpack(load<T, V>(x + col), y);
+#pragma unroll
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
+      store<T, V>(output + col, y);
+    }
+  });
+#else
+  __trap();  // takes keeps calls away from code without these instructions
+#endif
+}
+
+bool takes(const Forward& call, const Device& device) {
+  const bool has_pipeline = device.code >= 90, is_16_bit = size_of(call.dtype) == 2;
+  const int64_t held = device.shared_bytes / (call.cols * size_of(call.dtype) + kControlBytes);
+  const int least = !has_pipeline ? 1 : is_16_bit ? kHeldRows16Bits : kHeldRows;
+  const int64_t least_rows = int64_t(has_pipeline && !is_fused(call) ? kRowsForEachSm : 1) * device.sms;
+  return device.code >= 80 && held >= least && call.rows >= least_rows;
+}
+
+template <typename T, bool FUSED>
+cudaError_t launch(const Forward& call, const Context& context) {
+  const auto kernel = layer_norm_shared_rows<T, FUSED>;
+  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
+  if (error != cudaSuccess) return error;
+  const int threads = std::min(kThreads<T>, row_threads(call.cols * sizeof(T) / 16, kLoads));
+  kernel<<<call.rows, threads, call.cols * sizeof(T), context.stream>>>(
+      call, row_constants<float>(call, context.device), later_rows(call, 1, context.device));
+  return cudaGetLastError();
+}
+
+}  // namespace shared
+"""
+
+_PIPELINE = r"""
+namespace pipeline {
+
+// ---- Long rows in a pipeline, forward and backward (sm_90 and up) ----
+// Takes rows of up to a million columns and more that no block holds, and shorter ones where that is faster.
+// The kernel is persistent and warp-specialized. A group of blocks, one on each SM, shares a row, and each
+// block keeps to its slice of the columns: weight and bias, or weight, grad_weight and grad_bias, stay in
+// registers for the whole run. Slices of row after row arrive by bulk copy in a ring of shared-memory stages.
+// A slice is measured when it arrives and applied `delay` stages later, when the blocks of its group have
+// exchanged what they measured: the exchange hides behind the rows between, and each byte moves once.
+//
+// Warps 0-15 measure and apply. One warp loads; one combines what lanes have measured and
+// publishes them to the group; others gather what the group has published, several rows at a look,
+// as a look at another block's words takes about as long as a row.
+
+[[maybe_unused]] constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
+constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
+constexpr int kThreadColumns = 16;
+constexpr int kSliceColumns = 32 * kWarps * kThreadColumns;  // of a block, at most: 8192
+constexpr int kMaxStages = 10;
+
+// What a block has on its way into its ring. Forward with half as much: float32 rows of 262144 0.965 of copy
+// speed -> 0.956; of 16 bits with 32 KB: rows of 65536 0.944 -> 0.934, of 50257 0.936 -> 0.898. Backward with
+// twice as much: float32 rows of 8192 0.93 -> 0.91; with half as much: bf16 rows of 131072 0.79 -> 0.77.
+constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
+// Backward leaves so much of shared memory beside its ring: with a seventh stage bf16 rows of 65536 with GELU
+// go from 0.694 of copy speed to 0.665.
+constexpr int kBackwardControlBytes = 8 << 10;
+// Stages between measuring and applying, in a group of blocks (float32 rows of 50257 with 6: 0.955 of copy
+// speed
+// -> 0.940), and of a block alone (float32 rows of 6000 with 1: 0.93 -> 0.88). A group of kManySharers takes
+// one more (backward, bf16 rows of 1048576: 0.88 -> 0.94), and in backward of float32 one warp to gather
+// instead of two (0.78 -> 0.86; bf16: 0.90 -> 0.84).
+constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManySharers = 100;
+// Backward: blocks that share a row, at least, for the next rows to come to L2 before there is a place in the
+// ring. Of fewer blocks there is one soon: float32 rows of 8192 0.98 of copy speed without, 0.93 with; of
+// 1048576 0.63 without, 0.76 with. Forward always does it: rows of 32768 0.86 without, 0.92 with.
+constexpr int kBackwardPrefetchGroup = 16;
+// Columns that move in the time that a row costs besides: shorter slices are not worth it.
+constexpr int64_t kLeastSlice = 2048;
+// Rows that registers could hold and that are not aligned are faster here where they fill the slices to so
+// many percent (bf16 rows of 6001 0.82 of copy speed -> 0.94, of 14335 0.78 -> 0.91, float32 rows of 7001
+// 0.82 -> 0.96; but bf16 of 5001 0.90 -> 0.81), without an activation also those of several slices.
+constexpr int kUnalignedFill = 70;
+
+struct Pipeline {
+  int slice;        // columns of a block; the last one of a group may have fewer
+  int stages;       // of the ring
+  int delay;        // stages between measuring and applying, less than stages
+  int flight;       // stages on their way at once
+  int slice_bytes;  // room for one tensor's slice of a row, a multiple of kLineBytes
+  int gatherers;    // warps that take turns, at most kGatherers
+  int lanes;        // of a gatherer for a row: a power of two, 32 or as many as share a row
+  bool prefetch;    // rows that wait for a place in the ring come to L2
+  bool keep_input;  // see l2_policy
+  bool shifted;     // see ForwardPass
+};
+
+// Lanes that measure a part of a slice together, and the publisher combines the parts. What lanes combine
+// takes the time of all warps: with 32 it is 300 of the 1600 cycles of a bf16 row of 65536 with GELU (0.84 of
+// copy speed, with 2 0.89; unaligned bf16 rows of 50257 0.87 -> 0.89). float32 has time, and needs the room.
+template <typename T>
+constexpr int kFewTogether = sizeof(T) == 2 ? 2 : 8;
+
+template <int TOGETHER, typename ForRow>
+struct Control {
+  static constexpr int kParts = 32 * kWarps / TOGETHER;
+  uint64_t loaded[kMaxStages], measured[kMaxStages], known[kMaxStages], applied[kMaxStages];
+  float2 given[kMaxStages];
+  ForRow row_stats[kMaxStages];
+  float2 parts[kMaxStages][kParts];
+  float counts[kParts];  // columns of each
+};
+
+// boundaries, but those of a group all lie as far from one (see Cut). Where they do not, a load is one
+// element, V == 1.
+template <typename T, int V, bool SHIFTED, bool FUSED>
+struct ForwardPass {
+  using Call = Forward;
+  using Element = T;
+  using Stats = Moments<float>;  // the mean as a distance from `base`, one of all means
+  using ForRow = RowStats<float>;
+  static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
+  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false, kMeans = true };
+  enum : int { kTogether = kFewTogether<T> };
+  float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
+  float count, per_count;  // columns of this thread's part, and their inverse
+  Cut cut;
+  int odd = 0;          // see Unaligned
+  bool aligned = true;  // input as output
+  bool asks;  // for an epilogue: of rows that are not aligned one kernel does both, which is less to compile
+
+  static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
+
+  // In elements, from the beginning of one of L2's sectors of 32 bytes: packs that are stored begin with one
+  // (float32 rows of 50257: 0.92 of copy speed -> 0.94).
+  static __device__ int misalignment(const void* tensor, int64_t offset) {
+    return SHIFTED ? reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + offset) % 32 / sizeof(T) : 0;
+  }
+
+  // offset: of a slice of the group, in elements.
+  __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t offset)
+      : cut(misalignment(call.output, offset), columns, V, 2 * V),
+        asks(FUSED && (kAligned || call.activation != Activation::None || call.scale != 1)) {
+    if (SHIFTED) {
+      odd = Unaligned<T, V>::odd(tensor(call, 0) + offset + cut.begin);
+      aligned = (misalignment(call.input, offset) - misalignment(call.output, offset)) % V == 0;
+    }
+    auto load_affine_of_slice = [&](auto usual_affine) {
+      constexpr bool kUsual = decltype(usual_affine)::value;
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        // From inside the slice in any case, as without conditions all are asked for at once (bf16 rows of
+        // 65536: 0.83 of copy speed -> 0.87).
+        const int col = first + min(pack_col(i), cut.end - V);
+        load_affine_pair<T, V, SHIFTED, kUsual>(weight[i], bias[i], call, col, first + cut.begin);
+      }
+      if (has_extra()) {
+        load_affine_pair<T, 1, SHIFTED, kUsual>(extra_weight, extra_bias, call, first + cut.extra, 0);
+      }
+    };
+    with_usual_affine<T>(call, load_affine_of_slice);
+    count = has_extra();
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) count += has_pack(i) ? V : 0;
+    count = combine_lanes(count, kTogether);
+    per_count = 1 / max(count, 1.f);
+  }
+
+  __device__ float columns_of_part() const { return count; }
+
+  __device__ int pack_col(int i) const {
+    return (SHIFTED ? cut.begin : 0) + (i * 32 * kWarps + threadIdx.x) * V;
+  }
+  __device__ bool has_pack(int i) const { return pack_col(i) < cut.end; }
+  __device__ bool has_extra() const { return SHIFTED && cut.extra >= 0; }
+
+  // This thread's part of a slice; zeros beyond its end.
+  __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
+    extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
+    if (!SHIFTED || aligned) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        x[i] = {};
+        if (has_pack(i)) x[i] = load<T, V>(slice + pack_col(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        Unaligned<T, V> words = {};
+        if (has_pack(i)) words.load(slice + pack_col(i), odd);
+        x[i] = words.get(odd);
+      }
+    }
+  }
+
+  __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
+
+  // {mean, m2} of this thread's part: first the mean, then distances from it.
+  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
+    Pack<T, V> x[kPacks];
+    float sums[kPacks], m2 = 0, extra_x;
+    get(x, extra_x, slices[0]);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      float values[V];
+      unpack(x[i], values);
+      sums[i] = sum_of<T>(values);
+    }
+    float mean;
+    if constexpr (sizeof(T) == 2) {
+      mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
+    } else {  // from the mean of the part's first load: the sum of 12 equal numbers already has an error
+      const float own = has_pack(0) ? sums[0] * (1.f / V) : extra_x;
+      const float first = __shfl_sync(~0u, own, 0, kTogether);
+      float off = has_extra() ? extra_x - first : 0;
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) off += has_pack(i) ? fmaf(-V, first, sums[i]) : 0;
+      mean = first + combine_lanes(off, kTogether) * per_count;
+    }
+    if (has_extra()) add_distance(m2, extra_x - mean);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      float values[V], here = 0;
+      unpack(x[i], values);
+#pragma unroll
+      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
+      if (has_pack(i)) m2 += here;
+    }
+    return {mean, combine_lanes(m2, kTogether)};
+  }
+
+  static __device__ Stats part(float2 measured, float count, float base) {
+    return {count, measured.x - base, measured.y};
+  }
+  template <int N>
+  static __device__ Stats together(const Stats (&stats)[N], int64_t columns, int width) {
+    return combine_means(stats, 0.f, float(columns), width);
+  }
+
+  // {mean, m2}. A float32 mean has 25 bits, the last one in the sign of m2: the rounded means of a group's
+  // blocks put the row's off by up to 0.18 units in the last place, besides its own rounding, with 0.06.
+  static __device__ float2 to_publish(const Stats& slice, float base) {
+    float mean = base + slice.mean;
+    if (sizeof(T) == 2) return {mean, slice.m2};
+    const float rest = slice.mean - (mean - base);
+    const bool has_bit = fabsf(rest) > 0.5f * fabsf(last_bit(mean));
+    if (has_bit && (rest < 0) != (mean < 0)) mean = __uint_as_float(__float_as_uint(mean) - 1);
+    return {mean, has_bit ? -slice.m2 : slice.m2};
+  }
+  static __device__ Stats published(float2 pair, int columns, float base) {
+    const bool has_bit = sizeof(T) == 4 && __float_as_int(pair.y) < 0;
+    return {float(columns), pair.x - base + (has_bit ? last_bit(pair.x) : 0), fabsf(pair.y)};
+  }
+  // Half a unit in the last place, with the mean's sign.
+  static __device__ float last_bit(float mean) {
+    return __uint_as_float(__float_as_uint(mean) & 0xff800000) * 0x1p-24f;
+  }
+
+  static __device__ float2 given(const Call&, int64_t) { return {}; }
+
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, int64_t row,
+                                  bool save) {
+    // No division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
+    const float per_col = 1 / float(call.cols);
+    const float variance = row_total.m2 * per_col + float(call.eps);
+    const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
+    if (save && call.mean != nullptr) {
+      static_cast<float*>(call.mean)[row] = base + row_total.mean;
+      static_cast<float*>(call.rstd)[row] = rstd;
+    }
+    return row_stats_of(base, row_total.mean, applied_rstd(rstd, row_total.m2, sizeof(T) == 2));
+  }
+
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
+                        const ForRow& stats, float2) {
+    T* output = static_cast<T*>(call.output) + offset;
+    Pack<T, V> x[kPacks];
+    float extra_x;
+    get(x, extra_x, slices[0]);
+    auto write = [&](auto fused) {
+      constexpr bool kFused = decltype(fused)::value;
+      const Epilogue<float> epilogue = {call.activation, float(call.scale)};
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        float y[V];
+        unpack(x[i], y);
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
+        if (has_pack(i)) store<T, V>(output + pack_col(i), y);
+      }
+      if (has_extra()) {
+        float y[1] = {normalized<T>(extra_x, stats) * extra_weight[0] + extra_bias[0]};
+        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
+        narrow(y[0], output[cut.extra]);
+      }
+    };
+    if (asks) {
+      write(std::bool_constant<FUSED>());
+    } else {
+      write(std::false_type());
+    }
+  }
+
+  __device__ void end(const Call&, float*, int64_t, int, int, int) {}
+};
+
+// Backward as the pipeline sees it: row statistics are {mean(wdy), mean(wdy * xhat)}, and {mean, rstd} are
+// given.
+template <typename T, int V, bool FUSED>
+struct BackwardPass {
+  using Call = Backward;
+  using Element = T;
+  using Stats = Sums<float>;
+  using ForRow = Sums<float>;
+  static constexpr int kTensors = 2, kPacks = kThreadColumns / V;
+  enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED, kMeans = false };
+  // Where packs are loaded, bytes set the pace (bf16 rows of 1048576 with 16: 0.98 of copy speed -> 0.96).
+  enum : int { kTogether = V > 1 ? 32 : kFewTogether<T> };
+  float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
+
+  // Measured at a time: with an activation few, as there are few registers.
+  static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
+  Pack<T, kAtOnce> next_bias = {};
+
+  // Asks for bias for what measure takes next, where it is of input's dtype: it comes from L2 while this
+  // thread waits for the slice, or measures what comes before (16-bit rows with GELU: 4 to 6%).
+  __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
+    constexpr int kTurns = V / kAtOnce;  // of a pack
+    const int col = (turn / kTurns * 32 * kWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;
+    const bool usual = call.bias != nullptr && (sizeof(T) > 2 || !call.affine_float32);
+    if (FUSED && usual && col < columns && turn < kPacks * kTurns) {
+      next_bias = load<T, kAtOnce>(static_cast<const T*>(call.bias) + first + col);
+    }
+  }
+
+  static __device__ const T* tensor(const Call& call, int which) {
+    return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
+  }
+
+  __device__ BackwardPass(const Call& call, int64_t first, int columns, int64_t) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kWarps + threadIdx.x) * V;
+      if (col < columns) load_affine<T, V>(weight[i], call.weight, call.affine_float32, first + col, 1);
+    }
+  }
+
+  __device__ float columns_of_part() const { return 0; }  // sums do without
+
+  // An activation's part of the gradient is left in the slice, for apply.
+  __device__ float2 measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
+                            float2 given) {
+    const float mean = given.x, rstd = given.y;
+    Stats stats = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kWarps + threadIdx.x) * V;
+      if (col >= columns) continue;
+      constexpr int F = kAtOnce;
+#pragma unroll
+      for (int f = 0; f < V; f += F) {
+        float xhat[F], dy[F];
+        unpack(load<T, F>(slices[0] + col + f), xhat);
+        Pack<T, F> grad_output = load<T, F>(slices[1] + col + f);
+#pragma unroll
+        for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd;
+        if constexpr (FUSED) {
+          float w[F], b[F];
+          unpack(next_bias, b);
+          ask_for_bias(call, first, columns, (i * V + f) / F + 1);
+#pragma unroll
+          for (int v = 0; v < F; ++v) w[v] = weight[i][f + v];
+          if (sizeof(T) == 2 && call.affine_float32)
+            load_affine<T, F>(b, call.bias, true, first + col + f, 0);
+          apply_derivative<T>(grad_output, xhat, w, b, call);
+          *reinterpret_cast<Pack<T, F>*>(slices[1] + col + f) = grad_output;
+        }
+        unpack(grad_output, dy);
+#pragma unroll
+        for (int v = 0; v < F; ++v) {
+          const float wdy = product(weight[i][f + v], dy[v]);
+          stats.wdy += wdy;
+          stats.wdy_xhat += wdy * xhat[v];
+          grad_weight[i][f + v] += dy[v] * xhat[v];
+          grad_bias[i][f + v] += dy[v];
+        }
+      }
+    }
+    stats = combine_lanes(stats, kTogether);
+    return {stats.wdy, stats.wdy_xhat};
+  }
+
+  static __device__ Stats part(float2 measured, float, float) { return {measured.x, measured.y}; }
+  template <int N>
+  static __device__ Stats together(const Stats (&stats)[N], int64_t, int width) {
+    const Stats of_lane = {sum_of_terms<N>([&](int n) { return stats[n].wdy; }),
+                           sum_of_terms<N>([&](int n) { return stats[n].wdy_xhat; })};
+    return combine_lanes(of_lane, width);
+  }
+
+  static __device__ float2 to_publish(const Stats& stats, float) { return {stats.wdy, stats.wdy_xhat}; }
+  static __device__ Stats published(float2 pair, int, float) { return {pair.x, pair.y}; }
+
+  static __device__ float2 given(const Call& call, int64_t row) {
+    return {static_cast<const float*>(call.mean)[row], static_cast<const float*>(call.rstd)[row]};
+  }
+
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float, int64_t, bool) {
+    const float per_col = fast_reciprocal(float(call.cols));
+    return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
+  }
+
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
+                        const ForRow& means, float2 given) {
+    if (call.grad_input == nullptr) return;
+    const float mean_wdy = means.wdy, mean_wdy_xhat = means.wdy_xhat, mean = given.x, rstd = given.y;
+    T* grad_input = static_cast<T*>(call.grad_input) + offset;
+    // grad_input = rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). Of 16 bits in three instructions instead
+    // of six, as rstd * (wdy + of_x * x + rest): see normalized. Where all numbers of a row are the same,
+    // mean_wdy_xhat is 0, and so is of_x. With rstd in of_x it would overflow for numbers below 1e-19.
+    const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kWarps + threadIdx.x) * V;
+      if (col < columns) {
+        float x[V], dy[V], dx[V];
+        unpack(load<T, V>(slices[0] + col), x);
+        unpack(load<T, V>(slices[1] + col), dy);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          if constexpr (sizeof(T) == 2) {
+            dx[v] = rstd * (x[v] * of_x + (weight[i][v] * dy[v] + rest));
+          } else {
+            const float xhat = (x[v] - mean) * rstd;
+            dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
+          }
+        }
+        store<T, V>(grad_input + col, dx);
+      }
+    }
+  }
+
+  // This group's share of grad_weight and grad_bias, to partials of (2, groups, cols); of the only group
+  // it is all.
+  __device__ void end(const Call& call, float* partials, int64_t first, int columns, int group, int groups) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int col = (i * 32 * kWarps + threadIdx.x) * V;
+      if (col >= columns) continue;
+      if (groups == 1) {
+        store_gradients<T>(call, first + col, grad_weight[i], grad_bias[i]);
+      } else {
+        store_sums(partials + group * call.cols + first + col, grad_weight[i]);
+        store_sums(partials + (groups + group) * call.cols + first + col, grad_bias[i]);
+      }
+    }
+  }
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline int slice_columns(const Pipeline& pipe, int64_t cols, int rank) {
+  return int(min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice));
+}
+
+// Bulk copies move whole 16-byte units; returns the bytes to copy for `bytes` at a 16-byte boundary. A
+// unit of which only a part is wanted is copied whole, unless the tensor ends in it: then this
+// thread copies its elements, and must do so before it arrives at the barrier.
+template <typename T>
+__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends) {
+  if (!tensor_ends) return (bytes + 15) / 16 * 16;
+  const int whole = bytes / 16 * 16, count = bytes % 16 / int(sizeof(T));
+  const T* from = reinterpret_cast<const T*>(static_cast<const char*>(global) + whole);
+  T* to = reinterpret_cast<T*>(static_cast<char*>(shared) + whole);
+  constexpr int kMost = 16 / sizeof(T);
+  T rest[kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i < count) rest[i] = from[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i < count) to[i] = rest[i];
+  }
+  return whole;
+}
+#endif
+
+template <typename Pass>
+__global__ void __launch_bounds__(kThreads, 1)
+    layer_norm_pipeline(typename Pass::Call call, Pipeline pipe, uint64_t* words, float* partials) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using T = typename Pass::Element;
+  using Stats = typename Pass::Stats;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Control<Pass::kTogether, typename Pass::ForRow> control;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x, sharers = gridDim.x, group = blockIdx.y, groups = gridDim.y;
+  const int64_t first = int64_t(rank) * pipe.slice;
+  const int columns = slice_columns(pipe, call.cols, rank);
+
+  // A slot by a warp of its own: lanes of one warp would take turns, 1 us for all (bf16 rows of 32768: 0.925
+  // of copy speed -> 0.935).
+  if (lane == 0 && warp < pipe.stages) {
+    barrier_init(&control.loaded[warp], 1);
+    barrier_init(&control.measured[warp], control.kParts);
+    barrier_init(&control.known[warp], 1);
+    barrier_init(&control.applied[warp], kWarps);
+    barriers_initialized();
+  }
+  __syncthreads();
+
+  auto offset_of = [&](int row) { return int64_t(row) * int(call.cols) + first; };  // of this block's slice
+  auto room_of = [&](int slot, int tensor) { return (slot * Pass::kTensors + tensor) * pipe.slice_bytes; };
+  // A slice is copied from the beginning of its first line: so many bytes early. Of the offset the lowest
+  // bits are enough.
+  auto early_bytes = [&](int tensor, unsigned offset) {
+    const unsigned begin = unsigned(reinterpret_cast<uintptr_t>(Pass::tensor(call, tensor)));
+    return int((begin + offset * unsigned(sizeof(T))) % kLineBytes);
+  };
+
+  if (sharers > 1) begin_unpublished(words, sharers, rank, group, call.rows, groups);
+
+  // A group's rows lie `groups` apart.
+  if (warp == kLoader) {
+    if (lane != 0) return;
+    Slot slot, before;  // before: pipe.flight stages behind
+    const uint64_t policy = l2_policy(pipe.keep_input);
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
+      const char* start[Pass::kTensors];
+      int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
+      // The row may have to wait for a place in the ring, but not for DRAM: until then it comes to L2
+      // (float32 rows of 262144: 0.89 of copy speed -> 0.95; one row more: 0.92; two: 0.82).
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        const int64_t offset = offset_of(row);
+        const int early = early_bytes(t, offset);
+        start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + offset) - early;
+        wanted[t] = early + columns * int(sizeof(T));
+        if (pipe.prefetch) prefetch_to_l2(start[t], max(1, wanted[t] / 16) * 16, policy);
+      }
+      float2 given;
+      if (Pass::kGiven) given = Pass::given(call, row);  // on its way while this thread waits
+      if (row >= int64_t(pipe.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
+      // More on their way would only queue up, and what the group publishes would queue behind it.
+      if (row >= int64_t(pipe.flight) * groups) {
+        barrier_wait(&control.loaded[before.index], before.parity);
+        before.advance(pipe.stages);
+      }
+      if (Pass::kGiven) control.given[slot.index] = given;
+      const bool tensor_ends = row == call.rows - 1 && rank == sharers - 1;
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        bytes[t] = Pass::kAligned
+                       ? wanted[t]
+                       : whole_units<T>(ring + room_of(slot.index, t), start[t], wanted[t], tensor_ends);
+        total += bytes[t];
+      }
+      barrier_arrive_expecting(&control.loaded[slot.index], total);
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        if (bytes[t] > 0) {
+          bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
+        }
+      }
+    }
+    return;
+  }
+
+  if (warp == kPublisher) {
+    Slot slot;
+    constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
+    float counts[kEach];
+    int first_part = 0;  // that has columns: of a slice of three bf16, threads 16 to 18 have them (see Cut)
+    for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
+      barrier_wait(&control.measured[slot.index], slot.parity);
+      const float2* measured = control.parts[slot.index];
+      if (row == group) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
+        if (Pass::kMeans) first_part = __ffs(__ballot_sync(~0u, counts[0] > 0)) - 1;
+      }
+      const float base = Pass::kMeans ? measured[first_part].x : 0;
+      Stats parts[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i], base);
+      }
+      const Stats stats = Pass::together(parts, columns, kWidth);
+      if (lane != 0) continue;
+      if (sharers == 1) {
+        control.row_stats[slot.index] = Pass::finish(call, stats, base, row, true);
+        barrier_arrive(&control.known[slot.index]);
+      } else {
+        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats, base));
+      }
+    }
+    return;
+  }
+
+  if (warp >= kGatherer) {
+    const int gatherer = warp - kGatherer;
+    if (sharers == 1 || gatherer >= pipe.gatherers) return;
+    // A look is at the next 32 / pipe.lanes rows of this warp, as more than one may have been published since
+    // the last (one row a look: bf16 rows of 50176 0.68 of copy speed -> 0.85).
+    const int first_peer = lane % pipe.lanes, ahead = lane / pipe.lanes * pipe.gatherers;
+    const int rows = (int(call.rows) - group + groups - 1) / groups;  // of this group
+    float2 pairs[kPeers];
+    bool complete = false;
+    for (int next = gatherer; next < rows;) {
+      const int64_t row = group + int64_t(next + ahead) * groups;
+      const uint64_t* from[kPeers];
+#pragma unroll
+      for (int i = 0; i < kPeers; ++i) {
+        const int peer = first_peer + i * 32;
+        const bool has = peer < sharers && next + ahead < rows;
+        from[i] = has ? words + row * words_per_row(sharers) + peer : nullptr;
+      }
+      if (!complete) complete = look(from, pairs);
+      const unsigned missing = __ballot_sync(~0u, !complete);
+      const int known = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // rows
+      if (known == 0) continue;
+      const float base = Pass::kMeans ? __shfl_sync(~0u, pairs[0].x, 0, pipe.lanes) : 0;
+      auto of_peers = [&](auto peers_of_lane) {
+        constexpr int N = decltype(peers_of_lane)::value;
+        Stats stats[N] = {};
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const int peer = first_peer + i * 32;
+          if (peer < sharers)
+            stats[i] = Pass::published(pairs[i], slice_columns(pipe, call.cols, peer), base);
+        }
+        return Pass::together(stats, call.cols, pipe.lanes);
+      };
+      const Stats total = sharers <= 32 ? of_peers(std::integral_constant<int, 1>())
+                                        : of_peers(std::integral_constant<int, kPeers>());
+      if (first_peer == 0 && lane / pipe.lanes < known && next + ahead < rows) {
+        const int slot = (next + ahead) % pipe.stages;
+        control.row_stats[slot] = Pass::finish(call, total, base, row, rank == 0);
+        barrier_arrive(&control.known[slot]);
+      }
+      next += known * pipe.gatherers;
+      complete = false;
+    }
+    return;
+  }
+
+  T* slices[Pass::kTensors];
+  auto find_slices = [&](const Slot& slot, unsigned offset) {
+    for (int t = 0; t < Pass::kTensors; ++t) {
+      slices[t] = reinterpret_cast<T*>(ring + (room_of(slot.index, t) | early_bytes(t, offset)));
+    }
+  };
+  Slot measuring, applying;
+  const int rows = call.rows, lag = pipe.delay * groups;  // a row is long, so that there are not many
+  Pass job(call, first, columns, offset_of(group));
+  const bool first_of_part = lane % Pass::kTogether == 0;
+  if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
+#pragma unroll 1
+  for (int row = group; row < rows + lag; row += groups) {
+    if (row < rows) {
+      find_slices(measuring, offset_of(row));
+      job.ask_for_bias(call, first, columns, 0);
+      barrier_wait(&control.loaded[measuring.index], measuring.parity);
+      const float2 part = job.measure(call, slices, first, columns, control.given[measuring.index]);
+      if (first_of_part) {
+        control.parts[measuring.index][threadIdx.x / Pass::kTogether] = part;
+        barrier_arrive(&control.measured[measuring.index]);
+      }
+      measuring.advance(pipe.stages);
+    }
+    if (row >= lag) {
+      const int64_t offset = offset_of(row - lag);
+      find_slices(applying, offset);
+      barrier_wait(&control.known[applying.index], applying.parity);
+      job.apply(call, slices, columns, offset, control.row_stats[applying.index],
+                control.given[applying.index]);
+      if (Pass::kWrites) writes_before_copies();  // measure has written to the slice
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&control.applied[applying.index]);
+      applying.advance(pipe.stages);
+    }
+  }
+  job.end(call, partials, first, columns, group, groups);
+#else
+  __trap();  // plan keeps calls away from code without these instructions
+#endif
+}
+
+// Rows that are not aligned: one kernel for all epilogues, which is less to compile.
+template <typename T, int V, bool FUSED>
+using Forwards = ForwardPass<T, 16 / sizeof(T), V == 1, FUSED || V == 1>;
+
+template <typename Pass>
+constexpr int kControlBytes = (sizeof(Control<Pass::kTogether, typename Pass::ForRow>) + kLineBytes - 1) /
+                              kLineBytes * kLineBytes;  // of shared memory, beside the ring
+
+// Columns of the longest slice: what a block's threads can take, and of which three stages fit, one
+// to load, one to measure, one to wait for its statistics.
+template <typename Pass>
+int64_t longest_slice(const Device& device) {
+  const int64_t bytes =
+      (device.shared_bytes - kControlBytes<Pass>) / (3 * Pass::kTensors) / kLineBytes * kLineBytes;
+  return std::min<int64_t>(kSliceColumns, (bytes - kLineBytes) / sizeof(typename Pass::Element));
+}
+
+template <typename Pass>
+bool takes_pass(const typename Pass::Call& call, const Device& device) {
+  return device.code >= 90 && call.cols <= longest_slice<Pass>(device) * std::min(device.sms, kMostSharers);
+}
+template <typename T>
+bool takes(const Forward& call, const Device& device) {
+  return takes_pass<Forwards<T, 1, true>>(call, device);
+}
+template <typename T>
+bool takes(const Backward& call, const Device& device) {
+  return takes_pass<BackwardPass<T, 1, true>>(call, device);
+}
+
+// Of rows that registers could hold and that are not aligned, as many as SMs.
+template <typename T>
+bool is_faster_than_registers(const Forward& call, bool fused, const Device& device) {
+  if (call.rows < device.sms || !takes<T>(call, device)) return false;
+  const int64_t slice = longest_slice<Forwards<T, 1, true>>(device), slices = ceil_div(call.cols, slice);
+  return (slices > 1 && !fused) || 100 * call.cols >= kUnalignedFill * slices * slice;
+}
+
+struct Plan {
+  Pipeline pipe;
+  int sharers, groups;  // blocks that share a row, and groups of them
+};
+
+bool starts_on_lines(const Forward& call) {
+  return rows_start_at(kLineBytes, call.cols, call.dtype, {call.input});
+}
+bool starts_on_lines(const Backward& call) {
+  return rows_start_at(kLineBytes, call.cols, call.dtype, {call.input, call.grad_output});
+}
+
+// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are
+// few rows, and in backward (of rows of 262144, 33 blocks a row use 132 SMs, 32 only 128). Forward has half
+// the bytes to hide an exchange behind (bf16 rows of 1048576: 0.83 with 128 blocks, 0.69 with 132).
+template <typename Pass>
+Plan plan(const typename Pass::Call& call, const Device& device) {
+  constexpr bool kForward = Pass::kTensors == 1;
+  constexpr int kBytes = sizeof(typename Pass::Element);
+  const int64_t rows = call.rows, cols = call.cols;
+  const int64_t least = ceil_div(cols, longest_slice<Pass>(device)), most_groups = device.sms / least;
+  Plan p = {};
+  int64_t step = 1;  // rows of the same shift lie a multiple of it apart
+  while (kForward && !Pass::kAligned && step * cols * kBytes % 16 != 0) step *= 2;
+  p.pipe.shifted = kForward && !Pass::kAligned && most_groups >= std::min(step, rows);
+  if (!p.pipe.shifted) step = 1;
+  auto groups_of = [&](int64_t sharers) {
+    const int64_t fit = device.sms / sharers;
+    return fit < rows ? fit / step * step : rows;
+  };
+  // Twice the least where groups come in multiples: float32 rows of 131075 0.70 of copy speed -> 0.80.
+  const int64_t worth_trying =
+      std::max((step > 1 ? 2 : Pass::kTensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
+  const int64_t most =
+      std::min({worth_trying, int64_t(device.sms), int64_t(kMostSharers), cols / kLeastSlice});
+  int64_t fastest = least, shortest = INT64_MAX;
+  for (int64_t sharers = least; sharers <= std::max(least, most); ++sharers) {
+    if (groups_of(sharers) == 0) break;
+    const int64_t time = ceil_div(rows, groups_of(sharers)) * (ceil_div(cols, sharers) + kLeastSlice);
+    if (time < shortest) fastest = sharers, shortest = time;
+  }
+  const int unit = kLineBytes / kBytes;  // slices start on lines where rows do
+  p.pipe.slice = ceil_div(ceil_div(cols, fastest), unit) * unit;
+  p.sharers = ceil_div(cols, p.pipe.slice);
+  p.groups = groups_of(p.sharers);
+  const int early = starts_on_lines(call) ? 0 : kLineBytes;
+  p.pipe.slice_bytes = ceil_div(p.pipe.slice * kBytes + early, kLineBytes) * kLineBytes;
+  const int stage_bytes = Pass::kTensors * p.pipe.slice_bytes;
+  const int control_bytes = std::max(kControlBytes<Pass>, kForward ? 0 : kBackwardControlBytes);
+  p.pipe.stages = std::min(kMaxStages, (device.shared_bytes - control_bytes) / stage_bytes);
+  const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
+  p.pipe.flight =
+      std::max(1, std::min(p.pipe.stages - 1, flight_bytes / (Pass::kTensors * p.pipe.slice * kBytes)));
+  // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
+  const bool many = p.sharers >= kManySharers;
+  const int delay = p.sharers == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
+  p.pipe.delay = std::max(1, std::min(p.pipe.stages - 2, delay));
+  p.pipe.lanes = 4;
+  while (p.pipe.lanes < std::min(p.sharers, 32)) p.pipe.lanes *= 2;
+  p.pipe.gatherers = !kForward && many && kBytes == 4 ? 1 : kGatherers;
+  p.pipe.prefetch = kForward || p.sharers >= kBackwardPrefetchGroup;
+  p.pipe.keep_input = exceeds_l2(call, Pass::kTensors + 1, device);
+  return p;
+}
+
+template <typename Pass>
+cudaError_t launch(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
+                   const Context& context) {
+  const int shared = p.pipe.stages * Pass::kTensors * p.pipe.slice_bytes;
+  return launch_groups(layer_norm_pipeline<Pass>, p.sharers, p.groups, kThreads, shared, context, call,
+                       p.pipe, words, partials);
+}
+
+template <typename T, int V, bool FUSED>
+cudaError_t launch(const Forward& call, const Context& context) {
+  using Pass = Forwards<T, V, FUSED>;
+  const Plan p = plan<Pass>(call, context.device);
+  const int64_t bytes = 8 * call.rows * words_per_row(p.sharers);
+  auto* words = static_cast<uint64_t*>(bytes > 0 ? context.allocate(bytes) : nullptr);
+  if constexpr (V == 1) {
+    if (!p.pipe.shifted) return launch<ForwardPass<T, 1, false, true>>(call, p, words, nullptr, context);
+  }
+  return launch<Pass>(call, p, words, nullptr, context);
+}
+
+template <typename T, int V, bool FUSED>
+cudaError_t launch(const Backward& call, const Context& context) {
+  using Pass = BackwardPass<T, V, FUSED>;
+  const Plan p = plan<Pass>(call, context.device);
+  const int64_t partial_rows = partials_of(p.groups), sums = 2 * partial_rows * call.cols;
+  const int64_t bytes = 4 * sums + 8 * call.rows * words_per_row(p.sharers);
+  auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
+  const cudaError_t error =
+      launch<Pass>(call, p, reinterpret_cast<uint64_t*>(partials + sums), partials, context);
+  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
+}
+
+}  // namespace pipeline
+"""
+
+_JOINT = r"""
+namespace joint {
+
+// ---- Rows that many SMs hold together, forward, float32 without an activation (sm_90 and up) ----
+// Takes rows of more than a million columns, too long for the pipeline. A group of blocks, one on each SM,
+// shares a row, and each block keeps up to 128 KB of it, its slice, in shared memory until the group knows
+// the row's statistics. weight and bias of the slice stay in registers and shared memory for the whole run:
+// each byte moves once (the main shape: 0.176 ms, and 0.216 with input read twice). Of 16 bits, with twice
+// the elements to a byte, the few warps that have the registers for weight and bias are slower than reading
+// twice (bf16: 0.146 ms, and 0.118), and so they are with an activation.
+//
+// A slice comes in stages, into a ring that has room for some stages more. All warps go along the stages:
+// they apply one, and measure the one that lies a slice and kAhead stages further on. So the next row is
+// measured, and its exchange under way, before this one is done (2 stages ahead: 0.184 ms, 3: 0.177, 4:
+// 0.182, as fewer are left to load into). kPrefetch more are on their way to L2 (3: 0.175 ms, 4: 0.177,
+// 6: 0.183).
+
+[[maybe_unused]] constexpr int kAhead = 3, kPrefetch = 3;
+constexpr int kThreads = 256;  // of 255 registers each, or else weight and bias would not fit
+// 16-byte packs of a thread in a stage, of a block in a stage, and stages of a slice, at most.
+constexpr int kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16;
+constexpr int kRing = 28;  // stages, at most
+// Packs of a slice that a thread has room for in registers: weight, and bias. The rest of a slice's is in
+// shared memory. A slice of fewer stages takes the last places, so that the number of its last stage, which
+// alone may be incomplete, is known when the loop over stages is unrolled.
+constexpr int kWeights = 31, kBiases = 20;
+// Fewer rows a group: too few to load one while another is applied (rows of 4194304, one: 0.80 of copy speed,
+// and 0.89 spread; two: 0.72 and 0.76; three: 0.73 and 0.74; sixteen: 0.78 and 0.64).
+constexpr int kLeastRows = 4;
+constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weight and bias
+
+struct Joint {
+  int lines, more;  // 128-byte lines of a block, and how many blocks, the first ones, have one more
+  int ring;         // stages
+};
+
+// The first column of block `rank`.
+__host__ __device__ inline int joint_begin(const Joint& joint, int64_t cols, int rank) {
+  const int begin = 32 * (joint.lines * rank + (rank < joint.more ? rank : joint.more));
+  return begin < cols ? begin : int(cols);
+}
+
+__host__ __device__ inline int joint_stages(int packs) { return (packs + kStageSize - 1) / kStageSize; }
+
+// Packs of weight, or bias, of a slice that have no room in registers.
+__host__ __device__ inline int joint_rest(int packs, int in_registers) {
+  const int skipped = (kStages - joint_stages(packs)) * kStagePacks;
+  const int rest = packs - (in_registers - skipped) * kThreads;
+  return rest > 0 ? rest : 0;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Joint joint, uint64_t* words) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  constexpr int V = 4, kWarps = kThreads / 32, kStageBytes = 16 * kStageSize;
+  using Packed = Pack<float, V>;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ uint64_t loaded[kRing], applied[kRing], measured, rest_loaded;
+  __shared__ Moments<float> partials[kWarps];
+  __shared__ float2 row_stats[2];  // of a row and the next
+
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
+  const int first_col = joint_begin(joint, call.cols, rank);
+  const int packs = (joint_begin(joint, call.cols, rank + 1) - first_col) / V, stages = joint_stages(packs);
+  const int skipped = kStages - stages, last_packs = packs - (stages - 1) * kStageSize;
+  auto offset = [&](int row, int stage) { return row * call.cols + first_col + stage * (kStageSize * V); };
+  auto stage_at = [&](int slot) {
+    return reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
+  };
+
+  if (thread == 0) {
+    for (int i = 0; i < joint.ring; ++i) {
+      barrier_init(&loaded[i], 1);
+      barrier_init(&applied[i], kWarps);
+    }
+    barrier_init(&measured, kWarps);
+    barrier_init(&rest_loaded, 1);
+    barriers_initialized();
+  }
+  __syncthreads();
+
+  // A thread loads stage after stage, another one has those brought to L2 that come kPrefetch later. The
+  // loading warp is always the same: it is the slowest, so that it need not wait for the others (warps that
+  // take turns: 0.195 -> 0.259 ms).
+  const bool loads = thread == 0, prefetches = thread == 32;
+  const uint64_t policy = l2_policy(constants.keep_input);
+  int next_row = blockIdx.y, next_stage = 0;
+  auto fetch = [&](int slot) {
+    if (next_row < rows) {
+      const float* input = static_cast<const float*>(call.input) + offset(next_row, next_stage);
+      const int bytes = 16 * (next_stage == stages - 1 ? last_packs : kStageSize);
+      if (loads) {
+        barrier_arrive_expecting(&loaded[slot], bytes);
+        bulk_copy(ring + slot * kStageBytes, input, bytes, &loaded[slot], policy);
+      } else {
+        prefetch_to_l2(input, bytes, policy);
+      }
+    }
+    if (++next_stage == stages) next_stage = 0, next_row += groups;
+  };
+  if (loads) {
+    for (int slot = 0; slot < joint.ring - 1; ++slot) fetch(slot);
+  }
+  if (prefetches) {
+    next_row += joint.ring / stages * groups;
+    next_stage = joint.ring % stages;
+    for (int i = 1; i < kPrefetch; ++i) fetch(0);
+  }
+
+  begin_unpublished(words, sharers, rank, blockIdx.y, rows, groups);
+
+  const int biases = joint_rest(packs, kBiases), weights = joint_rest(packs, kWeights);
+  Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
+  Packed* rest_weight = rest_bias + biases;
+  auto load_rest = [&](Packed* rest, const void* tensor, int count, float absent) {
+    if (tensor == nullptr) {
+      for (int i = thread; i < count; i += kThreads) rest[i] = {absent, absent, absent, absent};
+    } else if (loads && count > 0) {
+      const float* from = static_cast<const float*>(tensor) + first_col + (packs - count) * V;
+      bulk_copy(rest, from, 16 * count, &rest_loaded, policy);
+    }
+  };
+  if (loads) {
+    barrier_arrive_expecting(&rest_loaded, 16 * ((call.bias ? biases : 0) + (call.weight ? weights : 0)));
+  }
+  load_rest(rest_bias, call.bias, biases, 0);
+  load_rest(rest_weight, call.weight, weights, 1);
+
+  Packed weight[kWeights], bias[kBiases];
+  auto affine = [&](const void* tensor, int pack, float absent) {
+    if (tensor == nullptr) return Packed{absent, absent, absent, absent};
+    return load<float, V>(static_cast<const float*>(tensor) + first_col + pack * V);
+  };
+#pragma unroll
+  for (int i = 0; i < kWeights; ++i) {
+    const int pack = i * kThreads - skipped * kStageSize + thread;
+    if (pack < 0 || pack >= packs) continue;
+    weight[i] = affine(call.weight, pack, 1);
+    if (i < kBiases) bias[i < kBiases ? i : 0] = affine(call.bias, pack, 0);
+  }
+
+  // Measures a stage, in order, from its own mean.
+  Moments<float> measured_part = {};  // this thread's columns of a row
+  auto measure = [&](const Packed(&x)[kStagePacks], auto is_last) {
+    constexpr bool kLast = decltype(is_last)::value;
+    const int last = opaque(last_packs);  // one spilled word a thread: the main shape 0.179 -> 0.187 ms
+    float values[kStagePacks][V], sum = 0, squares = 0, here = 0;
+#pragma unroll
+    for (int i = 0; i < kStagePacks; ++i) {
+      unpack(x[i], values[i]);
+      const bool has = !kLast || i * kThreads + thread < last;
+      sum += has ? (values[i][0] + values[i][1]) + (values[i][2] + values[i][3]) : 0;
+      here += has ? V : 0;
+    }
+    const float stage_mean = sum * (here > V ? 1.f / (kStagePacks * V) : 1.f / V);
+#pragma unroll
+    for (int i = 0; i < kStagePacks; ++i) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) values[i][v] -= stage_mean;
+      const bool has = !kLast || i * kThreads + thread < last;
+      squares += has ? (values[i][0] * values[i][0] + values[i][1] * values[i][1]) +
+                           (values[i][2] * values[i][2] + values[i][3] * values[i][3])
+                     : 0;
+    }
+    add_moments(measured_part, here, stage_mean, squares);
+  };
+
+  // A row is measured. The last warp tells the group what this block has of it.
+  auto tell = [&](int row, int odd) {
+    Moments<float> moments = combine_means(measured_part, 32);
+    measured_part = {};
+    if (lane == 0) {
+      partials[warp] = moments;
+      barrier_arrive(&measured);
+    }
+    if (warp != kWarps - 1) return;
+    barrier_wait(&measured, odd);
+    moments = combine_means(partials[lane % kWarps], kWarps);
+    if (lane == 0) publish(words + row * words_per_row(sharers) + rank, {moments.mean, moments.m2});
+    __syncwarp();
+  };
+
+  // It also gathers what the group has.
+  auto gather = [&](int row, int odd) {
+    if (warp != kWarps - 1) return;
+    const int first_peer = opaque(lane);
+    const uint64_t* from[kPeers];
+    float2 pairs[kPeers];
+    Moments<float> of_peers[kPeers];
+#pragma unroll
+    for (int i = 0; i < kPeers; ++i) {
+      const int peer = first_peer + i * 32;
+      from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
+      of_peers[i].count = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
+    }
+    while (!look(from, pairs)) {
+    }
+#pragma unroll
+    for (int i = 0; i < kPeers; ++i) of_peers[i].mean = pairs[i].x, of_peers[i].m2 = pairs[i].y;
+    const float first = __shfl_sync(~0u, pairs[0].x, 0);
+    const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
+    const float rstd = inverse_root(total.m2 * constants.per_col + constants.eps);
+    if (first_peer != 0) return;
+    row_stats[odd] = {total.mean, rstd};
+    if (void* means = opaque(call.mean); rank == 0 && means != nullptr) {
+      static_cast<float*>(means)[row] = total.mean;
+      static_cast<float*>(call.rstd)[row] = rstd;
+    }
+  };
+
+  // The first row, and the beginning of the second.
+  int row = blockIdx.y, odd = 0;  // odd: every other row of this block
+#pragma unroll 1
+  for (int i = 0; i < stages + kAhead; ++i) {
+    if (i >= stages && row + groups >= rows) break;
+    barrier_wait(&loaded[i], 0);
+    const Packed x[kStagePacks] = {stage_at(i)[0], stage_at(i)[kThreads]};
+    if (i == stages - 1) {
+      measure(x, std::true_type());
+      tell(row, odd);
+    } else {
+      measure(x, std::false_type());
+    }
+  }
+  barrier_wait(&rest_loaded, 0);
+
+  Slot slot;
+  auto slot_after = [&](int steps) {
+    Slot after = {slot.index + steps, slot.parity};
+    if (after.index >= joint.ring) after.index -= joint.ring, after.parity ^= 1;
+    return after;
+  };
+#pragma unroll 1
+  for (; row < rows; row += groups, odd ^= 1) {
+    gather(row, odd);
+    __syncthreads();
+    const float row_mean = row_stats[odd].x, rstd = row_stats[odd].y;
+    float* output = static_cast<float*>(call.output) + offset(row, -skipped) + thread * V;
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage, output += kStageSize * V) {
+      if (stage < skipped) continue;
+      if (loads || prefetches) {
+        // Into the slot before this one, which all warps have applied or are about to.
+        const Slot into = slot_after(joint.ring - 1);
+        if (loads) barrier_wait(&applied[into.index], into.parity ^ 1);
+        fetch(into.index);
+      }
+
+      const int ahead = stage + kAhead;
+      const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
+      const Slot measuring = slot_after(stages + kAhead);
+      const Packed* at = stage_at(slot.index);
+      const Packed x[kStagePacks] = {at[0], at[kThreads]};
+      if (measures) barrier_wait(&loaded[measuring.index], measuring.parity);
+      at = stage_at(measuring.index);
+      const Packed later[kStagePacks] = {at[0], at[kThreads]};
+
+#pragma unroll
+      for (int j = 0; j < kStagePacks; ++j) {
+        const int i = stage * kStagePacks + j;
+        const bool has = stage < kStages - 1 || j * kThreads + thread < last_packs;
+        float y[V], w[V], b[V];
+        unpack(x[j], y);
+        if (i < kWeights) {
+          unpack(weight[i < kWeights ? i : 0], w);
+        } else if (has) {
+          unpack(rest_weight[(i - kWeights) * kThreads + thread], w);
+        }
+        if (i < kBiases) {
+          unpack(bias[i < kBiases ? i : 0], b);
+        } else if (has) {
+          unpack(rest_bias[(i - kBiases) * kThreads + thread], b);
+        }
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[v] = (y[v] - row_mean) * rstd * w[v] + b[v];
+        if (has) store<float, V, true>(output + j * kThreads * V, y);
+      }
+      if (ahead % kStages != kStages - 1) {
+        measure(later, std::false_type());
+      } else if (measures) {
+        measure(later, std::true_type());
+        tell(row + groups, odd ^ 1);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&applied[slot.index]);
+      slot.advance(joint.ring);
+    }
+  }
+#else
+  __trap();  // plan keeps calls away from code without these instructions
+#endif
+}
+
+struct Plan {
+  Joint joint;
+  int sharers, groups;  // blocks that share a row, and groups of them
+  int shared;           // bytes of dynamic shared memory; 0: another room is faster
+};
+
+// As many groups as can each hold a row, of as many blocks as there are.
+Plan plan(const Forward& call, const Device& device) {
+  constexpr int V = 4;
+  if (device.code < 90) return {};
+  const int64_t least_group = ceil_div(call.cols / V, kStages * kStageSize);
+  const int64_t groups = std::min(call.rows, device.sms / least_group);
+  if (groups == 0 || call.rows < kLeastRows * groups) return {};
+  const int sharers = std::min<int64_t>(device.sms / groups, kMostSharers), lines = ceil_div(call.cols, 32);
+  Joint joint = {lines / sharers, lines % sharers};
+  int stages = 0, rest = 0;
+  for (const int rank : {0, joint.more, sharers - 1}) {  // blocks of all lengths
+    const int begin = joint_begin(joint, call.cols, rank);
+    const int packs = (joint_begin(joint, call.cols, rank + 1) - begin) / V;
+    if (joint_stages(packs) < kStages / 2) return {};
+    stages = std::max(stages, joint_stages(packs));
+    rest = std::max(rest, joint_rest(packs, kBiases) + joint_rest(packs, kWeights));
+  }
+  joint.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * rest) / (16 * kStageSize));
+  if (sharers == 1 || stages > kStages || joint.ring < stages + kAhead + 2) return {};
+  return {joint, sharers, int(groups), 16 * (joint.ring * kStageSize + rest)};
+}
+
+cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
+  auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * words_per_row(p.sharers)));
+  return launch_groups(layer_norm_joint_rows, p.sharers, p.groups, kThreads, p.shared, context, call,
+                       row_constants<float>(call, context.device), p.joint, words);
+}
+
+}  // namespace joint
+"""
+
+_SPREAD = r"""
+namespace spread {
+
+// ---- Rows spread over the GPU, forward and backward ----
+// Takes every row that no other room takes, on every GPU. A first kernel reads input and leaves the moments
+// of each piece of a row, a piece being every `pieces`-th of its steps; a second makes a row's statistics of
+// them. The third goes down the rows with weight and bias of its columns in registers: for 16 long rows,
+// reading them again for each row would move as many bytes as input and output together. Input is read twice.
+
+// Blocks of the first kernel that an SM holds at once. There are no more of them: a second wave would
+// cost 1% of 16 rows of 4194304, and blocks of 8192 elements each 8%, as a block's start and end show.
+constexpr int kMeasuringBlocks = 4;
+// Columns of a block that goes down the rows, one load of 16 bytes a thread: of more loads each, fewer
+// threads fit an SM (16 rows of 4194304: 0.223 ms with two, 0.216 with one).
+constexpr int kTileColumns = 2048;
+template <int V>
+constexpr int kTilePacks = V < 4 ? 4 / V : 1;
+template <int V>
+constexpr int kTileThreads = kTileColumns / (kTilePacks<V> * V);
+constexpr int kMeasuringThreads = 256, kFinishingThreads = 256;
+constexpr int64_t kLeastPiece = 8192;  // the fewest elements of a piece
+constexpr int64_t kBlocksPerSm = 8;    // of the kernels that apply: rows are shared by blocks to have so many
+constexpr int64_t kPartialBytes = 32 << 20;  // that partial sums of grad_weight and grad_bias may take
+
+// ---- Rows spread over the GPU, forward ----
+
+template <typename T, int V, int PACKS>
+__global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
+    partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
+  using A = Acc<T>;
+  let_next_start();
+  constexpr int kWarps = kMeasuringThreads / 32;
+  __shared__ Moments<A> of_warps[kWarps];
+  const int64_t row = blockIdx.x % call.rows;
+  const int piece = blockIdx.x / call.rows;
+  const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
+  const T* input = static_cast<const T*>(call.input) + row * cols;
+
+  Moments<A> moments = {0, 0, 0};
+  for (int64_t first = piece * step; first < cols; first += pieces * step) {
+    Pack<T, V> x[PACKS];
+    int count = 0;
+    A sums[PACKS] = {}, m2 = 0;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
+      if (col < cols) x[i] = load<T, V>(input + col), count += V;
+    }
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      if (i * V < count) {
+        Acc<T> values[V];
+        unpack(x[i], values);
+        sums[i] = sum_of<T>(values);
+      }
+    }
+    // From the first load's mean: the sum of 12 equal numbers already has an error.
+    A off = 0;
+#pragma unroll
+    for (int i = 1; i < PACKS; ++i) off += i * V < count ? sums[i] - sums[0] : A(0);
+    const A mean = sums[0] * (A(1) / V) + off / A(max(count, 1));
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      if (i * V < count) {
+        Acc<T> values[V];
+        unpack(x[i], values);
+#pragma unroll
+        for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
+      }
+    }
+    add_moments(moments, A(count), mean, m2);
+  }
+  moments = combine_means(moments, 32);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
+  __syncthreads();
+  moments = combine_means(of_warps[threadIdx.x % kWarps], kWarps);
+  if (threadIdx.x == 0) scratch[row * pieces + piece] = moments;
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kFinishingThreads)
+    finish_moments(Forward call, int pieces, const Moments<A>* scratch, RowStats<A>* row_stats) {
+  __shared__ A slots[2][kMaxWarps][1];
+  let_next_start();
+  wait_for_previous();
+  const int64_t row = blockIdx.x;
+  const Moments<A>* moments = scratch + row * pieces;
+  // As combine_means, of any number of pieces.
+  const A first = moments[0].mean;
+  A sum = 0, m2 = 0;
+  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+    sum += moments[piece].count * (moments[piece].mean - first);
+  }
+  const A off = combine_row(sum, slots[0]) / A(call.cols);
+  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+    const A delta = moments[piece].mean - first - off;
+    m2 += moments[piece].m2 + moments[piece].count * delta * delta;
+  }
+  m2 = combine_row(m2, slots[1]);
+  if (threadIdx.x != 0) return;
+  const A rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
+  const bool is_16_bit = call.dtype == DType::Float16 || call.dtype == DType::BFloat16;
+  row_stats[row] = row_stats_of(first, off, applied_rstd(rstd, m2, is_16_bit));
+  if (call.mean != nullptr) {
+    static_cast<A*>(call.mean)[row] = first + off;
+    static_cast<A*>(call.rstd)[row] = rstd;
+  }
+}
+
 template <typename T, int V, int PACKS, bool FUSED>
-__global__ void __launch_bounds__(256, kMeasuringBlocks)
+__global__ void __launch_bounds__(512)
+    normalize_columns(Forward call, const RowStats<Acc<T>>* row_stats, int64_t rows_per_block) {
+  using A = Acc<T>;
+  const int64_t cols = call.cols;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
+  const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
+
+  A weight[PACKS][V], bias[PACKS][V];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int64_t col = first_col + i * V * blockDim.x;
+    if (col < cols) {
+      load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
+      load_affine<T, V>(bias[i], call.bias, call.affine_float32, col, 0);
+    }
+  }
+
+  wait_for_previous();
+  const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
+#pragma unroll 1  // unrolled, fewer blocks fit an SM, and it is their number that keeps loads in flight
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const RowStats<A> stats = row_stats[row];
+    const T* input = static_cast<const T*>(call.input) + row * cols;
+    T* output = static_cast<T*>(call.output) + row * cols;
+    Pack<T, V> x[PACKS];
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first_col + i * V * blockDim.x;
+      if (col < cols) x[i] = load<T, V>(input + col);
+    }
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int64_t col = first_col + i * V * blockDim.x;
+      if (col >= cols) continue;
+      A y[V];
+      unpack(x[i], y);
+#pragma unroll
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<A>{call.activation, A(call.scale)}));
+      store<T, V, true>(output + col, y);
+    }
+  }
+}
+
+// ---- Rows spread over the GPU, backward ----
+// First the two sums of each piece of a row,
+template <typename T, int V, int PACKS, bool FUSED>
+__global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
     backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
   using A = Acc<T>;
   __shared__ Sums<A> slots[kMaxWarps][1];
@@ -1778,10 +3309,9 @@ __global__ void __launch_bounds__(256, kMeasuringBlocks)
 }
 
 // then their means over the row,
-template <typename T>
-__global__ void __launch_bounds__(256)
-    finish_sums(Backward call, int pieces, const Sums<Acc<T>>* scratch, Sums<Acc<T>>* row_means) {
-  using A = Acc<T>;
+template <typename A>
+__global__ void __launch_bounds__(kFinishingThreads)
+    finish_sums(Backward call, int pieces, const Sums<A>* scratch, Sums<A>* row_means) {
   __shared__ Sums<A> slots[kMaxWarps][1];
   let_next_start();
   wait_for_previous();
@@ -1867,1241 +3397,63 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// ---- Long rows, forward and backward: a stream (sm_90 and up) ----
-// A group of blocks shares a row, and each block keeps to its slice of the columns: weight and
-// bias, or weight, grad_weight and grad_bias, stay in registers for the whole run. Slices of row
-// after row arrive by bulk copy in a ring of shared-memory stages. A slice is measured when it
-// arrives and applied `delay` stages later, when the blocks of its group have exchanged what they
-// measured: the exchange hides behind the rows between, and each byte moves once.
-//
-// Warps 0-15 measure and apply. One warp loads; one combines what lanes have measured and
-// publishes them to the group; others gather what the group has published, several rows at a look,
-// as a look at another block's words takes about as long as a row.
-
-[[maybe_unused]] constexpr int kStreamWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
-constexpr int kGatherers = 2, kStreamThreads = 32 * (kGatherer + kGatherers);
-constexpr int kStreamColumns = 16;                                 // of a thread
-constexpr int kSliceColumns = 32 * kStreamWarps * kStreamColumns;  // of a block, at most: 8192
-constexpr int kMaxStages = 10;
-constexpr int kPeers = 5;  // blocks whose words a lane looks at, at once
-constexpr int kMostSharers = 32 * kPeers;
-
-struct Stream {
-  int slice;        // columns of a block; the last one of a group may have fewer
-  int stages;       // of the ring
-  int delay;        // stages between measuring and applying, less than stages
-  int flight;       // stages on their way at once
-  int slice_bytes;  // room for one tensor's slice of a row, a multiple of kLineBytes
-  int gatherers;    // warps that take turns, at most kGatherers
-  int lanes;        // of a gatherer for a row: a power of two, 32 or as many as share a row
-  bool prefetch;    // rows that wait for a place in the ring come to L2
-  bool keep_input;  // see l2_policy
-  bool shifted;     // see ForwardPass
+struct Plan {
+  int pieces;                 // blocks a row for the statistics
+  int64_t tiles, row_blocks;  // blocks over columns and over rows for the rest
 };
 
-// Lanes that measure a part of a slice together, and the publisher combines the parts. What lanes combine
-// takes the time of all warps: with 32 it is 300 of the 1600 cycles of a bf16 row of 65536 with GELU (0.84 of
-// copy speed, with 2 0.89; unaligned bf16 rows of 50257 0.87 -> 0.89). float32 has time, and needs the room.
-template <typename T>
-constexpr int kFewTogether = sizeof(T) == 2 ? 2 : 8;
+Plan plan(int64_t rows, int64_t cols, const Device& device) {
+  const int64_t places = kMeasuringBlocks * device.sms;
+  const int64_t waves =
+      ceil_div(8 * rows, places);  // at least 8 pieces a row: 1/9 of the places idle at most
+  const int64_t pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
+  const int64_t tiles = ceil_div(cols, kTileColumns);
+  return {int(pieces), tiles, std::min(rows, ceil_div(kBlocksPerSm * device.sms, tiles))};
+}
 
-template <int TOGETHER, typename ForRow>
-struct StreamControl {
-  static constexpr int kParts = 32 * kStreamWarps / TOGETHER;
-  uint64_t loaded[kMaxStages], measured[kMaxStages], known[kMaxStages], applied[kMaxStages];
-  float2 given[kMaxStages];
-  ForRow row_stats[kMaxStages];
-  float2 parts[kMaxStages][kParts];
-  float counts[kParts];  // columns of each
-};
-
-// Forward as the stream sees it: nothing is given with a row. SHIFTED: rows do not start on 16-byte
-// boundaries, but those of a group all lie as far from one (see Cut). Where they do not, a load is one
-// element, V == 1.
-template <typename T, int V, bool SHIFTED, bool FUSED>
-struct ForwardPass {
-  using Call = Forward;
-  using Element = T;
-  using Stats = Moments<float>;  // the mean as a distance from `base`, one of all means
-  using ForRow = RowStats<float>;
-  static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false, kMeans = true };
-  enum : int { kTogether = kFewTogether<T> };
-  float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
-  float count, per_count;  // columns of this thread's part, and their inverse
-  Cut cut;
-  int odd = 0;          // see Unaligned
-  bool aligned = true;  // input as output
-  bool asks;  // for an epilogue: of rows that are not aligned one kernel does both, which is less to compile
-
-  static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
-
-  // In elements, from the beginning of one of L2's sectors of 32 bytes: packs that are stored begin with one
-  // (float32 rows of 50257: 0.92 of copy speed -> 0.94).
-  static __device__ int misalignment(const void* tensor, int64_t offset) {
-    return SHIFTED ? reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + offset) % 32 / sizeof(T) : 0;
-  }
-
-  // offset: of a slice of the group, in elements.
-  __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t offset)
-      : cut(misalignment(call.output, offset), columns, V, 2 * V),
-        asks(FUSED && (kAligned || call.activation != Activation::None || call.scale != 1)) {
-    if (SHIFTED) {
-      odd = Unaligned<T, V>::odd(tensor(call, 0) + offset + cut.begin);
-      aligned = (misalignment(call.input, offset) - misalignment(call.output, offset)) % V == 0;
-    }
-    auto load_affine_of_slice = [&](auto usual_affine) {
-      constexpr bool kUsual = decltype(usual_affine)::value;
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        // From inside the slice in any case, as without conditions all are asked for at once (bf16 rows of
-        // 65536: 0.83 of copy speed -> 0.87).
-        const int col = first + min(pack_col(i), cut.end - V);
-        load_affine_pair<T, V, SHIFTED, kUsual>(weight[i], bias[i], call, col, first + cut.begin);
-      }
-      if (has_extra()) {
-        load_affine_pair<T, 1, SHIFTED, kUsual>(extra_weight, extra_bias, call, first + cut.extra, 0);
-      }
-    };
-    if (has_usual_affine(call)) {
-      load_affine_of_slice(std::true_type());
-    } else {
-      load_affine_of_slice(std::false_type());
-    }
-    count = has_extra();
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) count += has_pack(i) ? V : 0;
-    count = combine_lanes(count, kTogether);
-    per_count = 1 / max(count, 1.f);
-  }
-
-  __device__ float columns_of_part() const { return count; }
-
-  __device__ int pack_col(int i) const {
-    return (SHIFTED ? cut.begin : 0) + (i * 32 * kStreamWarps + threadIdx.x) * V;
-  }
-  __device__ bool has_pack(int i) const { return pack_col(i) < cut.end; }
-  __device__ bool has_extra() const { return SHIFTED && cut.extra >= 0; }
-
-  // This thread's part of a slice; zeros beyond its end.
-  __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
-    extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
-    if (!SHIFTED || aligned) {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        x[i] = {};
-        if (has_pack(i)) x[i] = load<T, V>(slice + pack_col(i));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        Unaligned<T, V> words = {};
-        if (has_pack(i)) words.load(slice + pack_col(i), odd);
-        x[i] = words.get(odd);
-      }
-    }
-  }
-
-  __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
-
-  // {mean, m2} of this thread's part: first the mean, then distances from it.
-  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
-    Pack<T, V> x[kPacks];
-    float sums[kPacks], m2 = 0, extra_x;
-    get(x, extra_x, slices[0]);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      float values[V];
-      unpack(x[i], values);
-      sums[i] = sum_of<T>(values);
-    }
-    float mean;
-    if constexpr (sizeof(T) == 2) {
-      mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
-    } else {  // from the mean of the part's first load: the sum of 12 equal numbers already has an error
-      const float own = has_pack(0) ? sums[0] * (1.f / V) : extra_x;
-      const float first = __shfl_sync(~0u, own, 0, kTogether);
-      float off = has_extra() ? extra_x - first : 0;
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) off += has_pack(i) ? fmaf(-V, first, sums[i]) : 0;
-      mean = first + combine_lanes(off, kTogether) * per_count;
-    }
-    if (has_extra()) add_distance(m2, extra_x - mean);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      float values[V], here = 0;
-      unpack(x[i], values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
-      if (has_pack(i)) m2 += here;
-    }
-    return {mean, combine_lanes(m2, kTogether)};
-  }
-
-  static __device__ Stats part(float2 measured, float count, float base) {
-    return {count, measured.x - base, measured.y};
-  }
-  template <int N>
-  static __device__ Stats together(const Stats (&stats)[N], int64_t columns, int width) {
-    return combine_means(stats, 0.f, columns, width);
-  }
-
-  // {mean, m2}. A float32 mean has 25 bits, the last one in the sign of m2: the rounded means of a group's
-  // blocks put the row's off by up to 0.18 units in the last place, besides its own rounding, with 0.06.
-  static __device__ float2 to_publish(const Stats& slice, float base) {
-    float mean = base + slice.mean;
-    if (sizeof(T) == 2) return {mean, slice.m2};
-    const float rest = slice.mean - (mean - base);
-    const bool has_bit = fabsf(rest) > 0.5f * fabsf(last_bit(mean));
-    if (has_bit && (rest < 0) != (mean < 0)) mean = __uint_as_float(__float_as_uint(mean) - 1);
-    return {mean, has_bit ? -slice.m2 : slice.m2};
-  }
-  static __device__ Stats published(float2 pair, int columns, float base) {
-    const bool has_bit = sizeof(T) == 4 && __float_as_int(pair.y) < 0;
-    return {float(columns), pair.x - base + (has_bit ? last_bit(pair.x) : 0), fabsf(pair.y)};
-  }
-  // Half a unit in the last place, with the mean's sign.
-  static __device__ float last_bit(float mean) {
-    return __uint_as_float(__float_as_uint(mean) & 0xff800000) * 0x1p-24f;
-  }
-
-  static __device__ float2 given(const Call&, int64_t) { return {}; }
-
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, int64_t row,
-                                  bool save) {
-    // No division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
-    const float per_col = 1 / float(call.cols);
-    const float variance = row_total.m2 * per_col + float(call.eps);
-    const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
-    if (save && call.mean != nullptr) {
-      static_cast<float*>(call.mean)[row] = base + row_total.mean;
-      static_cast<float*>(call.rstd)[row] = rstd;
-    }
-    return row_stats_of(base, row_total.mean, applied_rstd<T>(rstd, row_total.m2));
-  }
-
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
-                        const ForRow& stats, float2) {
-    T* output = static_cast<T*>(call.output) + offset;
-    Pack<T, V> x[kPacks];
-    float extra_x;
-    get(x, extra_x, slices[0]);
-    auto write = [&](auto fused) {
-      constexpr bool kFused = decltype(fused)::value;
-      const Epilogue<float> epilogue = {call.activation, float(call.scale)};
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        float y[V];
-        unpack(x[i], y);
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        if (has_pack(i)) store<T, V>(output + pack_col(i), y);
-      }
-      if (has_extra()) {
-        float y[1] = {normalized<T>(extra_x, stats) * extra_weight[0] + extra_bias[0]};
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        narrow(y[0], output[cut.extra]);
-      }
-    };
-    if (asks) {
-      write(std::bool_constant<FUSED>());
-    } else {
-      write(std::false_type());
-    }
-  }
-
-  __device__ void end(const Call&, float*, int64_t, int, int, int) {}
-};
-
-// Backward as the stream sees it: row statistics are {mean(wdy), mean(wdy * xhat)}, and {mean, rstd} are
-// given.
 template <typename T, int V, bool FUSED>
-struct BackwardPass {
-  using Call = Backward;
-  using Element = T;
-  using Stats = Sums<float>;
-  using ForRow = Sums<float>;
-  static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
-  enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED, kMeans = false };
-  // Where packs are loaded, bytes set the pace (bf16 rows of 1048576 with 16: 0.98 of copy speed -> 0.96).
-  enum : int { kTogether = V > 1 ? 32 : kFewTogether<T> };
-  float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
-
-  // Measured at a time: with an activation few, as there are few registers.
-  static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
-  Pack<T, kAtOnce> next_bias = {};
-
-  // Bias for what measure takes next, where it is of input's dtype: it comes from L2 while this thread waits
-  // for the slice, or measures what comes before.
-  __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
-    constexpr int kTurns = V / kAtOnce;  // of a pack
-    const int col = (turn / kTurns * 32 * kStreamWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;
-    const bool usual = call.bias != nullptr && (sizeof(T) > 2 || !call.affine_float32);
-    if (FUSED && usual && col < columns && turn < kPacks * kTurns) {
-      next_bias = load<T, kAtOnce>(static_cast<const T*>(call.bias) + first + col);
-    }
-  }
-
-  static __device__ const T* tensor(const Call& call, int which) {
-    return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
-  }
-
-  __device__ BackwardPass(const Call& call, int64_t first, int columns, int64_t) {
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-      if (col < columns) load_affine<T, V>(weight[i], call.weight, call.affine_float32, first + col, 1);
-    }
-  }
-
-  __device__ float columns_of_part() const { return 0; }  // sums do without
-
-  // An activation's part of the gradient is left in the slice, for apply.
-  __device__ float2 measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
-                            float2 given) {
-    const float mean = given.x, rstd = given.y;
-    Stats stats = {0, 0};
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-      if (col >= columns) continue;
-      constexpr int F = kAtOnce;
-#pragma unroll
-      for (int f = 0; f < V; f += F) {
-        float xhat[F], dy[F];
-        unpack(load<T, F>(slices[0] + col + f), xhat);
-        Pack<T, F> grad_output = load<T, F>(slices[1] + col + f);
-#pragma unroll
-        for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-        if constexpr (FUSED) {
-          float w[F], b[F];
-          unpack(next_bias, b);
-          ask_for_bias(call, first, columns, (i * V + f) / F + 1);
-#pragma unroll
-          for (int v = 0; v < F; ++v) w[v] = weight[i][f + v];
-          if (sizeof(T) == 2 && call.affine_float32)
-            load_affine<T, F>(b, call.bias, true, first + col + f, 0);
-          apply_derivative<T>(grad_output, xhat, w, b, call);
-          *reinterpret_cast<Pack<T, F>*>(slices[1] + col + f) = grad_output;
-        }
-        unpack(grad_output, dy);
-#pragma unroll
-        for (int v = 0; v < F; ++v) {
-          const float wdy = product(weight[i][f + v], dy[v]);
-          stats.wdy += wdy;
-          stats.wdy_xhat += wdy * xhat[v];
-          grad_weight[i][f + v] += dy[v] * xhat[v];
-          grad_bias[i][f + v] += dy[v];
-        }
-      }
-    }
-    stats = combine_lanes(stats, kTogether);
-    return {stats.wdy, stats.wdy_xhat};
-  }
-
-  static __device__ Stats part(float2 measured, float, float) { return {measured.x, measured.y}; }
-  template <int N>
-  static __device__ Stats together(const Stats (&stats)[N], int64_t, int width) {
-    const Stats of_lane = {sum_of_terms<N>([&](int n) { return stats[n].wdy; }),
-                           sum_of_terms<N>([&](int n) { return stats[n].wdy_xhat; })};
-    return combine_lanes(of_lane, width);
-  }
-
-  static __device__ float2 to_publish(const Stats& stats, float) { return {stats.wdy, stats.wdy_xhat}; }
-  static __device__ Stats published(float2 pair, int, float) { return {pair.x, pair.y}; }
-
-  static __device__ float2 given(const Call& call, int64_t row) {
-    return {static_cast<const float*>(call.mean)[row], static_cast<const float*>(call.rstd)[row]};
-  }
-
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float, int64_t, bool) {
-    const float per_col = fast_reciprocal(float(call.cols));
-    return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
-  }
-
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
-                        const ForRow& means, float2 given) {
-    if (call.grad_input == nullptr) return;
-    const float mean_wdy = means.wdy, mean_wdy_xhat = means.wdy_xhat, mean = given.x, rstd = given.y;
-    T* grad_input = static_cast<T*>(call.grad_input) + offset;
-    // grad_input = rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). Of 16 bits in three instructions instead
-    // of six, as rstd * (wdy + of_x * x + rest): see normalized. Where all numbers of a row are the same,
-    // mean_wdy_xhat is 0, and so is of_x. With rstd in of_x it would overflow for numbers below 1e-19.
-    const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-      if (col < columns) {
-        float x[V], dy[V], dx[V];
-        unpack(load<T, V>(slices[0] + col), x);
-        unpack(load<T, V>(slices[1] + col), dy);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          if constexpr (sizeof(T) == 2) {
-            dx[v] = rstd * (x[v] * of_x + (weight[i][v] * dy[v] + rest));
-          } else {
-            const float xhat = (x[v] - mean) * rstd;
-            dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
-          }
-        }
-        store<T, V>(grad_input + col, dx);
-      }
-    }
-  }
-
-  // This group's share of grad_weight and grad_bias, to partials of (2, groups, cols); of the only group
-  // it is all.
-  __device__ void end(const Call& call, float* partials, int64_t first, int columns, int group, int groups) {
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kStreamWarps + threadIdx.x) * V;
-      if (col >= columns) continue;
-      if (groups == 1) {
-        store_gradients<T>(call, first + col, grad_weight[i], grad_bias[i]);
-      } else {
-        store_sums(partials + group * call.cols + first + col, grad_weight[i]);
-        store_sums(partials + (groups + group) * call.cols + first + col, grad_bias[i]);
-      }
-    }
-  }
-};
-
-// From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
-__host__ __device__ inline int64_t words_per_row(int group) {
-  return group <= 1 ? 0 : (group + 15) / 16 * 16;
-}
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ inline int slice_columns(const Stream& s, int64_t cols, int rank) {
-  return int(min(int64_t(s.slice), cols - int64_t(rank) * s.slice));
-}
-
-// A slot of the ring and the parity of its barriers, step by step.
-struct Slot {
-  int index = 0, parity = 0;
-  __device__ void advance(int stages) {
-    if (++index == stages) index = 0, parity ^= 1;
-  }
-};
-
-constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
-
-// This block's words of its group's rows, before any block looks at them: the grid meets once (0.5 us; a
-// memset before the kernel took 2.1).
-__device__ inline void begin_unpublished(uint64_t* words, int sharers, int rank, int64_t row, int64_t rows,
-                                         int64_t step) {
-#pragma unroll 1  // unrolled, it would begin with a division
-  for (row += threadIdx.x * step; row < rows; row += blockDim.x * step) {
-    words[row * words_per_row(sharers) + rank] = kUnpublished;
-  }
-  cooperative_groups::this_grid().sync();
-}
-
-__device__ inline void publish(uint64_t* word, float2 pair) {
-  *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
-}
-
-// One look at words of other blocks (null: none). All are asked for at once, as an answer takes about as long
-// as a row. Returns false where one is missing.
-template <int WORDS>
-__device__ bool look(const uint64_t* const (&words)[WORDS], float2 (&pairs)[WORDS]) {
-  uint64_t bits[WORDS];
-  bool complete = true;
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
-    bits[i] = words[i] == nullptr ? 0 : *const_cast<const volatile uint64_t*>(words[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
-    complete &= bits[i] != kUnpublished;
-    pairs[i] = {__uint_as_float(unsigned(bits[i])), __uint_as_float(unsigned(bits[i] >> 32))};
-  }
-  return complete;
-}
-
-#endif
-
-template <typename Pass>
-__global__ void __launch_bounds__(kStreamThreads, 1)
-    stream(typename Pass::Call call, Stream s, uint64_t* words, float* partials) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using T = typename Pass::Element;
-  using Stats = typename Pass::Stats;
-  extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ StreamControl<Pass::kTogether, typename Pass::ForRow> control;
-
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x, sharers = gridDim.x, group = blockIdx.y, groups = gridDim.y;
-  const int64_t first = int64_t(rank) * s.slice;
-  const int columns = slice_columns(s, call.cols, rank);
-
-  // A slot by a warp of its own: lanes of one warp would take turns, 1 us for all (bf16 rows of 32768: 0.925
-  // of copy speed -> 0.935).
-  if (lane == 0 && warp < s.stages) {
-    barrier_init(&control.loaded[warp], 1);
-    barrier_init(&control.measured[warp], control.kParts);
-    barrier_init(&control.known[warp], 1);
-    barrier_init(&control.applied[warp], kStreamWarps);
-    barriers_initialized();
-  }
-  __syncthreads();
-
-  auto offset_of = [&](int row) { return int64_t(row) * int(call.cols) + first; };  // of this block's slice
-  auto room_of = [&](int slot, int tensor) { return (slot * Pass::kTensors + tensor) * s.slice_bytes; };
-  // A slice is copied from the beginning of its first line: so many bytes early. Of the offset the lowest
-  // bits are enough.
-  auto early_bytes = [&](int tensor, unsigned offset) {
-    const unsigned begin = unsigned(reinterpret_cast<uintptr_t>(Pass::tensor(call, tensor)));
-    return int((begin + offset * unsigned(sizeof(T))) % kLineBytes);
-  };
-
-  if (sharers > 1) begin_unpublished(words, sharers, rank, group, call.rows, groups);
-
-  // A group's rows lie `groups` apart.
-  if (warp == kLoader) {
-    if (lane != 0) return;
-    Slot slot, before;  // before: s.flight stages behind
-    const uint64_t policy = l2_policy(s.keep_input);
-    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
-      const char* start[Pass::kTensors];
-      int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
-      // The row may have to wait for a place in the ring, but not for DRAM: until then it comes to L2
-      // (float32 rows of 262144: 0.89 of copy speed -> 0.95; one row more: 0.92; two: 0.82).
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        const int64_t offset = offset_of(row);
-        const int early = early_bytes(t, offset);
-        start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + offset) - early;
-        wanted[t] = early + columns * int(sizeof(T));
-        if (s.prefetch) prefetch_to_l2(start[t], max(1, wanted[t] / 16) * 16, policy);
-      }
-      float2 given;
-      if (Pass::kGiven) given = Pass::given(call, row);  // on its way while this thread waits
-      if (row >= int64_t(s.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
-      // More on their way would only queue up, and what the group publishes would queue behind it.
-      if (row >= int64_t(s.flight) * groups) {
-        barrier_wait(&control.loaded[before.index], before.parity);
-        before.advance(s.stages);
-      }
-      if (Pass::kGiven) control.given[slot.index] = given;
-      const bool tensor_ends = row == call.rows - 1 && rank == sharers - 1;
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        bytes[t] = Pass::kAligned
-                       ? wanted[t]
-                       : whole_units<T>(ring + room_of(slot.index, t), start[t], wanted[t], tensor_ends);
-        total += bytes[t];
-      }
-      barrier_arrive_expecting(&control.loaded[slot.index], total);
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        if (bytes[t] > 0) {
-          bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
-        }
-      }
-    }
-    return;
-  }
-
-  if (warp == kPublisher) {
-    Slot slot;
-    constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
-    float counts[kEach];
-    int first_part = 0;  // that has columns: of a slice of three bf16, threads 16 to 18 have them (see Cut)
-    for (int64_t row = group; row < call.rows; row += groups, slot.advance(s.stages)) {
-      barrier_wait(&control.measured[slot.index], slot.parity);
-      const float2* measured = control.parts[slot.index];
-      if (row == group) {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
-        if (Pass::kMeans) first_part = __ffs(__ballot_sync(~0u, counts[0] > 0)) - 1;
-      }
-      const float base = Pass::kMeans ? measured[first_part].x : 0;
-      Stats parts[kEach];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i], base);
-      }
-      const Stats stats = Pass::together(parts, columns, kWidth);
-      if (lane != 0) continue;
-      if (sharers == 1) {
-        control.row_stats[slot.index] = Pass::finish(call, stats, base, row, true);
-        barrier_arrive(&control.known[slot.index]);
-      } else {
-        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats, base));
-      }
-    }
-    return;
-  }
-
-  if (warp >= kGatherer) {
-    const int gatherer = warp - kGatherer;
-    if (sharers == 1 || gatherer >= s.gatherers) return;
-    // A look is at the next 32 / s.lanes rows of this warp, as more than one may have been published since
-    // the last (one row a look: bf16 rows of 50176 0.68 of copy speed -> 0.85).
-    const int first_peer = lane % s.lanes, ahead = lane / s.lanes * s.gatherers;
-    const int rows = (int(call.rows) - group + groups - 1) / groups;  // of this group
-    float2 pairs[kPeers];
-    bool complete = false;
-    for (int next = gatherer; next < rows;) {
-      const int64_t row = group + int64_t(next + ahead) * groups;
-      const uint64_t* from[kPeers];
-#pragma unroll
-      for (int i = 0; i < kPeers; ++i) {
-        const int peer = first_peer + i * 32;
-        const bool has = peer < sharers && next + ahead < rows;
-        from[i] = has ? words + row * words_per_row(sharers) + peer : nullptr;
-      }
-      if (!complete) complete = look(from, pairs);
-      const unsigned missing = __ballot_sync(~0u, !complete);
-      const int known = (missing == 0 ? 32 : __ffs(missing) - 1) / s.lanes;  // rows
-      if (known == 0) continue;
-      const float base = Pass::kMeans ? __shfl_sync(~0u, pairs[0].x, 0, s.lanes) : 0;
-      auto of_peers = [&](auto peers_of_lane) {
-        constexpr int N = decltype(peers_of_lane)::value;
-        Stats stats[N] = {};
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const int peer = first_peer + i * 32;
-          if (peer < sharers) stats[i] = Pass::published(pairs[i], slice_columns(s, call.cols, peer), base);
-        }
-        return Pass::together(stats, call.cols, s.lanes);
-      };
-      const Stats total = sharers <= 32 ? of_peers(std::integral_constant<int, 1>())
-                                        : of_peers(std::integral_constant<int, kPeers>());
-      if (first_peer == 0 && lane / s.lanes < known && next + ahead < rows) {
-        const int slot = (next + ahead) % s.stages;
-        control.row_stats[slot] = Pass::finish(call, total, base, row, rank == 0);
-        barrier_arrive(&control.known[slot]);
-      }
-      next += known * s.gatherers;
-      complete = false;
-    }
-    return;
-  }
-
-  T* slices[Pass::kTensors];
-  auto find_slices = [&](const Slot& slot, unsigned offset) {
-    for (int t = 0; t < Pass::kTensors; ++t) {
-      slices[t] = reinterpret_cast<T*>(ring + (room_of(slot.index, t) | early_bytes(t, offset)));
-    }
-  };
-  Slot measuring, applying;
-  const int rows = call.rows, lag = s.delay * groups;  // a row is long, so that there are not many
-  Pass job(call, first, columns, offset_of(group));
-  const bool first_of_part = lane % Pass::kTogether == 0;
-  if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
-#pragma unroll 1
-  for (int row = group; row < rows + lag; row += groups) {
-    if (row < rows) {
-      find_slices(measuring, offset_of(row));
-      job.ask_for_bias(call, first, columns, 0);
-      barrier_wait(&control.loaded[measuring.index], measuring.parity);
-      const float2 part = job.measure(call, slices, first, columns, control.given[measuring.index]);
-      if (first_of_part) {
-        control.parts[measuring.index][threadIdx.x / Pass::kTogether] = part;
-        barrier_arrive(&control.measured[measuring.index]);
-      }
-      measuring.advance(s.stages);
-    }
-    if (row >= lag) {
-      const int64_t offset = offset_of(row - lag);
-      find_slices(applying, offset);
-      barrier_wait(&control.known[applying.index], applying.parity);
-      job.apply(call, slices, columns, offset, control.row_stats[applying.index],
-                control.given[applying.index]);
-      if (Pass::kWrites) writes_before_copies();  // measure has written to the slice
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&control.applied[applying.index]);
-      applying.advance(s.stages);
-    }
-  }
-  job.end(call, partials, first, columns, group, groups);
-#else
-  __trap();  // plan keeps calls away from code without these instructions
-#endif
-}
-
-// ---- Forward, rows that many SMs hold together (sm_90 and up) ----
-// A group of blocks shares a row, and each block keeps up to 128 KB of it, its slice, in shared memory until
-// the group knows the row's statistics. weight and bias of the slice stay in registers and shared memory for
-// the whole run: each byte moves once (the main shape: 0.176 ms, and 0.216 with input read twice).
-//
-// A slice comes in stages, into a ring that has room for some stages more. All warps go along the stages:
-// they apply one, and measure the one that lies a slice and kJointAhead stages further on. So the next row is
-// measured, and its exchange under way, before this one is done (2 stages ahead: 0.184 ms, 3: 0.177, 4:
-// 0.182, as fewer are left to load into). kJointPrefetch more are on their way to L2 (3: 0.175 ms, 4: 0.177,
-// 6: 0.183).
-
-[[maybe_unused]] constexpr int kJointAhead = 3, kJointPrefetch = 3;
-constexpr int kJointThreads = 256;  // of 255 registers each, or else weight and bias would not fit
-// 16-byte packs of a thread in a stage, of a block in a stage, and stages of a slice, at most.
-constexpr int kStagePacks = 2, kStageSize = kStagePacks * kJointThreads, kJointStages = 16;
-constexpr int kJointRing = 28;  // stages, at most
-// Packs of a slice that a thread has room for in registers: weight, and bias. The rest of a slice's is in
-// shared memory. A slice of fewer stages takes the last places, so that the number of its last stage, which
-// alone may be incomplete, is known when the loop over stages is unrolled.
-constexpr int kJointWeights = 31, kJointBiases = 20;
-
-struct Joint {
-  int lines, more;  // 128-byte lines of a block, and how many blocks, the first ones, have one more
-  int ring;         // stages
-  int copies;       // of what a group's blocks tell one another of a row
-};
-
-// With an activation, of slices that leave many stages to the next row: blocks then look at it for long,
-// while others load, and would all look at the same lines (an earlier form, 64 rows of 3000000 with GELU:
-// 0.58 of copy speed with one, 0.70 with four; the main shape, of full slices, 0.739 and 0.733).
-constexpr int kMostCopies = 4;
-
-// The first column of block `rank`.
-__host__ __device__ inline int joint_begin(const Joint& joint, int64_t cols, int rank) {
-  const int begin = 32 * (joint.lines * rank + (rank < joint.more ? rank : joint.more));
-  return begin < cols ? begin : int(cols);
-}
-
-__host__ __device__ inline int joint_stages(int packs) { return (packs + kStageSize - 1) / kStageSize; }
-
-// Packs of weight, or bias, of a slice that have no room in registers.
-__host__ __device__ inline int joint_rest(int packs, int in_registers) {
-  const int skipped = (kJointStages - joint_stages(packs)) * kStagePacks;
-  const int rest = packs - (in_registers - skipped) * kJointThreads;
-  return rest > 0 ? rest : 0;
-}
-
-__global__ void __launch_bounds__(kJointThreads, 1)
-    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Joint joint, uint64_t* words) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  constexpr int V = 4, kWarps = kJointThreads / 32, kStageBytes = 16 * kStageSize;
-  using Packed = Pack<float, V>;
-  extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ uint64_t loaded[kJointRing], applied[kJointRing], measured, rest_loaded;
-  __shared__ Moments<float> partials[kWarps];
-  __shared__ float2 row_stats[2];  // of a row and the next
-
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
-  const int first_col = joint_begin(joint, call.cols, rank);
-  const int packs = (joint_begin(joint, call.cols, rank + 1) - first_col) / V, stages = joint_stages(packs);
-  const int skipped = kJointStages - stages, last_packs = packs - (stages - 1) * kStageSize;
-  auto offset = [&](int row, int stage) { return row * call.cols + first_col + stage * (kStageSize * V); };
-  auto stage_at = [&](int slot) {
-    return reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
-  };
-
-  if (thread == 0) {
-    for (int i = 0; i < joint.ring; ++i) {
-      barrier_init(&loaded[i], 1);
-      barrier_init(&applied[i], kWarps);
-    }
-    barrier_init(&measured, kWarps);
-    barrier_init(&rest_loaded, 1);
-    barriers_initialized();
-  }
-  __syncthreads();
-
-  // A thread loads stage after stage, another one has those brought to L2 that come kJointPrefetch later. The
-  // loading warp is always the same: it is the slowest, so that it need not wait for the others (warps that
-  // take turns: 0.195 -> 0.259 ms).
-  const bool loads = thread == 0, prefetches = thread == 32;
-  const uint64_t policy = l2_policy(constants.keep_input);
-  int next_row = blockIdx.y, next_stage = 0;
-  auto fetch = [&](int slot) {
-    if (next_row < rows) {
-      const float* input = static_cast<const float*>(call.input) + offset(next_row, next_stage);
-      const int bytes = 16 * (next_stage == stages - 1 ? last_packs : kStageSize);
-      if (loads) {
-        barrier_arrive_expecting(&loaded[slot], bytes);
-        bulk_copy(ring + slot * kStageBytes, input, bytes, &loaded[slot], policy);
-      } else {
-        prefetch_to_l2(input, bytes, policy);
-      }
-    }
-    if (++next_stage == stages) next_stage = 0, next_row += groups;
-  };
-  if (loads) {
-    for (int slot = 0; slot < joint.ring - 1; ++slot) fetch(slot);
-  }
-  if (prefetches) {
-    next_row += joint.ring / stages * groups;
-    next_stage = joint.ring % stages;
-    for (int i = 1; i < kJointPrefetch; ++i) fetch(0);
-  }
-
-  begin_unpublished(words, sharers, rank, blockIdx.y, rows, groups);
-
-  const int biases = joint_rest(packs, kJointBiases), weights = joint_rest(packs, kJointWeights);
-  Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
-  Packed* rest_weight = rest_bias + biases;
-  auto load_rest = [&](Packed* rest, const void* tensor, int count, float absent) {
-    if (tensor == nullptr) {
-      for (int i = thread; i < count; i += kJointThreads) rest[i] = {absent, absent, absent, absent};
-    } else if (loads && count > 0) {
-      const float* from = static_cast<const float*>(tensor) + first_col + (packs - count) * V;
-      bulk_copy(rest, from, 16 * count, &rest_loaded, policy);
-    }
-  };
-  if (loads) {
-    barrier_arrive_expecting(&rest_loaded, 16 * ((call.bias ? biases : 0) + (call.weight ? weights : 0)));
-  }
-  load_rest(rest_bias, call.bias, biases, 0);
-  load_rest(rest_weight, call.weight, weights, 1);
-
-  Packed weight[kJointWeights], bias[kJointBiases];
-  auto affine = [&](const void* tensor, int pack, float absent) {
-    if (tensor == nullptr) return Packed{absent, absent, absent, absent};
-    return load<float, V>(static_cast<const float*>(tensor) + first_col + pack * V);
-  };
-#pragma unroll
-  for (int i = 0; i < kJointWeights; ++i) {
-    const int pack = i * kJointThreads - skipped * kStageSize + thread;
-    if (pack < 0 || pack >= packs) continue;
-    weight[i] = affine(call.weight, pack, 1);
-    if (i < kJointBiases) bias[i < kJointBiases ? i : 0] = affine(call.bias, pack, 0);
-  }
-
-  // Measures a stage, in order, from its own mean.
-  float count = 0, mean = 0, m2 = 0;  // of this thread's columns of a row
-  auto measure = [&](const Packed(&x)[kStagePacks], auto is_last) {
-    constexpr bool kLast = decltype(is_last)::value;
-    const int last = opaque(last_packs);  // one spilled word a thread: the main shape 0.179 -> 0.187 ms
-    float values[kStagePacks][V], sum = 0, squares = 0, here = 0;
-#pragma unroll
-    for (int i = 0; i < kStagePacks; ++i) {
-      unpack(x[i], values[i]);
-      const bool has = !kLast || i * kJointThreads + thread < last;
-      sum += has ? (values[i][0] + values[i][1]) + (values[i][2] + values[i][3]) : 0;
-      here += has ? V : 0;
-    }
-    const float stage_mean = sum * (here > V ? 1.f / (kStagePacks * V) : 1.f / V);
-#pragma unroll
-    for (int i = 0; i < kStagePacks; ++i) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) values[i][v] -= stage_mean;
-      const bool has = !kLast || i * kJointThreads + thread < last;
-      squares += has ? (values[i][0] * values[i][0] + values[i][1] * values[i][1]) +
-                           (values[i][2] * values[i][2] + values[i][3] * values[i][3])
-                     : 0;
-    }
-    const float share = here * fast_reciprocal(count + here), delta = stage_mean - mean;
-    mean += delta * share;
-    m2 += squares + delta * (delta * (count * share));  // see combine
-    count += here;
-  };
-
-  // A row is measured. The last warp tells the group what this block has of it.
-  auto tell = [&](int row, int odd) {
-    Moments<float> moments = combine_means({count, mean, m2}, 32);
-    count = mean = m2 = 0;
-    if (lane == 0) {
-      partials[warp] = moments;
-      barrier_arrive(&measured);
-    }
-    if (warp != kWarps - 1) return;
-    barrier_wait(&measured, odd);
-    moments = combine_means(partials[lane % kWarps], kWarps);
-    if (lane == 0) publish(words + row * words_per_row(sharers) + rank, {moments.mean, moments.m2});
-    __syncwarp();
-  };
-
-  // It also gathers what the group has.
-  auto gather = [&](int row, int odd) {
-    if (warp != kWarps - 1) return;
-    const int first_peer = opaque(lane);
-    const uint64_t* from[kPeers];
-    float2 pairs[kPeers];
-    Moments<float> of_peers[kPeers];
-#pragma unroll
-    for (int i = 0; i < kPeers; ++i) {
-      const int peer = first_peer + i * 32;
-      from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
-      of_peers[i].count = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
-    }
-    while (!look(from, pairs)) {
-    }
-#pragma unroll
-    for (int i = 0; i < kPeers; ++i) of_peers[i].mean = pairs[i].x, of_peers[i].m2 = pairs[i].y;
-    const float first = __shfl_sync(~0u, pairs[0].x, 0);
-    const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
-    const float rstd = inverse_root(total.m2 * constants.per_col + constants.eps);
-    if (first_peer != 0) return;
-    row_stats[odd] = {total.mean, rstd};
-    if (void* means = opaque(call.mean); rank == 0 && means != nullptr) {
-      static_cast<float*>(means)[row] = total.mean;
-      static_cast<float*>(call.rstd)[row] = rstd;
-    }
-  };
-
-  // The first row, and the beginning of the second.
-  int row = blockIdx.y, odd = 0;  // odd: every other row of this block
-#pragma unroll 1
-  for (int i = 0; i < stages + kJointAhead; ++i) {
-    if (i >= stages && row + groups >= rows) break;
-    barrier_wait(&loaded[i], 0);
-    const Packed x[kStagePacks] = {stage_at(i)[0], stage_at(i)[kJointThreads]};
-    if (i == stages - 1) {
-      measure(x, std::true_type());
-      tell(row, odd);
-    } else {
-      measure(x, std::false_type());
-    }
-  }
-  barrier_wait(&rest_loaded, 0);
-
-  Slot slot;
-  auto slot_after = [&](int steps) {
-    Slot after = {slot.index + steps, slot.parity};
-    if (after.index >= joint.ring) after.index -= joint.ring, after.parity ^= 1;
-    return after;
-  };
-#pragma unroll 1
-  for (; row < rows; row += groups, odd ^= 1) {
-    gather(row, odd);
-    __syncthreads();
-    const float row_mean = row_stats[odd].x, rstd = row_stats[odd].y;
-    float* output = static_cast<float*>(call.output) + offset(row, -skipped) + thread * V;
-#pragma unroll
-    for (int stage = 0; stage < kJointStages; ++stage, output += kStageSize * V) {
-      if (stage < skipped) continue;
-      if (loads || prefetches) {
-        // Into the slot before this one, which all warps have applied or are about to.
-        const Slot into = slot_after(joint.ring - 1);
-        if (loads) barrier_wait(&applied[into.index], into.parity ^ 1);
-        fetch(into.index);
-      }
-
-      const int ahead = stage + kJointAhead;
-      const bool measures = row + (ahead < kJointStages ? 1 : 2) * groups < rows;
-      const Slot measuring = slot_after(stages + kJointAhead);
-      const Packed* at = stage_at(slot.index);
-      const Packed x[kStagePacks] = {at[0], at[kJointThreads]};
-      if (measures) barrier_wait(&loaded[measuring.index], measuring.parity);
-      at = stage_at(measuring.index);
-      const Packed later[kStagePacks] = {at[0], at[kJointThreads]};
-
-#pragma unroll
-      for (int j = 0; j < kStagePacks; ++j) {
-        const int i = stage * kStagePacks + j;
-        const bool has = stage < kJointStages - 1 || j * kJointThreads + thread < last_packs;
-        float y[V], w[V], b[V];
-        unpack(x[j], y);
-        if (i < kJointWeights) {
-          unpack(weight[i < kJointWeights ? i : 0], w);
-        } else if (has) {
-          unpack(rest_weight[(i - kJointWeights) * kJointThreads + thread], w);
-        }
-        if (i < kJointBiases) {
-          unpack(bias[i < kJointBiases ? i : 0], b);
-        } else if (has) {
-          unpack(rest_bias[(i - kJointBiases) * kJointThreads + thread], b);
-        }
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = (y[v] - row_mean) * rstd * w[v] + b[v];
-        if (has) store<float, V, true>(output + j * kJointThreads * V, y);
-      }
-      if (ahead % kJointStages != kJointStages - 1) {
-        measure(later, std::false_type());
-      } else if (measures) {
-        measure(later, std::true_type());
-        tell(row + groups, odd ^ 1);
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&applied[slot.index]);
-      slot.advance(joint.ring);
-    }
-  }
-#else
-  __trap();  // plan keeps calls away from code without these instructions
-#endif
-}
-
-// ---- The same with an activation (sm_90a) ----
-// Eight warps have no time for it: the kernel above would be slower than reading input twice (the main shape
-// 0.239 ms, spread 0.214, here 0.187). Here the eight only apply. One more loads, and three measure, the last
-// of which also exchanges what they have found. These four give up registers, so that a thread of the eight
-// has 232. Without an activation the kernel above is faster (0.79 of copy speed, this one 0.72): its eight
-// warps pace reading and writing, here each goes on as fast as it can.
-
-constexpr int kFusedBiases = 17;  // packs of bias that then have room in registers
-[[maybe_unused]] constexpr int kFusedLoader = kJointThreads / 32, kFusedMeasurer = kFusedLoader + 1;
-[[maybe_unused]] constexpr int kMeasurers = 96;
-constexpr int kFusedThreads = kJointThreads + 32 + kMeasurers;
-
-// Registers of a thread from here on; all of a group of four warps call it.
-template <int REGISTERS>
-__device__ void keep_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (REGISTERS < 65536 / kFusedThreads) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-  }
-#endif
-}
-
-__global__ void __launch_bounds__(kFusedThreads, 1)
-    layer_norm_joint_rows_fused(Forward call, RowConstants<float> constants, Joint joint, uint64_t* words) {
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int V = 4, kAppliers = kJointThreads, kStageBytes = 16 * kStageSize;
-  using Packed = Pack<float, V>;
-  extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ uint64_t loaded[kJointRing], applied[kJointRing], measured, known, taken, rest_loaded;
-  __shared__ float2 parts[kMeasurers], row_stats;
-  __shared__ float part_counts[kMeasurers], counts[kMostSharers];  // columns of each
-
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
-  const int first_col = joint_begin(joint, call.cols, rank);
-  const int packs = (joint_begin(joint, call.cols, rank + 1) - first_col) / V, stages = joint_stages(packs);
-  const int skipped = kJointStages - stages, last_packs = packs - (stages - 1) * kStageSize;
-  auto offset = [&](int row, int stage) { return row * call.cols + first_col + stage * (kStageSize * V); };
-
-  if (thread == 0) {
-    for (int i = 0; i < joint.ring; ++i) {
-      barrier_init(&loaded[i], 1);
-      barrier_init(&applied[i], kAppliers);
-    }
-    barrier_init(&measured, kMeasurers);
-    barrier_init(&known, 32);
-    barrier_init(&taken, kAppliers);
-    barrier_init(&rest_loaded, 1);
-    barriers_initialized();
-  }
-  for (int i = thread; i < kMostSharers; i += kFusedThreads) {
-    counts[i] = joint_begin(joint, call.cols, i + 1) - joint_begin(joint, call.cols, i);
-  }
-  __syncthreads();
-
-  const bool loads = warp == kFusedLoader && lane == 0;
-  const uint64_t policy = l2_policy(constants.keep_input);
-  int next_row = blockIdx.y, next_stage = 0;
-  Slot into;
-  auto load_stage = [&] {
-    const float* input = static_cast<const float*>(call.input) + offset(next_row, next_stage);
-    const int bytes = 16 * (next_stage == stages - 1 ? last_packs : kStageSize);
-    barrier_arrive_expecting(&loaded[into.index], bytes);
-    bulk_copy(ring + into.index * kStageBytes, input, bytes, &loaded[into.index], policy);
-    if (++next_stage == stages) next_stage = 0, next_row += groups;
-    into.advance(joint.ring);
-  };
-  if (loads) {
-#pragma unroll 1
-    for (int i = 0; i < joint.ring && next_row < rows; ++i) load_stage();
-  }
-  begin_unpublished(words, sharers, rank, 0, int64_t(rows) * joint.copies, 1);  // other groups' rows as well
-
-  if (warp >= kFusedLoader) {
-    keep_registers<40>();
-    if (warp == kFusedLoader) {
-#pragma unroll 1
-      while (loads && next_row < rows) {
-        barrier_wait(&applied[into.index], into.parity ^ 1);
-        load_stage();
-      }
-      return;
-    }
-    const int at = opaque(thread) - kFusedMeasurer * 32;
-    auto packs_of = [&](int all) { return (all - at + kMeasurers - 1) / kMeasurers; };
-    part_counts[at] = ((stages - 1) * packs_of(kStageSize) + packs_of(last_packs)) * V;
-    Slot slot;
-    int odd = 0;  // every other row of this block
-#pragma unroll 1
-    for (int row = blockIdx.y; row < rows; row += groups, odd ^= 1) {
-      // Distances from the mean of a few columns, in short sums.
-      float shift = 0, sums[2] = {}, squares[2] = {};
-      auto measure = [&](const Packed& x) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const float distance = x.at[v] - shift;
-          sums[v % 2] += distance;
-          squares[v % 2] += distance * distance;
-        }
-      };
-#pragma unroll 1
-      for (int stage = 0; stage < stages; ++stage, slot.advance(joint.ring)) {
-        barrier_wait(&loaded[slot.index], slot.parity);
-        const Packed* from = reinterpret_cast<const Packed*>(ring + slot.index * kStageBytes) + at;
-        if (stage == 0) shift = sum_of<float>(from[0].at) * (1.f / V);
-        if (stage < stages - 1) {
-          constexpr int kEach = kStageSize / kMeasurers;  // packs, and one more of the first warp's threads
-#pragma unroll
-          for (int i = 0; i < kEach; ++i) measure(from[i * kMeasurers]);
-          if (at < kStageSize % kMeasurers) measure(from[kEach * kMeasurers]);
-        } else {
-#pragma unroll 1
-          for (int pack = 0; pack + at < last_packs; pack += kMeasurers) measure(from[pack]);
-        }
-      }
-      const float sum = sums[0] + sums[1], off = sum * fast_reciprocal(part_counts[at]);
-      if (row >= groups) barrier_wait(&known, odd ^ 1);  // the row before: its parts are read
-      parts[at] = {shift + off, squares[0] + squares[1] - sum * off};
-      barrier_arrive(&measured);
-      if (warp != kFusedThreads / 32 - 1) continue;
-
-      // The last warp tells the group what this block has of the row, and gathers what the group has.
-      barrier_wait(&measured, odd);
-      const int first_peer = opaque(lane);
-      constexpr int kParts = kMeasurers / 32;
-      Moments<float> moments[kParts];
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const int part = first_peer + i * 32;
-        moments[i] = {part_counts[part], parts[part].x, parts[part].y};
-      }
-      const Moments<float> of_slice = combine_means(moments, parts[0].x, float(packs * V), 32);
-      auto copy_of_words = [&](int copy) {
-        return words + (int64_t(row) * joint.copies + copy) * words_per_row(sharers);
-      };
-      if (first_peer < joint.copies) {
-        publish(copy_of_words(first_peer) + rank, {of_slice.mean, of_slice.m2});
-      }
-      __syncwarp();
-      const uint64_t* row_words = copy_of_words(rank % joint.copies);
-      const uint64_t* from[kPeers];
-      float2 pairs[kPeers];
-#pragma unroll
-      for (int i = 0; i < kPeers; ++i) {
-        const int peer = first_peer + i * 32;
-        from[i] = peer < sharers ? row_words + peer : nullptr;
-      }
-      while (!__all_sync(~0u, look(from, pairs))) {
-      }
-      Moments<float> of_peers[kPeers];
-#pragma unroll
-      for (int i = 0; i < kPeers; ++i) of_peers[i] = {counts[first_peer + i * 32], pairs[i].x, pairs[i].y};
-      const float first = __shfl_sync(~0u, pairs[0].x, 0);
-      const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
-      const float rstd = inverse_root(total.m2 * constants.per_col + constants.eps);
-      if (row >= groups) barrier_wait(&taken, odd ^ 1);
-      if (lane == 0) row_stats = {total.mean, rstd};
-      barrier_arrive(&known);
-      if (void* means = opaque(call.mean); first_peer == 0 && rank == 0 && means != nullptr) {
-        static_cast<float*>(means)[row] = total.mean;
-        static_cast<float*>(call.rstd)[row] = rstd;
-      }
-    }
-    return;
-  }
-
-  keep_registers<232>();
-  const int biases = joint_rest(packs, kFusedBiases), weights = joint_rest(packs, kJointWeights);
-  Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
-  Packed* rest_weight = rest_bias + biases;
-  auto load_rest = [&](Packed* rest, const void* tensor, int count, float absent) {
-    if (tensor == nullptr) {
-      for (int i = thread; i < count; i += kAppliers) rest[i] = {absent, absent, absent, absent};
-    } else if (thread == 0 && count > 0) {
-      const float* from = static_cast<const float*>(tensor) + first_col + (packs - count) * V;
-      bulk_copy(rest, from, 16 * count, &rest_loaded, policy);
-    }
-  };
-  if (thread == 0) {
-    barrier_arrive_expecting(&rest_loaded, 16 * ((call.bias ? biases : 0) + (call.weight ? weights : 0)));
-  }
-  load_rest(rest_bias, call.bias, biases, 0);
-  load_rest(rest_weight, call.weight, weights, 1);
-
-  Packed weight[kJointWeights], bias[kFusedBiases];
-  auto affine = [&](const void* tensor, int pack, float absent) {
-    if (tensor == nullptr) return Packed{absent, absent, absent, absent};
-    return load<float, V>(static_cast<const float*>(tensor) + first_col + pack * V);
-  };
-#pragma unroll
-  for (int i = 0; i < kJointWeights; ++i) {
-    const int pack = i * kAppliers - skipped * kStageSize + thread;
-    if (pack < 0 || pack >= packs) continue;
-    weight[i] = affine(call.weight, pack, 1);
-    if (i < kFusedBiases) bias[i < kFusedBiases ? i : 0] = affine(call.bias, pack, 0);
-  }
-  barrier_wait(&rest_loaded, 0);
-
-  Slot slot;
-  int odd = 0;
-#pragma unroll 1
-  for (int row = blockIdx.y; row < rows; row += groups, odd ^= 1) {
-    barrier_wait(&known, odd);
-    const float row_mean = row_stats.x, rstd = row_stats.y;
-    barrier_arrive(&taken);
-    float* output = static_cast<float*>(call.output) + offset(row, -skipped) + thread * V;
-#pragma unroll
-    for (int stage = 0; stage < kJointStages; ++stage, output += kStageSize * V) {
-      if (stage < skipped) continue;
-      barrier_wait(&loaded[slot.index], slot.parity);
-      const Packed* at = reinterpret_cast<const Packed*>(ring + slot.index * kStageBytes) + thread;
-      const Packed x[kStagePacks] = {at[0], at[kAppliers]};
-      auto has = [&](int j) { return stage < kJointStages - 1 || j * kAppliers + thread < last_packs; };
-      float y[kStagePacks * V];
-#pragma unroll
-      for (int j = 0; j < kStagePacks; ++j) {
-        const int i = stage * kStagePacks + j;
-        Packed w = {}, b = {};
-        if (i < kJointWeights) {
-          w = weight[i < kJointWeights ? i : 0];
-        } else if (has(j)) {
-          w = rest_weight[(i - kJointWeights) * kAppliers + thread];
-        }
-        if (i < kFusedBiases) {
-          b = bias[i < kFusedBiases ? i : 0];
-        } else if (has(j)) {
-          b = rest_bias[(i - kFusedBiases) * kAppliers + thread];
-        }
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[j * V + v] = (x[j].at[v] - row_mean) * rstd * w.at[v] + b.at[v];
-      }
-      apply_epilogue<float, true>(y, asked_anew<true>(constants.epilogue));
-#pragma unroll
-      for (int j = 0; j < kStagePacks; ++j) {
-        const float part[V] = {y[j * V], y[j * V + 1], y[j * V + 2], y[j * V + 3]};
-        if (has(j)) store<float, V, true>(output + j * kAppliers * V, part);
-      }
-      barrier_arrive(&applied[slot.index]);
-      slot.advance(joint.ring);
-    }
-  }
-#else
-  __trap();  // plan keeps calls away from code without these instructions
-#endif
-}
-
-// grad_weight and grad_bias from their partials, (2, partial_rows, cols); blockIdx.y says which. A column's
-// terms are shared by blockDim.y threads.
-constexpr int kSumThreads = 512, kSumRows = 16;
-
-template <typename T>
-__global__ void __launch_bounds__(kSumThreads)
-    sum_partials(Backward call, const Acc<T>* partials, int partial_rows) {
+cudaError_t launch(const Forward& call, const Context& context) {
   using A = Acc<T>;
-  __shared__ A share[kSumThreads];
-  void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
-  const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  wait_for_previous();
-  A sum = 0;
-  if (grad != nullptr && col < call.cols) {
-    constexpr int kTerms = 16;  // on their way at once
-    const A* from = partials + (int64_t(blockIdx.y) * partial_rows + threadIdx.y) * call.cols + col;
-    const int64_t step = blockDim.y * call.cols;
-    for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
-      A terms[kTerms];
-#pragma unroll
-      for (int i = 0; i < kTerms; ++i) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : A(0);
-#pragma unroll
-      for (int i = 0; i < kTerms; ++i) sum += terms[i];
-    }
-  }
-  share[threadIdx.y * blockDim.x + threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || col >= call.cols) return;
-  for (int y = 1; y < blockDim.y; ++y) sum += share[y * blockDim.x + threadIdx.x];
-  const A total[1] = {sum};
-  store_affine<T>(grad, call.affine_float32, col, total);
+  const Plan p = plan(call.rows, call.cols, context.device);
+  auto* row_stats = static_cast<RowStats<A>*>(
+      context.allocate(call.rows * (sizeof(RowStats<A>) + p.pieces * sizeof(Moments<A>))));
+  auto* moments = reinterpret_cast<Moments<A>*>(row_stats + call.rows);
+  constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
+  partial_moments<T, V, kPacks>
+      <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments);
+  launch_next(finish_moments<A>, call.rows, kFinishingThreads, context, call, p.pieces, moments, row_stats);
+  launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
+              context, call, row_stats, ceil_div(call.rows, p.row_blocks));
+  return cudaGetLastError();
 }
 
-// No rows: the gradients of weight and bias are sums of nothing.
-template <typename T>
-__global__ void zero_affine(Backward call) {
-  const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (col >= call.cols) return;
-  const Acc<T> zero[1] = {0};
-  store_gradients<T>(call, col, zero, zero);
+template <typename T, int V, bool FUSED>
+cudaError_t launch(const Backward& call, const Context& context) {
+  using A = Acc<T>;
+  Plan p = plan(call.rows, call.cols, context.device);
+  const int64_t fit = kPartialBytes / (2 * sizeof(A) * call.cols);
+  p.row_blocks = std::max<int64_t>(1, std::min(p.row_blocks, fit));
+  const int64_t partial_rows = partials_of(p.row_blocks), sums_of_columns = 2 * partial_rows * call.cols;
+  auto* partials = static_cast<A*>(
+      context.allocate(sums_of_columns * sizeof(A) + call.rows * (p.pieces + 1) * sizeof(Sums<A>)));
+  auto* sums = reinterpret_cast<Sums<A>*>(partials + sums_of_columns);
+  Sums<A>* row_means = sums + call.rows * p.pieces;
+  if (call.grad_input != nullptr) {
+    backward_partial_sums<T, V, kTilePacks<V>, FUSED>
+        <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, sums);
+    launch_next(finish_sums<A>, call.rows, kFinishingThreads, context, call, p.pieces, sums, row_means);
+  }
+  launch_next(backward_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
+              context, call, row_means, ceil_div(call.rows, p.row_blocks), partials);
+  const cudaError_t error = cudaGetLastError();
+  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
+
+}  // namespace spread
+"""
+
+_CONVOLUTION = r"""
+namespace convolution {
 
 // ---- ConvTranspose3d with LayerNorm, GELU and scaling in its epilogue (sm_80 and up) ----
 // For kernel 4, stride 2, padding 1, output position o gets input positions (o + 1 - k) / 2 for the two
@@ -3222,13 +3574,6 @@ __device__ inline void named_barrier_wait(int name, int threads) {
 }
 [[maybe_unused]] __device__ inline void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-
-// Copies 16 bytes, or writes zeros where there is nothing to read.
-__device__ inline void copy_or_zero(void* shared, const void* global, bool exists) {
-  const unsigned to = unsigned(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0)
-               : "memory");
 }
 
 // For float32: x is the sum of two numbers of 10 bits, but for 2^-22 of it. How ties are rounded does not
@@ -3499,7 +3844,7 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
   };
   // Transposes what this thread has copied, and rounds it.
   auto arrange = [&](int group, int round) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_copies();
 #pragma unroll 1
     for (int tap = 0; tap < new_taps(place_of(group, round), round); ++tap) {
       uint4* block = slab_of(group, round, tap) + copied;
@@ -3683,457 +4028,47 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
 #endif
 }
 
-// ---- Tuning and dispatch ----
+// Calls f with an element and std::bool_constant of whether products are split for full float32.
+template <typename F>
+auto with_convolution(DType dtype, bool tf32, F f) {
+  switch (dtype) {
+    case DType::Float16: return f(__half(), std::false_type());
+    case DType::BFloat16: return f(__nv_bfloat16(), std::false_type());
+    default: return tf32 ? f(float(), std::false_type()) : f(float(), std::true_type());
+  }
+}
 
-struct Tuning {
-  // Forward, rows that a block holds in registers: 64 bytes a thread, four loads of one row, or one of
-  // each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, as weight and bias
-  // are then unpacked once for four), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88
-  // with 32). Blocks of 512 threads still leave room for three an SM (two of 16-bit rows): one loads, one
-  // stores. Of 16 bits three loads where that leaves fewer threads idle (bf16 rows of 768: 0.96 -> 0.97, of
-  // 1536: 0.89 -> 0.95, as three loads also leave registers for more threads).
-  static constexpr int forward_packs = 4, forward_threads = 512, four_rows_loads = 16,
-                       unaligned_four_rows_loads = 32;
-  // Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put
-  // together from their words once for both (float32 rows of 4099: 0.84 of copy speed -> 0.94, bf16 0.79 ->
-  // 0.87, float32 of 6001 0.93 -> 0.97). With more threads than these, too few of them fit an SM (float32
-  // rows of 7001: 0.84 -> 0.82). With an activation one, as there would be more kernels to compile.
-  static constexpr int two_rows_threads = 384;
-  // Longer rows stay in shared memory, as long as an SM holds that many of them: of fewer it would load too
-  // little while it computes (bf16 rows of 18432: 0.93 of copy speed, where the stream has 0.87; of 24576:
-  // 0.89, and 0.93; float32 rows of 12288: 0.963, and 0.943; of 16384: 0.967, and 0.939; of 18432: 0.961, and
-  // 0.975). Rows that are not aligned are faster in the stream (float32 rows of 8191: 0.90, and 0.71 in
-  // shared memory).
-  static constexpr int shared_rows = 3, shared_rows_16_bits = 5;
-  // 16-bit rows with an activation, which take the SMs' time, are two a block of shared memory where they are
-  // of more than so many loads (16 KB) and an SM holds so many of them: weight and bias are unpacked once for
-  // both (bf16 rows of 8448 with GELU 0.90 of copy speed, 0.86 in registers, 0.82 one a block of shared
-  // memory).
-  static constexpr int two_shared_loads = 1024, two_shared_rows = 6;
-  // Where there are as many rows as SMs, the stream is faster than the kernels above for rows that fill its
-  // slices to so many percent: of rows that are not aligned (bf16 rows of 5501 0.81 of copy speed -> 0.85, of
-  // 6001 0.82 -> 0.94, of 14335 0.78 -> 0.91, float32 rows of 7001 0.82 -> 0.96; but bf16 of 5001 0.90 ->
-  // 0.81),
-  static constexpr int unaligned_fill = 66;
-  // with an activation (bf16 of 8191 0.69 -> 0.86, of 12289 0.66 -> 0.65, of 10001 0.60 -> 0.54),
-  static constexpr int unaligned_fused_fill = 75;
-  // and of aligned rows of more than one slice with an activation (bf16 of 14336 0.86 -> 0.83, of 15360 0.86
-  // -> 0.89, of 16384 0.87 -> 0.91; float32 of 12288 0.93 -> 0.91, of 16384 0.93 -> 0.94).
-  static constexpr int fused_fill = 93;
-  // So many waves of rows in shared memory are worth it: the last one may be a small one, and the stream has
-  // none (float32 rows of 16384: 1024 of them 0.88 of copy speed, and 0.93 in the stream, 2300 0.945 and
-  // 0.943; bf16 rows of 20480: 1024 0.82 and 0.87, 2048 0.91 in both).
-  static constexpr int shared_waves = 5, shared_waves_16_bits = 3;
-  // How far ahead of the blocks that read them rows come to L2: so many bytes for each SM. Earlier, they
-  // leave it again unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.972 with
-  // 48, 0.951 with 80), and 48 make inputs of 12 to 64 MB 2% slower. Before a block's own loads it helps less
-  // (0.952).
-  static constexpr int later_bytes = 40 << 10;
-  // Backward holds input and grad_output, the next of both, and of each column weight and two sums, in 128
-  // registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
-  // columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed
-  // with 8, 0.80 with 16; rows of 2560: 0.77 and 0.89).
-  static constexpr int backward_bytes = 32, backward_columns = 8, backward_threads = 512;
-  // A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041,
-  // two a thread: 0.87 of copy speed with 64 threads, 0.85 with 128; of 640: 0.94, 0.93). float32 rows in
-  // backward are as fast with fewer threads, and larger blocks leave fewer partial sums (rows of 64 to 1024:
-  // 2%).
-  static constexpr int block_threads = 128, block_threads_16_bits = 64, backward_float_block_threads = 256;
-  // Backward, rows that a block holds: beyond 8 KB of input an SM would hold too few rows at once
-  // to keep loading while it reduces.
-  static constexpr int64_t stream_backward_bytes = 8 << 10;
-  // What a block of the stream has on its way into its ring. Forward with half as much: float32 rows of
-  // 262144 0.965 of copy speed -> 0.956; with 24 K float32 rows of 1048576 0.961 -> 0.958. Of 16 bits, with
-  // 16 K: rows of 65536 0.944 -> 0.934, of 50257 0.936 -> 0.898. Backward with twice as much: float32 rows of
-  // 8192 0.93 -> 0.91; with half as much: bf16 rows of 131072 0.79 -> 0.77.
-  static constexpr int forward_flight_columns = 16 << 10, forward_flight_columns_16_bits = 24 << 10,
-                       backward_flight_bytes = 64 << 10;
-  // Backward: blocks that share a row, at least, for a delay of one stage more (bf16 rows of 1048576: 0.88 ->
-  // 0.94), and of float32 for one warp to gather instead of two (0.78 -> 0.86; bf16: 0.90 -> 0.84). Forward
-  // has one where 9 to 16 blocks share a row (bf16 rows of 131072: 0.86 -> 0.89), and of 16 bits up to 4
-  // (bf16 rows of 32768: 0.944 -> 0.948).
-  static constexpr int many_sharers = 100;
-  // Backward: blocks that share a row, at least, for the next rows to come to L2 before there is a place in
-  // the ring. Of fewer blocks there is one soon: float32 rows of 8192 0.98 of copy speed without, 0.93 with;
-  // of 1048576 0.63 without, 0.76 with. Forward always does it: rows of 32768 0.86 without, 0.92 with.
-  static constexpr int backward_prefetch_group = 16;
-  // Stages between measuring and applying: in a group of blocks (bf16 rows of 50257 with 5: 0.936 of copy
-  // speed -> 0.913; float32 rows of 50257 with 6: 0.955 -> 0.940), in one of fewer than many_sharers where
-  // there is an activation, as a stage is then longer in use (float32 rows of 65536 with GELU: 0.966 of copy
-  // speed, with 4 0.953, with 2 0.952; plain rows of 16384 with 3: 0.966 -> 0.963), and of a block alone
-  // (float32 rows of 6000 with 1: 0.93 -> 0.88).
-  static constexpr int forward_delay = 5, forward_delay_16_bits = 6, forward_delay_fused = 3,
-                       backward_delay = 3, delay_alone = 2;
-  // Columns that move in the time that a row costs besides: shorter slices are not worth it.
-  static constexpr int64_t least_slice = 2048;
-  // Fewer rows a group of the joint kernel: too few to load one while another is applied (rows of 4194304,
-  // one: 0.80 of copy speed, and 0.89 spread; two: 0.72 and 0.76; three: 0.73 and 0.74; sixteen: 0.78 and
-  // 0.64).
-  static constexpr int joint_rows = 4;
-  // With an activation, stages of a slice, at least: rows of shorter ones are over before a group's blocks
-  // have exchanged what they found (rows of 3000000, of twelve stages: 0.65 of copy speed, and 0.645 spread).
-  static constexpr int fused_joint_stages = 12;
-  // Spread rows: the fewest elements of a piece.
-  static constexpr int64_t least_piece = 8192;
-  // Spread rows, the kernels that apply: blocks an SM that rows are shared to have.
-  static constexpr int64_t blocks_per_sm = 8;
-  // Bytes that partial sums of grad_weight and grad_bias may take.
-  static constexpr int64_t partial_bytes = 32 << 20;
-};
-
-static_assert(Tuning::block_threads_16_bits <= kFourRowsThreads,
-              "a block of four rows a thread is too large");
-static_assert(Tuning::unaligned_four_rows_loads <= kFourRowsThreads,
-              "a row that is not aligned is too long for them");
-
-constexpr int kTrapRegisters = 64;  // a kernel that only traps has fewer
-
-struct Device {
-  std::once_flag asked;
-  int sms, l2_bytes, shared_bytes;  // shared memory that a block can have
-  // Architecture that the code which runs here was compiled for, 90 for sm_90. It is older than
-  // the device where only PTX of an older one was built: its newer instructions are then missing.
-  int code;
-  bool moves_registers;  // from warp to warp: only code for sm_90a does
-  mutable std::mutex mutex;
-  mutable std::set<const void*> roomy;  // kernels that may have all shared memory, see allow_shared_memory
-};
-
-const Device& current_device() {
-  static const int count = [] {
-    int devices = 0;
-    cudaGetDeviceCount(&devices);
-    return devices;
-  }();
-  static const std::unique_ptr<Device[]> devices(new Device[count]);
-  int d = 0;
-  cudaGetDevice(&d);
-  Device& device = devices[d];
-  std::call_once(device.asked, [&] {  // now, not for all devices at first: code is asked of the current one
-    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, d);
-    cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, d);
-    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
-    cudaFuncAttributes attributes = {};
-    cudaFuncGetAttributes(&attributes, sum_partials<float>);
-    device.code = attributes.ptxVersion;
-    cudaFuncGetAttributes(&attributes, layer_norm_joint_rows_fused);
-    device.moves_registers = device.code >= 90 && attributes.numRegs > kTrapRegisters;
+bool fits(DType dtype, bool tf32, const Device& device) {
+  return with_convolution(dtype, tf32, [&](auto t, auto split) {
+    constexpr int kShared = kConvShared<decltype(t), decltype(split)::value>;
+    return device.code >= 80 && device.shared_bytes >= kShared;
   });
-  return device;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int size_of(DType dtype) { return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2; }
-int64_t size_of_acc(DType dtype) { return dtype == DType::Float64 ? 8 : 4; }
-
-// That many tensors of input's size do not all fit L2.
-template <typename Call>
-bool exceeds_l2(const Call& call, int tensors) {
-  return tensors * call.rows * call.cols * size_of(call.dtype) > current_device().l2_bytes;
+cudaError_t launch(const Convolution& call, const Context& context) {
+  return with_convolution(call.dtype, call.tf32, [&](auto t, auto split) {
+    using T = decltype(t);
+    constexpr int kShared = kConvShared<T, decltype(split)::value>;
+    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kConvElements));
+    arrange_weights<T><<<kConvElements / 256, 256, 0, context.stream>>>(call, arranged);
+    const auto kernel = conv_transpose_layer_norm_gelu<T, decltype(split)::value>;
+    cudaFuncAttributes attributes = {};  // with loading warps or without, as it was compiled
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
+    if (error != cudaSuccess) return error;
+    const int blocks = std::max(1, context.device.sms / 4) * 4;  // of each parity as many
+    kernel<<<blocks, attributes.maxThreadsPerBlock, kShared, context.stream>>>(
+        call, reinterpret_cast<const uint4*>(arranged));
+    return cudaGetLastError();
+  });
 }
 
-// Threads that share a row of which each takes `each` loads: a power of two up to a warp, or
-// whole warps.
-int row_threads(int64_t loads, int each) {
-  const int64_t threads = ceil_div(loads, each);
-  if (threads > 32) return ceil_div(threads, 32) * 32;
-  int power = 1;
-  while (power < threads) power *= 2;
-  return power;
-}
+}  // namespace convolution
+"""
 
-// Whether every row of every tensor starts on a multiple of so many bytes, a power of two.
-bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<const void*> pointers) {
-  uintptr_t bits = uintptr_t(cols) * size_of(dtype);
-  for (const void* p : pointers) bits |= reinterpret_cast<uintptr_t>(p);
-  return bits % bytes == 0;
-}
-
-// Elements a load: 16 bytes where every row of every tensor starts on a 16-byte boundary, else 1.
-int pack_size(int64_t cols, DType dtype, std::initializer_list<const void*> pointers) {
-  return rows_start_at(16, cols, dtype, pointers) ? 16 / size_of(dtype) : 1;
-}
-
-bool starts_on_lines(const Forward& call) {
-  return rows_start_at(kLineBytes, call.cols, call.dtype, {call.input});
-}
-bool starts_on_lines(const Backward& call) {
-  return rows_start_at(kLineBytes, call.cols, call.dtype, {call.input, call.grad_output});
-}
-
-enum class Regime { Rows, SharedRows, Stream, Joint, Spread };
-
-struct Plan {
-  Regime regime;
-  int pack;                             // elements a load; forward Rows: 1 where rows are not aligned
-  int threads_per_row, rows_per_block;  // Rows, SharedRows: threads on a row; Rows: rows side by side
-  int rows;                             // Rows, SharedRows: a thread's
-  int packs, step_log2;                 // Rows, forward: a thread's loads, how far its rows lie apart
-  Stream stream;                        // Stream; where it cannot be launched, Spread
-  Joint joint;                          // Joint; where it cannot be launched, Spread
-  int shared;                           //   bytes of its dynamic shared memory
-  int group, groups;                    //   both: blocks that share a row, and groups of them
-  int pieces;                           // Spread: blocks a row for the statistics,
-  int64_t tiles, row_blocks;            //   blocks over columns and over rows for the rest
-  int64_t partial_rows;                 // backward: rows of partial sums of grad_weight, grad_bias; 0: none
-};
-
-constexpr int kRowControlBytes = 2048;                               // of shared memory, beside a row
-constexpr int kJointControlBytes = 1024, kFusedControlBytes = 2560;  // beside their rings, weight and bias
-
-// Of shared memory, beside the stream's ring. Backward leaves more than it takes, as with a seventh stage
-// bf16 rows of 65536 with GELU go from 0.694 of copy speed to 0.665.
-int64_t control_bytes(DType dtype, int tensors, int pack) {
-  static_assert(sizeof(StreamControl<32, Sums<float>>) <= 8 << 10, "the ring would not fit");
-  if (tensors == 2 && pack > 1) return 8 << 10;
-  const int64_t bytes = size_of(dtype) == 2 ? sizeof(StreamControl<kFewTogether<__half>, RowStats<float>>)
-                                            : sizeof(StreamControl<kFewTogether<float>, RowStats<float>>);
-  return ceil_div(bytes, kLineBytes) * kLineBytes;
-}
-
-// Columns of the longest slice: what a block's threads can take, and of which three stages fit, one
-// to load, one to measure, one to wait for its statistics.
-int64_t longest_slice(DType dtype, int tensors, const Device& device) {
-  const int64_t bytes =
-      (device.shared_bytes - control_bytes(dtype, tensors, 1)) / (3 * tensors) / kLineBytes * kLineBytes -
-      kLineBytes;
-  return std::min<int64_t>(kSliceColumns, bytes / size_of(dtype));
-}
-
-bool can_stream(int64_t cols, DType dtype, int tensors, const Device& device) {
-  return device.code >= 90 && dtype != DType::Float64 &&
-         cols <= longest_slice(dtype, tensors, device) * std::min(device.sms, kMostSharers);
-}
-
-// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are
-// few rows, and in backward (of rows of 262144, 33 blocks a row use 132 SMs, 32 only 128). Forward has half
-// the bytes to hide an exchange behind (bf16 rows of 1048576: 0.83 with 128 blocks, 0.69 with 132).
-template <typename Call>
-void plan_stream(Plan& p, const Call& call, int tensors, const Device& device) {
-  const int64_t rows = call.rows, cols = call.cols;
-  const DType dtype = call.dtype;
-  const int64_t least = ceil_div(cols, longest_slice(dtype, tensors, device)), groups = device.sms / least;
-  int64_t step = 1;  // rows of the same shift lie a multiple of it apart
-  while (tensors == 1 && p.pack == 1 && step * cols * size_of(dtype) % 16 != 0) step *= 2;
-  p.stream.shifted = tensors == 1 && p.pack == 1 && groups >= std::min(step, rows);
-  if (!p.stream.shifted) step = 1;
-  auto groups_of = [&](int64_t group) {
-    const int64_t fit = device.sms / group;
-    return fit < rows ? fit / step * step : rows;
-  };
-  // Twice the least where groups come in multiples: float32 rows of 131075 0.70 of copy speed -> 0.80.
-  const int64_t worth_trying =
-      std::max((step > 1 ? 2 : tensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
-  const int64_t most =
-      std::min({worth_trying, int64_t(device.sms), int64_t(kMostSharers), cols / Tuning::least_slice});
-  int64_t sharers = least, shortest = INT64_MAX;
-  for (int64_t group = least; group <= std::max(least, most); ++group) {
-    if (groups_of(group) == 0) break;
-    const int64_t time = ceil_div(rows, groups_of(group)) * (ceil_div(cols, group) + Tuning::least_slice);
-    if (time < shortest) sharers = group, shortest = time;
-  }
-  const int unit = kLineBytes / size_of(dtype);  // slices start on lines where rows do
-  p.regime = Regime::Stream;
-  p.stream.slice = ceil_div(ceil_div(cols, sharers), unit) * unit;
-  p.group = ceil_div(cols, p.stream.slice);
-  p.groups = groups_of(p.group);
-  // As many of them as leave the fewest turns idle, up to 1/32 fewer: what some SMs lose the others have, as
-  // bytes set the pace (2048 rows of 32768: float32 0.964 of copy speed -> 0.975, bf16 0.945 -> 0.951; but
-  // with GELU 0.914 -> 0.901).
-  if (tensors == 1 && step == 1 && (!is_fused(call) || dtype == DType::Float32)) {
-    const auto turns = [&](int64_t groups) { return ceil_div(rows, groups) * groups; };
-    const int most_groups = p.groups;
-    for (int fewer = most_groups - 1; 32 * fewer >= 31 * most_groups; --fewer) {
-      if (turns(fewer) < turns(p.groups)) p.groups = fewer;
-    }
-  }
-  const int early = starts_on_lines(call) ? 0 : kLineBytes;
-  p.stream.slice_bytes = ceil_div(p.stream.slice * size_of(dtype) + early, kLineBytes) * kLineBytes;
-  const int stage_bytes = tensors * p.stream.slice_bytes;
-  p.stream.stages = std::min<int64_t>(
-      kMaxStages, (device.shared_bytes - control_bytes(dtype, tensors, p.pack)) / stage_bytes);
-  const bool is_16_bit = size_of(dtype) == 2;
-  const int flight_columns = tensors == 2 ? Tuning::backward_flight_bytes / (2 * size_of(dtype))
-                             : is_16_bit  ? Tuning::forward_flight_columns_16_bits
-                                          : Tuning::forward_flight_columns;
-  p.stream.flight = std::max(1, std::min<int>(p.stream.stages - 1, flight_columns / p.stream.slice));
-  // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
-  const bool many = p.group >= Tuning::many_sharers, fewer = is_fused(call) && !many;
-  const int delay = p.group == 1   ? Tuning::delay_alone
-                    : tensors == 2 ? Tuning::backward_delay + many
-                    : is_16_bit    ? Tuning::forward_delay_16_bits
-                    : fewer        ? Tuning::forward_delay_fused
-                                   : Tuning::forward_delay;
-  p.stream.delay = std::max(1, std::min(p.stream.stages - 2, delay));
-  p.stream.lanes = 4;
-  while (p.stream.lanes < std::min(p.group, 32)) p.stream.lanes *= 2;
-  const bool few = is_16_bit && p.stream.lanes == 4;
-  const bool one_gatherer = tensors == 1 ? few || p.stream.lanes == 16 : many && dtype == DType::Float32;
-  p.stream.gatherers = one_gatherer ? 1 : kGatherers;
-  p.stream.prefetch = tensors == 1 || p.group >= Tuning::backward_prefetch_group;
-  p.stream.keep_input = exceeds_l2(call, tensors + 1);
-}
-
-void plan_spread(Plan& p, int64_t rows, int64_t cols, const Device& device) {
-  const int64_t places = kMeasuringBlocks * device.sms;
-  const int64_t waves =
-      ceil_div(8 * rows, places);  // at least 8 pieces a row: 1/9 of the places idle at most
-  p.pieces = std::min(ceil_div(cols, Tuning::least_piece), std::max<int64_t>(1, waves * places / rows));
-  p.tiles = ceil_div(cols, kTileColumns);
-  p.row_blocks = std::min(rows, ceil_div(Tuning::blocks_per_sm * device.sms, p.tiles));
-}
-
-// As many groups as can each hold a row, of as many blocks as there are. float32 only: with twice the
-// elements to a byte the few warps that have the registers to hold weight and bias are slower than reading
-// twice (bf16, an earlier form of the kernel: 0.146 ms, and 0.118).
-void plan_joint(Plan& p, const Forward& call, const Device& device) {
-  const bool fused = is_fused(call);
-  if (device.code < 90 || call.dtype != DType::Float32 || p.pack == 1) return;
-  if (fused && !device.moves_registers) return;
-  const int64_t least_group = ceil_div(call.cols / p.pack, kJointStages * kStageSize);
-  const int64_t groups = std::min(call.rows, device.sms / least_group);
-  if (groups == 0 || call.rows < Tuning::joint_rows * groups) return;
-  const int group = std::min<int64_t>(device.sms / groups, kMostSharers), lines = ceil_div(call.cols, 32);
-  Joint joint = {lines / group, lines % group};
-  int stages = 0, fewest = kJointStages, rest = 0;
-  for (const int rank : {0, joint.more, group - 1}) {  // blocks of all lengths
-    const int begin = joint_begin(joint, call.cols, rank);
-    const int packs = (joint_begin(joint, call.cols, rank + 1) - begin) / p.pack;
-    if (joint_stages(packs) < kJointStages / 2) return;
-    stages = std::max(stages, joint_stages(packs)), fewest = std::min(fewest, joint_stages(packs));
-    const int biases = fused ? kFusedBiases : kJointBiases;
-    rest = std::max(rest, joint_rest(packs, biases) + joint_rest(packs, kJointWeights));
-  }
-  const int control_bytes = fused ? kFusedControlBytes : kJointControlBytes;
-  joint.ring = std::min(kJointRing, (device.shared_bytes - control_bytes - 16 * rest) / (16 * kStageSize));
-  if (fused && fewest < Tuning::fused_joint_stages) return;
-  joint.copies = fused && stages < kJointStages ? kMostCopies : 1;
-  if (group == 1 || stages > kJointStages || joint.ring < stages + kJointAhead + 2) return;
-  p.joint = joint;
-  p.group = group;
-  p.groups = groups;
-  p.shared = 16 * (joint.ring * kStageSize + rest);
-  p.regime = Regime::Joint;
-}
-
-void plan_rows(Plan& p, const Forward& call, int64_t loads, int threads, const Device& device) {
-  const int V = 16 / size_of(call.dtype);
-  const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
-  const int four_rows = p.pack == 1 ? Tuning::unaligned_four_rows_loads : Tuning::four_rows_loads;
-  p.packs = loads <= (few_rows ? threads : four_rows) ? 1 : Tuning::forward_packs;
-  p.threads_per_row = row_threads(loads, p.packs);
-  p.rows = p.packs == 1 ? Tuning::forward_packs : 1;
-  if (p.packs > 1 && size_of(call.dtype) == 2 && p.pack > 1) {
-    const int three = row_threads(loads, 3), threads = p.threads_per_row;
-    if (3 * three < p.packs * threads && three <= Tuning::forward_threads)
-      p.packs = 3, p.threads_per_row = three;
-  }
-  const bool two_rows = p.threads_per_row <= Tuning::two_rows_threads && !is_fused(call);
-  if (p.pack == 1 && p.packs > 1 && two_rows) p.rows = 2;
-  if (few_rows || call.dtype == DType::Float64) p.rows = 1;
-  if (p.pack == 1) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
-  const int block_threads = size_of(call.dtype) == 2 ? Tuning::block_threads_16_bits : Tuning::block_threads;
-  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
-  // A thread's rows are those of neighbouring blocks, or where rows are not aligned of blocks that
-  // have the same misalignment. Both are powers of two.
-  const int step = p.pack > 1 || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
-  while (1 << p.step_log2 < step) ++p.step_log2;
-}
-
-// Whether the stream is to take rows that a block could hold. held: such rows in an SM's shared memory.
-bool prefers_stream(const Forward& call, int pack, bool shared, int64_t held, const Device& device) {
-  if (call.rows < device.sms || !can_stream(call.cols, call.dtype, 1, device)) return false;
-  const int64_t slice = longest_slice(call.dtype, 1, device), slices = ceil_div(call.cols, slice);
-  const int64_t fill = 100 * call.cols / (slices * slice);
-  if (pack == 1) {
-    return is_fused(call) ? fill >= Tuning::unaligned_fused_fill
-                          : slices > 1 || fill >= Tuning::unaligned_fill;
-  }
-  if (is_fused(call)) return slices > 1 && fill >= Tuning::fused_fill;
-  const int waves = size_of(call.dtype) == 2 ? Tuning::shared_waves_16_bits : Tuning::shared_waves;
-  return shared && call.rows < waves * held * device.sms;
-}
-
-Plan plan(const Forward& call) {
-  const Device& device = current_device();
-  Plan p = {};
-  p.pack = pack_size(call.cols, call.dtype, {call.input, call.weight, call.bias, call.output});
-  const int64_t loads = std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16);  // whole packs
-  const int threads = p.pack > 1 ? Tuning::forward_threads : kShiftedThreads;
-  const int64_t held = device.shared_bytes / (16 * loads + kRowControlBytes);
-  const bool is_16_bit = size_of(call.dtype) == 2;
-  const bool shared_fits = device.code >= 90 && p.pack > 1 && call.rows >= device.sms &&
-                           held >= (is_16_bit ? Tuning::shared_rows_16_bits : Tuning::shared_rows);
-  const bool two_shared = shared_fits && is_16_bit && is_fused(call) && held >= Tuning::two_shared_rows &&
-                          call.rows >= 16 * device.sms;
-  const bool in_registers =
-      loads <= (two_shared ? Tuning::two_shared_loads : Tuning::forward_packs * threads);
-  if (!prefers_stream(call, p.pack, shared_fits && !in_registers, held, device)) {
-    if (in_registers) {
-      plan_rows(p, call, loads, threads, device);
-      return p;
-    }
-    if (shared_fits) {
-      p.regime = Regime::SharedRows;
-      const int most = call.dtype == DType::Float32 ? kSharedThreads<float> : kSharedThreads<double>;
-      p.threads_per_row = std::min(most, row_threads(loads, kSharedPacks));
-      p.rows = two_shared ? 2 : 1;
-      return p;
-    }
-  }
-  plan_spread(p, call.rows, call.cols, device);
-  p.regime = Regime::Spread;
-  if (can_stream(call.cols, call.dtype, 1, device)) {
-    plan_stream(p, call, 1, device);
-  } else {
-    plan_joint(p, call, device);
-  }
-  return p;
-}
-
-// Of each of its rows, `rows` at a time, a thread takes `columns`. Returns how many rows an SM then holds.
-int plan_rows(Plan& p, const Backward& call, int columns, int rows, const Device& device) {
-  const int block_threads =
-      size_of(call.dtype) == 2 ? Tuning::block_threads : Tuning::backward_float_block_threads;
-  p.rows = rows;
-  p.threads_per_row = row_threads(call.cols, columns);
-  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
-  const int blocks = Tuning::backward_threads / (p.threads_per_row * p.rows_per_block);  // on an SM
-  p.partial_rows = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
-  return blocks * p.rows_per_block * rows;
-}
-
-// Rows of partial sums that so many sharers of a column leave: one alone has the sums themselves.
-int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
-
-Plan plan(const Backward& call) {
-  const Device& device = current_device();
-  Plan p = {};
-  if (call.rows == 0) return p;
-  p.pack = pack_size(call.cols, call.dtype,
-                     {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
-  const bool is_16_bit_packs = size_of(call.dtype) == 2 && p.pack > 1;
-  const int each =
-      is_16_bit_packs ? 16 : std::min(Tuning::backward_bytes / size_of(call.dtype), Tuning::backward_columns);
-  const bool streams = can_stream(call.cols, call.dtype, 2, device);
-  const int64_t held = streams ? Tuning::stream_backward_bytes / size_of(call.dtype) : call.cols;
-  if (call.cols <= held && call.cols <= each * Tuning::backward_threads) {
-    const int held_rows = plan_rows(p, call, each, size_of(call.dtype) == 4 && p.pack > 1 ? 2 : 1, device);
-    if (is_16_bit_packs && call.cols <= Tuning::backward_columns * Tuning::backward_threads) {
-      Plan two_rows = p;
-      if (plan_rows(two_rows, call, Tuning::backward_columns, 2, device) >= held_rows) return two_rows;
-    }
-    return p;
-  }
-  plan_spread(p, call.rows, call.cols, device);
-  p.regime = Regime::Spread;
-  const int64_t fit = Tuning::partial_bytes / (2 * size_of_acc(call.dtype) * call.cols);
-  p.row_blocks = std::max<int64_t>(1, std::min(p.row_blocks, fit));
-  p.partial_rows = partials_of(p.row_blocks);
-  if (streams) plan_stream(p, call, 2, device);
-  return p;
-}
+_DISPATCH = r"""
+// ---- Dispatch: which room takes a call ----
 
 template <typename F>
 auto with_dtype(DType dtype, F f) {
@@ -4145,303 +4080,125 @@ auto with_dtype(DType dtype, F f) {
   }
 }
 
-// f(V) with V elements a load as a compile-time constant: 16 bytes, or one element.
-template <typename T, typename F>
-auto with_pack(int pack, F f) {
-  constexpr int V = 16 / sizeof(T);
-  return pack == V ? f(std::integral_constant<int, V>()) : f(std::integral_constant<int, 1>());
-}
-
-// Lets a kernel have as much dynamic shared memory as there is, once. With what each call needs, a thread
-// with shorter rows would take it away from another one that is about to launch the kernel.
-cudaError_t allow_shared_memory(const void* kernel) {
-  const Device& device = current_device();
-  const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.roomy.count(kernel) > 0) return cudaSuccess;
-  cudaFuncAttributes attributes = {};
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error != cudaSuccess) return error;
-  const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
-  if (error == cudaSuccess) device.roomy.insert(kernel);
-  return error;
-}
-
-// Launches a kernel that waits for the one before it in the stream by itself.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                        Arguments... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = &early;
-  // CUDA graphs take such launches from 12.3 on, of toolkit and driver.
-  static const int driver = [] {
-    int version = 0;
-    cudaDriverGetVersion(&version);
-    return version;
-  }();
-  config.numAttrs = std::min(CUDART_VERSION, driver) >= 12030 && current_device().code >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-// Where blocks wait for one another, all must run at once: a cooperative launch.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_together(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared,
-                            bool together, cudaStream_t stream, Arguments... arguments) {
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cooperative = {};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = together;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-template <typename Pass>
-cudaError_t launch_stream(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
-                          cudaStream_t cuda_stream) {
-  const int shared = p.stream.stages * Pass::kTensors * p.stream.slice_bytes;
-  return launch_together(stream<Pass>, dim3(p.group, p.groups), kStreamThreads, shared, p.group > 1,
-                         cuda_stream, call, p.stream, words, partials);
-}
-
-template <typename A>
-RowConstants<A> row_constants(const Forward& call) {
-  return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, exceeds_l2(call, 2)};
-}
-
-Later later_rows(const Forward& call, int block_rows) {
-  const int64_t row_bytes = call.cols * size_of(call.dtype);
-  const char* input = static_cast<const char*>(call.input);
-  const char* begin = input + int64_t(Tuning::later_bytes) * current_device().sms;
-  return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
-          unsigned(block_rows * row_bytes)};
-}
-
-// True where the device (MPS, MIG) has no room for all blocks at once, or does not know of such launches
-// (some virtual GPUs): spread the rows instead.
-bool refused(cudaError_t error) {
-  if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
-  cudaGetLastError();
-  return true;
-}
-
-template <typename A>
-cudaError_t launch_rows(void (*kernel)(Forward, RowConstants<A>, Later, int), const Forward& call,
-                        const Plan& p, cudaStream_t stream) {
-  const int64_t step = int64_t(1) << p.step_log2;
-  const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // of blockDim.x threads and p.rows rows
-  const dim3 block(p.threads_per_row, p.rows_per_block);
-  kernel<<<ceil_div(units, p.rows_per_block), block, 0, stream>>>(
-      call, row_constants<A>(call), later_rows(call, p.rows * p.rows_per_block), p.step_log2);
-  return cudaGetLastError();
-}
-
-template <typename T, int V, bool FUSED>
-cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  if (p.regime == Regime::Rows) {
-    constexpr int kPacks = Tuning::forward_packs;
-    if constexpr (V == 1 && sizeof(T) < 8 && !FUSED) {
-      if (p.packs == kPacks && p.rows == 2) {
-        return launch_rows(layer_norm_rows<T, kPacks, 2, true, FUSED>, call, p, stream);
-      }
-    }
-    if constexpr (V > 1 && sizeof(T) == 2) {
-      if (p.packs == 3) return launch_rows(layer_norm_rows<T, 3, 1, false, FUSED>, call, p, stream);
-    }
-    if (p.packs == kPacks) return launch_rows(layer_norm_rows<T, kPacks, 1, V == 1, FUSED>, call, p, stream);
-    if constexpr (sizeof(T) < 8) {
-      if (p.rows > 1) return launch_rows(layer_norm_rows<T, 1, kPacks, V == 1, FUSED>, call, p, stream);
-    }
-    return launch_rows(layer_norm_rows<T, 1, 1, V == 1, FUSED>, call, p, stream);
-  }
-  if constexpr (V > 1) {
-    if (p.regime == Regime::SharedRows) {
-      auto kernel = layer_norm_shared_rows<T, FUSED, 1>;
-      if constexpr (FUSED && sizeof(T) == 2) {
-        if (p.rows == 2) kernel = layer_norm_shared_rows<T, FUSED, 2>;
-      }
-      const int shared = p.rows * call.cols * sizeof(T) + kLineBytes;
-      const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
-      if (error != cudaSuccess) return error;
-      kernel<<<ceil_div(call.rows, p.rows), p.threads_per_row, shared, stream>>>(
-          call, row_constants<Acc<T>>(call), later_rows(call, p.rows));
-      return cudaGetLastError();
-    }
-  }
-  if constexpr (sizeof(T) < 8) {
-    if (p.regime == Regime::Stream) {
-      constexpr bool kAsks = FUSED || V == 1;
-      auto launch_pass = launch_stream<ForwardPass<T, 16 / sizeof(T), V == 1, kAsks>>;
-      if constexpr (V == 1) {
-        if (!p.stream.shifted) launch_pass = launch_stream<ForwardPass<T, 1, false, kAsks>>;
-      }
-      const cudaError_t error = launch_pass(call, p, static_cast<uint64_t*>(scratch), nullptr, stream);
-      if (!refused(error)) return error;
-    }
-    if (p.regime == Regime::Joint) {
-      auto* words = static_cast<uint64_t*>(scratch);
-      const cudaError_t error =
-          launch_together(FUSED ? layer_norm_joint_rows_fused : layer_norm_joint_rows,
-                          dim3(p.group, p.groups), FUSED ? kFusedThreads : kJointThreads, p.shared, true,
-                          stream, call, row_constants<float>(call), p.joint, words);
-      if (!refused(error)) return error;
-    }
-  }
-  auto* row_stats = static_cast<RowStats<Acc<T>>*>(scratch);
-  auto* moments = reinterpret_cast<Moments<Acc<T>>*>(row_stats + call.rows);
-  constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
-  partial_moments<T, V, kPacks><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
-  launch_next(finish_moments<T>, call.rows, 256, stream, call, p.pieces, moments, row_stats);
-  launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-              stream, call, row_stats, ceil_div(call.rows, p.row_blocks));
-  return cudaGetLastError();
-}
-
-template <typename T, int V, bool FUSED>
-cudaError_t launch_fused(const Backward& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  if (call.rows == 0) {
-    zero_affine<T><<<ceil_div(call.cols, 256), 256, 0, stream>>>(call);
-    return cudaGetLastError();
-  }
-  auto* partials = static_cast<Acc<T>*>(scratch);
-  int64_t partial_rows = p.partial_rows;
-  bool spread = p.regime == Regime::Spread;
-  if (p.regime == Regime::Rows) {
-    const dim3 block(p.threads_per_row, p.rows_per_block);
-    constexpr int kColumns = std::min<int>(Tuning::backward_bytes / sizeof(T), Tuning::backward_columns);
-    constexpr int kRows = sizeof(T) < 8 && V > 1 ? 2 : 1;
-    auto kernel = layer_norm_backward_rows<T, V, kColumns / V, kRows, FUSED>;
-    if constexpr (sizeof(T) == 2 && V > 1) {
-      if (p.rows == 1) kernel = layer_norm_backward_rows<T, V, 2, 1, FUSED>;
-    }
-    kernel<<<p.partial_rows, block, 0, stream>>>(call, partials, exceeds_l2(call, 3));
-  }
-  if constexpr (sizeof(T) < 8) {
-    if (p.regime == Regime::Stream) {
-      auto* words = reinterpret_cast<uint64_t*>(partials + 2 * partials_of(p.groups) * call.cols);
-      const cudaError_t error = launch_stream<BackwardPass<T, V, FUSED>>(call, p, words, partials, stream);
-      spread = refused(error);
-      if (!spread && error != cudaSuccess) return error;
-      if (!spread) partial_rows = partials_of(p.groups);
-    }
-  }
-  if (spread) {
-    auto* sums = reinterpret_cast<Sums<Acc<T>>*>(partials + 2 * p.partial_rows * call.cols);
-    Sums<Acc<T>>* row_means = sums + call.rows * p.pieces;
-    if (call.grad_input != nullptr) {
-      backward_partial_sums<T, V, kTilePacks<V>, FUSED>
-          <<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, sums);
-      launch_next(finish_sums<T>, call.rows, 256, stream, call, p.pieces, sums, row_means);
-    }
-    launch_next(backward_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-                stream, call, row_means, ceil_div(call.rows, p.row_blocks), partials);
-  }
-  if (partial_rows > 0 && (call.grad_weight != nullptr || call.grad_bias != nullptr)) {
-    // Of a column; no more than are at work at once (16 rows of 65536: 17 us -> 4).
-    int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
-    while (sharers > 1 && 2 * call.cols * sharers > 2048 * current_device().sms) sharers /= 2;
-    const dim3 block(kSumThreads / sharers, sharers);
-    launch_next(sum_partials<T>, dim3(ceil_div(call.cols, block.x), 2), block, stream, call, partials,
-                partial_rows);
-  }
-  return cudaGetLastError();
-}
-
-template <typename T, int V, typename Call>
-cudaError_t launch_typed(const Call& call, const Plan& p, void* scratch, cudaStream_t stream) {
-  if constexpr (sizeof(T) < 8) {  // double is rare and makes do with fewer kernels to compile
-    if (!is_fused(call)) return launch_fused<T, V, false>(call, p, scratch, stream);
-  }
-  return launch_fused<T, V, true>(call, p, scratch, stream);
-}
-
-template <typename Call>
-cudaError_t launch_any(const Call& call, void* scratch, cudaStream_t stream) {
-  const Plan p = plan(call);
+// Calls f(t, v, fused): an element, and as compile-time constants the elements a load (16 bytes where every
+// row of every tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue. double is rare
+// and makes do with one kernel for both.
+template <typename Call, typename F>
+cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> tensors, F f) {
   return with_dtype(call.dtype, [&](auto t) {
     using T = decltype(t);
-    return with_pack<T>(
-        p.pack, [&](auto v) { return launch_typed<T, decltype(v)::value>(call, p, scratch, stream); });
+    auto with_pack = [&](auto fused) {
+      constexpr int V = 16 / sizeof(T);
+      return rows_start_at(16, call.cols, call.dtype, tensors)
+                 ? f(t, std::integral_constant<int, V>(), fused)
+                 : f(t, std::integral_constant<int, 1>(), fused);
+    };
+    if constexpr (sizeof(T) < 8) {
+      if (!is_fused(call)) return with_pack(std::false_type());
+    }
+    return with_pack(std::true_type());
   });
 }
 
-// Calls f with an element and std::bool_constant of whether products are split for full float32.
-template <typename F>
-auto with_convolution(DType dtype, bool tf32, F f) {
-  switch (dtype) {
-    case DType::Float16: return f(__half(), std::false_type());
-    case DType::BFloat16: return f(__nv_bfloat16(), std::false_type());
-    default: return tf32 ? f(float(), std::false_type()) : f(float(), std::true_type());
+// A room whose blocks wait for one another may be refused (see refused); then, and where no other room takes
+// the rows, they are spread.
+template <typename T, int V, bool FUSED>
+cudaError_t dispatch(const Forward& call, const Context& context) {
+  const Device& device = context.device;
+  constexpr bool kAligned = V > 1, kIsDouble = sizeof(T) == 8;
+  bool in_registers = registers::takes(call, !kAligned);
+  if constexpr (!kIsDouble && !kAligned) {
+    if (pipeline::is_faster_than_registers<T>(call, FUSED, device)) in_registers = false;
   }
+  if (in_registers) return registers::launch<T, !kAligned, FUSED>(call, context);
+  if constexpr (!kIsDouble && kAligned) {
+    if (shared::takes(call, device)) return shared::launch<T, FUSED>(call, context);
+  }
+  if constexpr (!kIsDouble) {
+    if (pipeline::takes<T>(call, device)) {
+      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
+      if (!refused(error)) return error;
+    }
+  }
+  if constexpr (std::is_same_v<T, float> && kAligned && !FUSED) {
+    if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
+      const cudaError_t error = joint::launch(call, plan, context);
+      if (!refused(error)) return error;
+    }
+  }
+  return spread::launch < T, V, FUSED || !kAligned > (call, context);
+}
+
+template <typename T, int V, bool FUSED>
+cudaError_t dispatch(const Backward& call, const Context& context) {
+  bool in_registers = registers::takes(call, V);
+  if constexpr (sizeof(T) < 8) {
+    const bool in_pipeline = pipeline::takes<T>(call, context.device);
+    if (in_pipeline && call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline) in_registers = false;
+    if (in_pipeline && !in_registers) {
+      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
+      if (!refused(error)) return error;
+    }
+  }
+  if (in_registers) return registers::launch<T, V, FUSED>(call, context);
+  return spread::launch < T, V, FUSED || V == 1 > (call, context);
+}
+
+// No rows: the gradients of weight and bias are sums of nothing.
+cudaError_t zero_gradients(const Backward& call, cudaStream_t stream) {
+  const size_t bytes = call.cols * (call.affine_float32 ? 4 : size_of(call.dtype));
+  for (void* grad : {call.grad_weight, call.grad_bias}) {
+    if (grad == nullptr) continue;
+    const cudaError_t error = cudaMemsetAsync(grad, 0, bytes, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
 
-size_t scratch_bytes(const Forward& call) {
-  const Plan p = plan(call);
-  const int64_t copies = p.regime == Regime::Joint ? p.joint.copies : 1;
-  const int64_t words = copies * call.rows * words_per_row(p.group);
-  return std::max(8 * words, size_of_acc(call.dtype) * call.rows * (3 * p.pieces + (p.pieces > 0 ? 4 : 0)));
+cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
+  const Context context = {current_device(), scratch, stream};
+  return with_kernel_of(
+      call, {call.input, call.weight, call.bias, call.output}, [&](auto t, auto v, auto fused) {
+        return dispatch<decltype(t), decltype(v)::value, decltype(fused)::value>(call, context);
+      });
 }
 
-size_t scratch_bytes(const Backward& call) {
-  const Plan p = plan(call);
-  const int64_t words = call.rows * words_per_row(p.group);
-  const int64_t stream =
-      p.regime == Regime::Stream ? 2 * 4 * partials_of(p.groups) * call.cols + 8 * words : 0;
-  const int64_t spread_sums = p.pieces > 0 ? call.rows * (p.pieces + 1) : 0;
-  return std::max(stream, 2 * size_of_acc(call.dtype) * (p.partial_rows * call.cols + spread_sums));
+cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
+  if (call.rows == 0) return zero_gradients(call, stream);
+  const Context context = {current_device(), scratch, stream};
+  return with_kernel_of(call, {call.grad_output, call.input, call.weight, call.bias, call.grad_input},
+                        [&](auto t, auto v, auto fused) {
+                          return dispatch<decltype(t), decltype(v)::value, decltype(fused)::value>(call,
+                                                                                                   context);
+                        });
 }
 
-cudaError_t launch(const Forward& call, void* scratch, cudaStream_t stream) {
-  return launch_any(call, scratch, stream);
+cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream) {
+  return convolution::launch(call, {current_device(), scratch, stream});
 }
 
-cudaError_t launch(const Backward& call, void* scratch, cudaStream_t stream) {
-  return launch_any(call, scratch, stream);
-}
-
-bool fits_convolution(DType dtype, bool tf32) {
-  return with_convolution(dtype, tf32, [](auto t, auto split) {
-    constexpr int kShared = kConvShared<decltype(t), decltype(split)::value>;
-    return current_device().code >= 80 && current_device().shared_bytes >= kShared;
-  });
-}
-
-size_t scratch_bytes(const Convolution& call) { return size_of(call.dtype) * kConvElements; }
-
-cudaError_t launch(const Convolution& call, void* scratch, cudaStream_t stream) {
-  return with_convolution(call.dtype, call.tf32, [&](auto t, auto split) {
-    using T = decltype(t);
-    constexpr int kShared = kConvShared<T, decltype(split)::value>;
-    arrange_weights<T><<<kConvElements / 256, 256, 0, stream>>>(call, static_cast<T*>(scratch));
-    const auto kernel = conv_transpose_layer_norm_gelu<T, decltype(split)::value>;
-    cudaFuncAttributes attributes = {};  // with loading warps or without, as it was compiled
-    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error != cudaSuccess) return error;
-    error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
-    if (error != cudaSuccess) return error;
-    const int blocks = std::max(1, current_device().sms / 4) * 4;  // of each parity as many
-    kernel<<<blocks, attributes.maxThreadsPerBlock, kShared, stream>>>(call,
-                                                                       static_cast<const uint4*>(scratch));
-    return cudaGetLastError();
-  });
-}
+bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, tf32, current_device()); }
 
 }  // namespace TORCH_EXTENSION_NAME
 """
+
+CUDA_SOURCE = "".join(
+    (
+        _INTERFACE,
+        _ELEMENTS,
+        _STATISTICS,
+        _EPILOGUE,
+        _DEVICE,
+        _REGISTERS,
+        _SHARED,
+        _PIPELINE,
+        _JOINT,
+        _SPREAD,
+        _CONVOLUTION,
+        _DISPATCH,
+    )
 )
 
 # ============================================================================
@@ -4610,10 +4367,16 @@ void* second_half(const Tensor& t) {
 
 template <typename Call>
 void run(const Call& call, const Tensor& input) {
-  const size_t bytes = scratch_bytes(call);
-  Tensor scratch;
-  if (bytes > 0) scratch = empty_cuda({static_cast<int64_t>(bytes)}, at::kByte, input);
-  const cudaError_t error = launch(call, write(scratch), c10::cuda::getCurrentCUDAStream());
+  struct Owner {
+    const Tensor& like;
+    Tensor memory;
+  } owner = {input, {}};
+  const auto allocate = [](size_t bytes, void* owner) {
+    auto& [like, memory] = *static_cast<Owner*>(owner);
+    memory = empty_cuda({static_cast<int64_t>(bytes)}, at::kByte, like);
+    return memory.data_ptr();
+  };
+  const cudaError_t error = launch(call, {allocate, &owner}, c10::cuda::getCurrentCUDAStream());
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // the next call must not find it
     int major = 0, minor = 0;

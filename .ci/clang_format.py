@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 FILE = Path(__file__).parent.parent / "layernorm_inline.py"
-SOURCES = re.compile(r'(?<=r""")\n(#include.*?)(?=""")', re.S)
+SOURCES = re.compile(r'(?<=r""")\n((?:#include|namespace|// ----).*?)(?=""")', re.S)
 
 
 def formatted(match):
@@ -20,7 +20,7 @@ def formatted(match):
 
 before = FILE.read_text()
 after, count = SOURCES.subn(formatted, before)
-assert count == 3, "expected the interface, CUDA and C++ sources"
+assert count == 13, "expected the interface, eleven rooms of CUDA, and the C++ source"
 if "--check" not in sys.argv:
     FILE.write_text(after)
 elif after != before:
