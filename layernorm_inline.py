@@ -132,7 +132,7 @@ struct Backward {
   double scale;
 };
 
-// ConvTranspose3d (32 to 64 channels, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
+// ConvTranspose3d (32 channels in, 64 out, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
 // the 64 columns of its output, exact GELU and scaling. All contiguous. Where rstd is given, output is the
 // convolution's, less the mean of its row: what backward needs.
 struct Convolution {
@@ -602,6 +602,26 @@ template <typename T, typename A>
 __device__ A normalized(A x, A mean, A rstd) {
   if constexpr (sizeof(T) == 2) return fmaf(x, rstd, -mean * rstd);
   return (x - mean) * rstd;
+}
+
+// What applying a row takes. mean + rest is the row's mean, to a quarter of a unit in the last place: mean
+// alone is off by half a unit, and PyTorch's by less where it has luck (float32 row of 26157 columns: 2.7
+// times its error without rest). Aligned for one load.
+template <typename A>
+struct alignas(4 * sizeof(A)) RowStats {
+  A mean, rest, rstd;
+};
+
+// The mean first + off.
+template <typename A>
+__device__ RowStats<A> row_stats_of(A first, A off, A rstd) {
+  const A mean = first + off;
+  return {mean, off - (mean - first), rstd};
+}
+
+template <typename T, typename A>
+__device__ A normalized(A x, const RowStats<A>& row) {
+  return normalized<T>(sizeof(T) == 2 ? x : x - row.mean, sizeof(T) == 2 ? row.mean : row.rest, row.rstd);
 }
 
 template <typename T, typename A>
@@ -1471,10 +1491,9 @@ __global__ void __launch_bounds__(256, kMeasuringBlocks)
   if (threadIdx.x == 0) scratch[row * pieces + piece] = moments;
 }
 
-// row_stats: {mean, rstd} of each row.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    finish_moments(Forward call, int pieces, const Moments<Acc<T>>* scratch, Acc<T> (*row_stats)[2]) {
+    finish_moments(Forward call, int pieces, const Moments<Acc<T>>* scratch, RowStats<Acc<T>>* row_stats) {
   using A = Acc<T>;
   __shared__ A slots[2][kMaxWarps][1];
   let_next_start();
@@ -1495,18 +1514,17 @@ __global__ void __launch_bounds__(256)
   }
   m2 = combine_row(m2, slots[1]);
   if (threadIdx.x != 0) return;
-  const A mean = first + off, rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
-  row_stats[row][0] = mean;
-  row_stats[row][1] = applied_rstd<T>(rstd, m2);
+  const A rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
+  row_stats[row] = row_stats_of(first, off, applied_rstd<T>(rstd, m2));
   if (call.mean != nullptr) {
-    static_cast<A*>(call.mean)[row] = mean;
+    static_cast<A*>(call.mean)[row] = first + off;
     static_cast<A*>(call.rstd)[row] = rstd;
   }
 }
 
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(512)
-    normalize_columns(Forward call, const Acc<T> (*row_stats)[2], int64_t rows_per_block) {
+    normalize_columns(Forward call, const RowStats<Acc<T>>* row_stats, int64_t rows_per_block) {
   using A = Acc<T>;
   const int64_t cols = call.cols;
   const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
@@ -1526,7 +1544,7 @@ __global__ void __launch_bounds__(512)
   const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
 #pragma unroll 1  // unrolled, fewer blocks fit an SM, and it is their number that keeps loads in flight
   for (int64_t row = first_row; row < end_row; ++row) {
-    const A mean = row_stats[row][0], rstd = row_stats[row][1];
+    const RowStats<A> stats = row_stats[row];
     const T* input = static_cast<const T*>(call.input) + row * cols;
     T* output = static_cast<T*>(call.output) + row * cols;
     Pack<T, V> x[PACKS];
@@ -1542,7 +1560,7 @@ __global__ void __launch_bounds__(512)
       A y[V];
       unpack(x[i], y);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean, rstd) * weight[i][v] + bias[i][v];
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
       apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<A>{call.activation, A(call.scale)}));
       store<T, V, true>(output + col, y);
     }
@@ -1887,23 +1905,25 @@ struct Stream {
 template <typename T>
 constexpr int kFewTogether = sizeof(T) == 2 ? 2 : 8;
 
-template <int TOGETHER>
+template <int TOGETHER, typename ForRow>
 struct StreamControl {
   static constexpr int kParts = 32 * kStreamWarps / TOGETHER;
   uint64_t loaded[kMaxStages], measured[kMaxStages], known[kMaxStages], applied[kMaxStages];
-  float2 given[kMaxStages], row_stats[kMaxStages];
+  float2 given[kMaxStages];
+  ForRow row_stats[kMaxStages];
   float2 parts[kMaxStages][kParts];
   float counts[kParts];  // columns of each
 };
 
-// Forward as the stream sees it: row statistics are {mean, rstd}, and nothing is given with a row. SHIFTED:
-// rows do not start on 16-byte boundaries, but those of a group all lie as far from one (see Cut). Where they
-// do not, a load is one element, V == 1.
+// Forward as the stream sees it: nothing is given with a row. SHIFTED: rows do not start on 16-byte
+// boundaries, but those of a group all lie as far from one (see Cut). Where they do not, a load is one
+// element, V == 1.
 template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
   using Stats = Moments<float>;  // the mean as a distance from `base`, one of all means
+  using ForRow = RowStats<float>;
   static constexpr int kTensors = 1, kPacks = kStreamColumns / V;
   enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false, kMeans = true };
   enum : int { kTogether = kFewTogether<T> };
@@ -2047,22 +2067,21 @@ struct ForwardPass {
 
   static __device__ float2 given(const Call&, int64_t) { return {}; }
 
-  static __device__ float2 finish(const Call& call, const Stats& row_total, float base, int64_t row,
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, int64_t row,
                                   bool save) {
     // No division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
-    const float mean = base + row_total.mean, per_col = 1 / float(call.cols);
+    const float per_col = 1 / float(call.cols);
     const float variance = row_total.m2 * per_col + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
     if (save && call.mean != nullptr) {
-      static_cast<float*>(call.mean)[row] = mean;
+      static_cast<float*>(call.mean)[row] = base + row_total.mean;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
-    return {mean, applied_rstd<T>(rstd, row_total.m2)};
+    return row_stats_of(base, row_total.mean, applied_rstd<T>(rstd, row_total.m2));
   }
 
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset, float2 row_stats,
-                        float2) {
-    const float mean = row_stats.x, rstd = row_stats.y;
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
+                        const ForRow& stats, float2) {
     T* output = static_cast<T*>(call.output) + offset;
     Pack<T, V> x[kPacks];
     float extra_x;
@@ -2075,12 +2094,12 @@ struct ForwardPass {
         float y[V];
         unpack(x[i], y);
 #pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], mean, rstd) * weight[i][v] + bias[i][v];
+        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
         apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
         if (has_pack(i)) store<T, V>(output + pack_col(i), y);
       }
       if (has_extra()) {
-        float y[1] = {normalized<T>(extra_x, mean, rstd) * extra_weight[0] + extra_bias[0]};
+        float y[1] = {normalized<T>(extra_x, stats) * extra_weight[0] + extra_bias[0]};
         apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
         narrow(y[0], output[cut.extra]);
       }
@@ -2102,6 +2121,7 @@ struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
+  using ForRow = Sums<float>;
   static constexpr int kTensors = 2, kPacks = kStreamColumns / V;
   enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED, kMeans = false };
   // Where packs are loaded, bytes set the pace (bf16 rows of 1048576 with 16: 0.98 of copy speed -> 0.96).
@@ -2195,15 +2215,15 @@ struct BackwardPass {
     return {static_cast<const float*>(call.mean)[row], static_cast<const float*>(call.rstd)[row]};
   }
 
-  static __device__ float2 finish(const Call& call, const Stats& row_total, float, int64_t, bool) {
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float, int64_t, bool) {
     const float per_col = fast_reciprocal(float(call.cols));
     return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
   }
 
   __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
-                        float2 row_stats, float2 given) {
+                        const ForRow& means, float2 given) {
     if (call.grad_input == nullptr) return;
-    const float mean_wdy = row_stats.x, mean_wdy_xhat = row_stats.y, mean = given.x, rstd = given.y;
+    const float mean_wdy = means.wdy, mean_wdy_xhat = means.wdy_xhat, mean = given.x, rstd = given.y;
     T* grad_input = static_cast<T*>(call.grad_input) + offset;
     // grad_input = rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). Of 16 bits in three instructions instead
     // of six, as rstd * (wdy + of_x * x + rest): see normalized. Where all numbers of a row are the same,
@@ -2309,7 +2329,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   using T = typename Pass::Element;
   using Stats = typename Pass::Stats;
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ StreamControl<Pass::kTogether> control;
+  __shared__ StreamControl<Pass::kTogether, typename Pass::ForRow> control;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x, sharers = gridDim.x, group = blockIdx.y, groups = gridDim.y;
@@ -3865,10 +3885,10 @@ constexpr int kJointControlBytes = 1024, kFusedControlBytes = 2560;  // beside t
 // Of shared memory, beside the stream's ring. Backward leaves more than it takes, as with a seventh stage
 // bf16 rows of 65536 with GELU go from 0.694 of copy speed to 0.665.
 int64_t control_bytes(DType dtype, int tensors, int pack) {
-  static_assert(sizeof(StreamControl<32>) <= 8 << 10, "the ring would not fit");
+  static_assert(sizeof(StreamControl<32, Sums<float>>) <= 8 << 10, "the ring would not fit");
   if (tensors == 2 && pack > 1) return 8 << 10;
-  const int64_t bytes = size_of(dtype) == 2 ? sizeof(StreamControl<kFewTogether<__half>>)
-                                            : sizeof(StreamControl<kFewTogether<float>>);
+  const int64_t bytes = size_of(dtype) == 2 ? sizeof(StreamControl<kFewTogether<__half>, RowStats<float>>)
+                                            : sizeof(StreamControl<kFewTogether<float>, RowStats<float>>);
   return ceil_div(bytes, kLineBytes) * kLineBytes;
 }
 
@@ -4279,8 +4299,8 @@ cudaError_t launch_fused(const Forward& call, const Plan& p, void* scratch, cuda
       if (!refused(error)) return error;
     }
   }
-  auto* moments = static_cast<Moments<Acc<T>>*>(scratch);
-  auto* row_stats = reinterpret_cast<Acc<T>(*)[2]>(moments + call.rows * p.pieces);
+  auto* row_stats = static_cast<RowStats<Acc<T>>*>(scratch);
+  auto* moments = reinterpret_cast<Moments<Acc<T>>*>(row_stats + call.rows);
   constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
   partial_moments<T, V, kPacks><<<call.rows * p.pieces, 256, 0, stream>>>(call, p.pieces, moments);
   launch_next(finish_moments<T>, call.rows, 256, stream, call, p.pieces, moments, row_stats);
@@ -4373,7 +4393,7 @@ size_t scratch_bytes(const Forward& call) {
   const Plan p = plan(call);
   const int64_t copies = p.regime == Regime::Joint ? p.joint.copies : 1;
   const int64_t words = copies * call.rows * words_per_row(p.group);
-  return std::max(8 * words, size_of_acc(call.dtype) * call.rows * (3 * p.pieces + (p.pieces > 0 ? 2 : 0)));
+  return std::max(8 * words, size_of_acc(call.dtype) * call.rows * (3 * p.pieces + (p.pieces > 0 ? 4 : 0)));
 }
 
 size_t scratch_bytes(const Backward& call) {

@@ -1525,18 +1525,22 @@ def test_more_than_2_to_the_31_elements(rows, cols):
 # ---- Statistics ----
 
 
-# A row's mean is off by its own rounding, half a unit in the last place, and hardly more: without weight and bias it is
-# the mean of the output that shows it. Rows of blocks that exchange their means, and of pieces.
+# What is subtracted from a row is more than its mean rounded to a float, which is off by up to half a unit in the last
+# place: without weight and bias it is the mean of the output that shows it. Rows of blocks that exchange their means,
+# and of pieces.
 @gpu
-@pytest.mark.parametrize("rows,cols,calls", [(1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)])
-def test_the_mean_is_rounded_once(rows, cols, calls):
+@pytest.mark.parametrize(
+    "rows,cols,calls",
+    [(1, 26157, 400), (2, 10006, 400), (1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)],
+)
+def test_the_means_rest_is_subtracted_too(rows, cols, calls):
     unit = 2.0**-10  # in the last place of 1e4
     for seed in range(calls):
         x, _, _, _ = random_case(
             rows, cols, torch.float32, "none", seed=seed, mean=1e4, offsets=(seed % 6, 0, 0, 0), telling=False
         )
         y = layer_norm(x, (cols,), eps=1e-12).double()
-        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.57 * unit, seed
+        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.25 * unit, seed
 
 
 @gpu
@@ -2772,8 +2776,8 @@ def test_threads_in_backward_over_one_graph():
         for thread in threads:
             thread.join()
     assert most == 1  # as PyTorch's own nodes: one thread at a time
-    # Who waits for the node may still get in before it is freed.
-    assert ends.count("") >= 1 and all("second time" in end for end in ends if end)
+    # Those who wait for the first may come before it releases what is saved.
+    assert "" in ends and all("second time" in end for end in ends if end)
 
 
 @gpu
