@@ -11,13 +11,15 @@
     python test_layernorm_inline.py --plot FILE     the sweep, drawn (needs matplotlib)
     python test_layernorm_inline.py --json FILE     the sweep, as data
     python test_layernorm_inline.py --models        a training step of real models, before and after replace_layer_norm
+    python test_layernorm_inline.py --models vit    the same for the models whose names contain vit
     pytest test_layernorm_inline.py                 all tests (needs pytest)
 
 The input is KernelBench's level 1 problem 40, or level 2 problem 34. Times are medians of triton.testing.do_bench: CUDA
-events around each run, warmed up, the L2 cache flushed before each. "Floor" is the time of a
-device copy of the bytes that LayerNorm cannot avoid moving, measured in the same run: input in and
-output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in,
-grad_input out).
+events around each run, warmed up, the L2 cache flushed before each. What is compared is timed in rounds, each of
+which begins with another one; the median over rounds counts. The sweep replays backward from a CUDA graph: called from
+Python, it can wait for the host. "Floor" is the time of a device copy of the bytes that LayerNorm cannot avoid moving,
+measured in the same run: input in and output out, plus weight and bias; for backward 1.5 times a copy (input and
+grad_output in, grad_input out).
 """
 
 import argparse
@@ -27,6 +29,7 @@ import copy
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib.util
 import inspect
 import json
@@ -109,14 +112,66 @@ def milliseconds(run, warmup=25, rep=100):
     return do_bench(run, warmup=warmup, rep=rep, return_mode="median")
 
 
-def copy_floor(x, cols):
-    """Time of a device copy of x, and of weight and bias once."""
+def milliseconds_in_turns(runs, **options):
+    """Milliseconds of each function in the dict runs. Each is first in one round, so that clocks favour none."""
+    names, times = list(runs), {name: [] for name in runs}
+    for first in range(len(names)):
+        for name in names[first:] + names[:first]:
+            times[name].append(milliseconds(runs[name], **options))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def captured(run):
+    """A function that replays run() from a CUDA graph. The current stream must not be the default one."""
+    run()  # compiles and tunes
+    graph = torch.cuda.CUDAGraph()
+    gc.disable()  # what it frees may call CUDA (kernels of Triton's do), which ends a capture
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        run()
+    gc.enable()
+
+    def replay(run=run):  # which holds the tensors that the graph reads
+        graph.replay()
+
+    return replay
+
+
+def copying(x):
+    """A function that copies x on the device."""
     y = torch.empty_like(x)
-    return milliseconds(lambda: y.copy_(x)) * (1 + cols / x.numel())
+    return lambda: y.copy_(x)
+
+
+def code_that_runs(codes, gpu):
+    """Which of codes (sm_80, compute_80) a GPU (90: compute capability 9.0) runs, in words."""
+    native = [code for code in codes if layernorm_inline._runs(code, gpu)]
+    if native:
+        return max(native)
+    numbers = [layernorm_inline._number(code) for code in codes if code.startswith("compute")]
+    older = [number for number in numbers if number <= gpu]
+    return f"sm_{max(older)} code through PTX" if older else "none"
+
+
+def architecture():
+    """The code that the current GPU runs: sm_90a, or sm_80 code through PTX."""
+    if layernorm_inline._layer_norm_op is None:
+        return "none"
+    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
+    devices = range(torch.cuda.device_count())
+    gpus = sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
+    library, _ = layernorm_inline._layer_norm_op.name().split("::")
+    # Compiled for the GPUs that are there, or where there was none, for the whole list.
+    choices = [layernorm_inline._codes(seen, arch_list) for seen in (gpus, [])]
+    codes = next(codes for codes in choices if layernorm_inline._name(codes) == library)
+    major, minor = torch.cuda.get_device_capability()
+    return code_that_runs(codes, 10 * major + minor)
 
 
 def versions():
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"kernels: {architecture()}"
+    )
 
 
 def randomize(module):
@@ -125,8 +180,9 @@ def randomize(module):
     return module
 
 
-def verify_and_time(original, new, x, atol, grad=False):
-    """Asserts allclose, prints times; returns (milliseconds of new, or None after a failure)."""
+def verify_and_time(original, new, x, atol, grad=False, modes=("default",)):
+    """Asserts allclose, prints times, of torch.compile that of its fastest mode. Returns milliseconds of new, or None
+    after a failure."""
     with torch.set_grad_enabled(grad):
         with torch.no_grad():
             expected, result = original(x), new(x)
@@ -137,13 +193,13 @@ def verify_and_time(original, new, x, atol, grad=False):
                 return None
             del expected, result
         torch._dynamo.reset()
-        compiled = torch.compile(original)
-        original_ms, new_ms = milliseconds(lambda: original(x)), milliseconds(lambda: new(x))
-        compiled_ms = milliseconds(lambda: compiled(x))
+        models = {"original": original, **{mode: torch.compile(original, mode=mode) for mode in modes}, "new": new}
+        ms = milliseconds_in_turns({name: functools.partial(model, x) for name, model in models.items()})
+    original_ms, new_ms, mode = ms["original"], ms["new"], min(modes, key=ms.get)
     speedup = original_ms / new_ms
     print(f"allclose(atol={atol:.0e}): yes, largest difference {error:.1e}; gradients {'on' if grad else 'off'}")
     print(f"Original time: {original_ms:.2f} ms, New time: {new_ms:.3f} ms, Speedup: {speedup:.2f}x")
-    print(f"torch.compile: {compiled_ms:.3f} ms, New is {compiled_ms / new_ms:.2f}x as fast")
+    print(f"torch.compile ({mode}): {ms[mode]:.3f} ms, New is {ms[mode] / new_ms:.2f}x as fast")
     if speedup < MINIMUM_SPEEDUP:
         print(f"FAILED: the speedup is under {MINIMUM_SPEEDUP}x")
         return None
@@ -156,6 +212,7 @@ def time_training_step(original, new, x):
     with torch.no_grad():
         dy = torch.randn_like(original(x))
     x = x.clone().requires_grad_()
+    steps, peaks = {}, {}
     for name, model in (("Original", original), ("torch.compile", torch.compile(original)), ("New", new)):
         wanted = [x, *model.parameters()]
 
@@ -166,8 +223,9 @@ def time_training_step(original, new, x):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-        print(f"training step, {name}: {milliseconds(step):.2f} ms, {peak:.2f} GiB")
+        steps[name], peaks[name] = step, (torch.cuda.max_memory_allocated() - before) / 2**30
+    for name, ms in milliseconds_in_turns(steps).items():
+        print(f"training step, {name}: {ms:.2f} ms, {peaks[name]:.2f} GiB")
 
 
 def verify_on_the_cpu(problem):
@@ -193,10 +251,11 @@ def problem_40():
     original, new = randomize(Model(*get_init_inputs()).cuda()), ModelNew(*get_init_inputs()).cuda()
     new.load_state_dict(original.ln.state_dict())
     (x,) = (t.cuda() for t in get_inputs())
-    new_ms = verify_and_time(original, new, x, atol=1e-5)
+    # Not "max-autotune": besides the same kernels, its CUDA graphs copy x to a place of their own in every call.
+    new_ms = verify_and_time(original, new, x, atol=1e-5, modes=("default", "max-autotune-no-cudagraphs"))
     if new_ms is None:
         return 1
-    floor_ms = copy_floor(x, x[0].numel())
+    floor_ms = milliseconds(copying(x)) * (1 + 1 / BATCH_SIZE)  # weight and bias are as long as a row
     print(f"Copy floor: {floor_ms:.3f} ms, New / floor: {floor_ms / new_ms:.2f} of copy speed")
     print(versions())
     return 0
@@ -291,20 +350,24 @@ def sweep_row(what, rows, cols, dtype):
         eager, ours = eager_gelu, our_gelu
     torch._dynamo.reset()
     compiled = torch.compile(eager, dynamic=False)
-    floor = copy_floor(flat[:-1].view(rows, cols), cols)
-    row = {"what": what, "rows": rows, "cols": cols, "dtype": dtype, "floor": floor}
-    if "backward" in what:
-        row["floor"] *= 1.5
+    # Called for backward, too: in a CUDA graph a copy is other kernels, slower at some sizes (PyTorch's issue 191284).
+    runs = {"floor": copying(flat[:-1].view(rows, cols))}
+    backward, stream = "backward" in what, torch.cuda.Stream()
+    if backward:
         x.requires_grad_()
         dy = torch.randn_like(x)
-    for name, function in (("eager", eager), ("compile", compiled), ("ours", ours)):
-        if "backward" in what:
-            y, wanted = function(x), (x, norm.weight, norm.bias)
-            row[name] = milliseconds(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
-        else:
-            with torch.no_grad():
-                row[name] = milliseconds(lambda: function(x))
-    return row
+    stream.wait_stream(torch.cuda.current_stream())
+    # Backward runs on forward's stream, and only a side stream can be captured.
+    with torch.cuda.stream(stream), torch.set_grad_enabled(backward):
+        for name, function in (("eager", eager), ("compile", compiled), ("ours", ours)):
+            if backward:
+                y, wanted = function(x), (x, norm.weight, norm.bias)
+                runs[name] = captured(functools.partial(torch.autograd.grad, y, wanted, dy, retain_graph=True))
+            else:
+                runs[name] = functools.partial(function, x)
+        times = milliseconds_in_turns(runs, warmup=10, rep=25)
+    times["floor"] *= (1.5 if backward else 1) * (1 + 1 / rows)  # weight and bias are as long as a row
+    return {"what": what, "rows": rows, "cols": cols, "dtype": dtype, **times}
 
 
 def host_microseconds(modules, x, calls=100, repeats=41):
@@ -479,25 +542,31 @@ def model_row(make):
         ours = replace_layer_norm(copy.deepcopy(original), types)
     norms = [type(m) is ModelNew for m in ours.modules() if isinstance(m, nn.LayerNorm)]
     torch.testing.assert_close(loss(ours), loss(original), atol=1e-2, rtol=1e-2)
-    times = []
+    torch._dynamo.reset()
+    steps = {}
     for model, compiled in ((original, False), (ours, False), (original, True), (ours, True)):
-        torch._dynamo.reset()
         network = torch.compile(model) if compiled else model
 
-        def step():
-            model.zero_grad(set_to_none=True)
+        def step(model=model, network=network):
             loss(network).backward()
+            model.zero_grad(set_to_none=True)
 
-        times.append(milliseconds(step, warmup=200, rep=1000))
-        model.zero_grad(set_to_none=True)
-    return sum(norms), len(norms), times
+        steps[model, compiled] = step
+    times = milliseconds_in_turns(steps, warmup=50, rep=250)
+    return sum(norms), len(norms), list(times.values())
 
 
-def real_models():
+def models_named(words):
+    """The names in REAL_MODELS that contain one of words, in whatever case; all of them where there are no words."""
+    return [name for name in REAL_MODELS if not words or any(word.lower() in name.lower() for word in words)]
+
+
+def real_models(names):
     """Prints a row for each model."""
     print(versions())
     print("forward and backward, ms:            norms      eager   replaced    compile   compile of the replaced")
-    for name, (package, make) in REAL_MODELS.items():
+    for name in names:
+        package, make = REAL_MODELS[name]
         if importlib.util.find_spec(package) is None:
             print(f"{name:34} left out: {package} is not installed")
             continue
@@ -513,11 +582,19 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="time a table of shapes and dtypes")
     parser.add_argument("--plot", metavar="FILE", help="draw the sweep (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the sweep as JSON")
-    parser.add_argument("--models", action="store_true", help="time a training step of real models")
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        metavar="NAME",
+        help=f"time a training step of real models, or of those whose names contain NAME: {'; '.join(REAL_MODELS)}",
+    )
     arguments = parser.parse_args()
-    to_sweep = bool(arguments.sweep or arguments.plot or arguments.json)
-    if to_sweep + arguments.models + bool(arguments.problem) > 1:
+    to_sweep, to_models = bool(arguments.sweep or arguments.plot or arguments.json), arguments.models is not None
+    if to_sweep + to_models + bool(arguments.problem) > 1:
         parser.error("--problem, --models and the sweep (--sweep, --plot, --json) exclude each other")
+    for word in arguments.models or []:
+        if not models_named([word]):
+            parser.error(f"--models: no name contains {word!r}; there are: {'; '.join(REAL_MODELS)}")
     for file in filter(None, (arguments.plot, arguments.json)):  # now, and not after minutes
         folder = os.path.dirname(os.path.abspath(file))
         if not os.access(folder, os.W_OK) or os.path.isdir(file):
@@ -525,12 +602,12 @@ def main():
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     if not torch.cuda.is_available():
-        if to_sweep or arguments.models:
+        if to_sweep or to_models:
             print("Nothing was timed: there is no CUDA GPU.")
             return 1
         return verify_on_the_cpu(arguments.problem or 40)
-    if arguments.models:
-        return real_models()
+    if to_models:
+        return real_models(models_named(arguments.models))
     if not to_sweep:
         return problem_34() if arguments.problem == 34 else problem_40()
     table = sweep()
@@ -3863,7 +3940,7 @@ def test_plot_asks_for_matplotlib_at_once(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_row_of_a_real_model(device, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setitem(globals(), "milliseconds", lambda step, **_: step())
+    monkeypatch.setitem(globals(), "milliseconds", lambda step, **_: step() or 1.0)
     assert model_row(lambda: pair_stack(6, device))[:2] == (14, 14)
 
 
