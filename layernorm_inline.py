@@ -184,14 +184,12 @@ namespace TORCH_EXTENSION_NAME {
 namespace {
 
 // ---- Elements: packs of them, loads and stores, conversions ----
-// Memory is read and written 16 bytes at a time, as a Pack of V elements of type T. Arithmetic is in Acc<T>.
+// Memory is read and written 16 bytes at a time, as a Pack of V elements of type T; arithmetic is in Acc<T>.
 
-// What sums and statistics are held in: float, and double for double.
 template <typename T>
 using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// 16-bit elements are kept by twos in 32-bit registers: one by one, taking them apart and putting
-// them together would be half of all instructions.
+// Two 16-bit elements share a register: packing them one by one would be half of all instructions.
 template <typename T, int V>
 struct alignas(sizeof(T) * V) Pack {
   static constexpr bool kPairs = sizeof(T) == 2 && V > 1;
@@ -226,10 +224,9 @@ __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
 }
 
-// The priority in L2 of what is read. With the highest one for input it is input that stays when L2 is full,
-// and output leaves it soon after it was written: rows of 16 to 8192 float32 0.96 of copy speed -> 1.00.
-// Where all fits L2, output should stay for who reads it next (bf16 rows, 16 MB, three layer norms one after
-// the other: 0.0314 ms, and 0.0342 with priority for their inputs).
+// A priority in L2: with the highest one input stays when L2 is full, and output leaves soon after it is
+// written (float32 rows of 16 to 8192: 0.96 of copy speed -> 1.00). Where everything fits L2, output should
+// stay for its next reader (three layer norms of 16 MB of bf16 rows: 0.0342 ms -> 0.0314).
 __device__ inline uint64_t l2_policy(bool keep) {
   uint64_t policy = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -242,9 +239,8 @@ __device__ inline uint64_t l2_policy(bool keep) {
   return policy;
 }
 
-// Brings whole 16-byte units to L2, with that priority (sm_90 and up; else nothing happens).
-// Look at the machine code where it is called under a condition: ptxas 13.0 has taken the number of bytes
-// from a register that it sets in one case only, and four times as many came.
+// Takes whole 16-byte units; does nothing before sm_90. Check the machine code of a call under a condition:
+// ptxas 13.0 took `bytes` from a register that was set in one case only, and four times as many came.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes),
@@ -253,7 +249,6 @@ __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t po
 #endif
 }
 
-// As load, of input; 16 bytes with that priority.
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -281,7 +276,6 @@ __device__ float2 widen_pair(uint32_t bits) {
   }
 }
 
-// Rounded once.
 template <typename T>
 __device__ uint32_t add_pairs(uint32_t a, uint32_t b) {
   std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> x, y;
@@ -332,7 +326,7 @@ __device__ Pack<T, V> packed(const Acc<T> (&x)[V]) {
   return pack;
 }
 
-// STREAMING: nobody reads it again before it has left L2, so that it should be the first to leave.
+// STREAMING: the first to leave L2, as nobody reads it again before it would leave.
 template <typename T, int V, bool STREAMING = false>
 __device__ void store(T* p, const Acc<T> (&x)[V]) {
   const Pack<T, V> pack = packed<T>(x);
@@ -365,8 +359,7 @@ __device__ void load_affine(Acc<T> (&w)[V], const void* affine, bool affine_floa
   }
 }
 
-// V sums, 16 bytes a store. A thread's columns are neighbours: stored one by one, each would reach L2 as a
-// transaction of its own (bf16 rows of 8192, backward: 0.126 ms, and 0.107 with whole stores).
+// 16 bytes a store: each sum would be an L2 transaction (bf16 rows of 8192, backward: 0.126 ms -> 0.107).
 template <typename A, int V>
 __device__ void store_sums(A* p, const A (&x)[V]) {
   constexpr int F = V < int(16 / sizeof(A)) ? V : 16 / sizeof(A);
@@ -379,7 +372,6 @@ __device__ void store_sums(A* p, const A (&x)[V]) {
   }
 }
 
-// A gradient of weight or bias, of their dtype.
 template <typename T, int V>
 __device__ void store_affine(void* affine, bool affine_float32, int64_t col, const Acc<T> (&x)[V]) {
   if (affine == nullptr) return;
@@ -398,15 +390,14 @@ __device__ void store_gradients(const Backward& call, int64_t col, const Acc<T> 
 }
 
 // ---- Elements: rows that do not all start on a 16-byte boundary ----
-// Such a row is cut at the 16-byte boundaries of its output into whole packs, the first of them at a boundary
-// of `unit` elements, and single elements before and after them, one for each of a row's first unit + V
-// threads. What else it needs is loaded from wherever it lies.
+// A row is stored as whole packs from a 16-byte boundary of output on, the first at a boundary of `unit`
+// elements, and as single elements before and after them, one for each of its first unit + V threads.
 
 struct Cut {
   int begin, end;  // columns of the whole packs
   int extra;       // column of this thread's single element, or -1
 
-  // misalignment: elements between a boundary and the row's start.
+  // misalignment: elements from a boundary to the row's start.
   __device__ Cut(int misalignment, int cols, int V, int unit) {
     begin = min(cols, misalignment == 0 ? 0 : unit - misalignment);
     end = begin + (cols - begin) / V * V;
@@ -416,8 +407,7 @@ struct Cut {
   }
 };
 
-// V elements from anywhere, as the whole 32-bit words (64-bit for double) that hold them. get() puts
-// them together later, so that several loads can be on their way.
+// V elements at any address, as the words that hold them. get() joins these later, so that loads can overlap.
 template <typename T, int V>
 struct Unaligned {
   using Word = typename Pack<T, V>::Unit;
@@ -425,8 +415,7 @@ struct Unaligned {
   static constexpr bool kPairs = Pack<T, V>::kPairs;
   Word words[kWords + 1];
 
-  // 1 where elements at p start in the middle of a word. Packs of a row all have it the same, so that load()
-  // and get() are told.
+  // 1 where elements at p start in the middle of a word: the same for all packs of a row.
   static __device__ int odd(const T* p) {
     return kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
   }
@@ -435,9 +424,8 @@ struct Unaligned {
     const Word* from = reinterpret_cast<const Word*>(p - odd);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = from[w];
-    // The last element by itself, as the rest of its word may lie outside the tensor. Also where it is not
-    // needed: under a condition loads would wait for one another (bf16, input alone misaligned: 0.67 of copy
-    // speed, and 0.83).
+    // The last element alone, as the rest of its word may lie outside the tensor. Unconditional, or loads
+    // would wait for one another (bf16, only input misaligned: 0.67 of copy speed -> 0.83).
     if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
@@ -455,13 +443,12 @@ struct Unaligned {
   }
 };
 
-// weight and bias are both there and of input's dtype.
+// Usual: both present and of input's dtype.
 __device__ inline bool has_usual_affine(const Forward& call) {
   return call.weight != nullptr && call.bias != nullptr && !call.affine_float32;
 }
 
-// Calls f with std::true_type where weight and bias are usual and of 16 bits: asking what they are at every
-// load would be a fifth of a 16-bit row's instructions. For float32 it was measured equal.
+// Calls f with std::true_type for usual 16-bit ones: asking at every load is a fifth of all instructions.
 template <typename T, typename F>
 __device__ void with_usual_affine(const Forward& call, F f) {
   if (sizeof(T) == 2 && has_usual_affine(call)) {
@@ -471,13 +458,13 @@ __device__ void with_usual_affine(const Forward& call, F f) {
   }
 }
 
-// weight[col .. col + V) and bias[...], V or a multiple of it after column `begin`. USUAL: see above.
+// weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
 template <typename T, int V, bool SHIFTED, bool USUAL>
 __device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col,
                                  int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
   if constexpr (USUAL && SHIFTED && V > 1) {
-    // Where only input is misaligned, these are not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
+    // Aligned where only input is not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
     const auto bits = reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin);
     if (bits % 16 != 0) {
       Unaligned<T, V> weight_words, bias_words;
@@ -507,10 +494,9 @@ __device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const F
   }
 }
 
-// ---- Elements: arithmetic in one instruction ----
+// ---- Elements: arithmetic ----
 
-// The fast instructions for float: within 2 units in the last place. Those of double are called, as in place
-// for every element they took 5% of the time to compile.
+// Fast for float, within 2 units in the last place. Calls for double, which inlined are 5% of compile time.
 __device__ inline float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -525,16 +511,15 @@ __device__ inline float fast_reciprocal(float x) {
 }
 __device__ __noinline__ double fast_reciprocal(double x) { return 1 / x; }
 
-// 1 / sqrt(x), where one thread makes it for a row: rsqrtf, which is off by up to 2 units in the last place,
-// and one step of Newton's method.
+// 1 / sqrt(x), for one thread a row: rsqrtf (off by up to 2 units in the last place) and a step of Newton's.
 __device__ inline float inverse_root(float x) {
   const float near = rsqrtf(x), better = fmaf(0.5f * near, fmaf(-x * near, near, 1), near);
-  return isnan(better) ? near : better;  // of 0 and infinity
+  return isnan(better) ? near : better;  // x was 0 or infinity
 }
 __device__ inline double inverse_root(double x) { return rsqrt(x); }
 
-// A product rounded by itself. Fused into a later subtraction it would keep digits that the
-// sum of such products has lost, and grad_input of a row of one column would not be 0.
+// A product rounded by itself. Fused into a later subtraction it would keep digits that the sum of such
+// products has lost: grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 """
