@@ -525,17 +525,14 @@ __device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 """
 
 _STATISTICS = r"""
-// ---- Statistics of a row, and how the threads and blocks that share it combine theirs ----
+// ---- Statistics: mean, distances from it, moments ----
 // Never a raw sum of squares, which loses every digit of rows whose mean is large against their spread. Two
 // ways, both exact for rows of equal numbers, whose distances from the mean must be 0:
-//   - Threads that hold a row while they measure it take the mean first and then distances from it: sum_of,
-//     quotient, Distances.
-//   - Parts of a row that are measured apart, each from its own mean, are Moments (count, mean, m2). They
-//     combine as in Chan, Golub, LeVeque (1979): m2 grows by the squared distances between the means.
+//   - Threads that hold a row take its mean first, then distances from it: sum_of, quotient, Distances.
+//   - Parts of a row, each measured from its own mean, are Moments, which combine as in Chan, Golub, LeVeque
+//     (1979): m2 grows by the squared distances between the means.
 
-// The mean of equal numbers is that number, so that their distances from it are 0. For that the sum of N
-// numbers of type T, N a power of two, has no error if they are equal: of 16 bits in any order (bf16 rows of
-// 50257: 1% slower by twos), of float32 by twos. The quotient is rounded as a division's.
+// Exact for N equal numbers, N a power of two; 16 bits without the tree, which costs bf16 rows of 50257 1%.
 template <typename T, typename A, int N>
 __device__ A sum_of(const A (&x)[N]) {
   A sums[N];
@@ -554,23 +551,23 @@ __device__ A sum_of(const A (&x)[N]) {
   return sums[0];
 }
 
+// Rounds as a division would.
 template <typename A>
 __device__ A quotient(A sum, A count, A per_count) {
   const A near = sum * per_count;
   return fma(fma(-near, count, sum), per_count, near);
 }
 
-// Whether the sum of a row of equal numbers may have an error, which makes the mean another number: float16
-// has 11 bits, bfloat16 8, of 24 that a float has; for float32 and double see Distances. MOST: columns, at
-// most.
+// True where the sum of equal 16-bit numbers may be rounded: a float has 24 bits, float16 11, bfloat16 8.
+// MOST: columns, at most.
 template <typename T, int MOST>
 __device__ bool sum_is_rounded(int cols) {
   constexpr int kExact = std::is_same_v<T, __half> ? 8192 : 65536;
   return sizeof(T) == 2 && MOST > kExact && cols > kExact;
 }
 
-// Distances from a mean: the sum of their squares and, where input has digits to lose (float32, double),
-// their own sum, which tells how far the mean was off by rounding.
+// Distances from a mean: the sum of their squares and, for float32 and double, their own sum, which tells how
+// far off rounding put the mean.
 template <typename A>
 struct Distances {
   A squares, sum;
@@ -583,8 +580,7 @@ __device__ void add_distance(Distances<A>& d, A distance) {
 }
 __device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
 
-// The sum of squares about the true mean; corrects `mean` to it. The sum of squares falls by the
-// same amount in exact arithmetic, and by rounding never below 0.
+// The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0.
 template <typename A>
 __device__ A settle(const Distances<A>& d, A& mean, A per_col) {
   const A off = d.sum * per_col;
@@ -600,25 +596,24 @@ __device__ Distances<A> combine(const Distances<A>& a, const Distances<A>& b) {
 
 template <typename A>
 struct Moments {
-  A count, mean, m2;  // a float count is exact to 2^24, then off by at most 1 part in 2^24
+  A count, mean, m2;  // count: as a float exact to 2^24, then to 1 part in 2^24
 };
 
-// To the moments of what came before, those of a few numbers more.
 template <typename A>
 __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
-  // Of the first ones exactly 1: their mean is kept to the bit.
+  // Exactly 1 for the first numbers: their mean is kept to the bit.
   const A share = all.count == 0 ? A(1) : count * fast_reciprocal(all.count + count);
   const A delta = mean - all.mean;
-  // Nobody squares delta alone: of a mean of 1e20 and nothing before it that is infinity times 0.
+  // delta is not squared alone: of a first mean of 1e20 that would be infinity, times 0.
   all.m2 += m2 + delta * (delta * (all.count * share));
   all.mean += delta * share;
   all.count += count;
 }
 
-// The two sums that grad_input needs of its row.
+// The two sums over a row that grad_input needs.
 template <typename A>
 struct Sums {
-  A wdy, wdy_xhat;  // sum of weight * grad_output, and of that times the normalized input
+  A wdy, wdy_xhat;  // of weight * grad_output, and of that times the normalized input
 };
 
 template <typename A>
@@ -626,24 +621,21 @@ __device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
-// What applying a row takes. mean + rest is the row's mean, to a quarter of a unit in the last place: mean
-// alone is off by half a unit, and PyTorch's by less where it has luck (float32 row of 26157 columns: 2.7
-// times its error without rest). Aligned for one load.
+// What a row is normalized with. mean + rest is its mean to a quarter of a unit in the last place; mean alone
+// is off by half a unit (float32 row of 26157 columns: 2.7 times PyTorch's error). Aligned for one load.
 template <typename A>
 struct alignas(4 * sizeof(A)) RowStats {
   A mean, rest, rstd;
 };
 
-// The mean first + off.
 template <typename A>
 __device__ RowStats<A> row_stats_of(A first, A off, A rstd) {
   const A mean = first + off;
   return {mean, off - (mean - first), rstd};
 }
 
-// (x - mean) * rstd. Of 16 bits in one instruction, which adds as much to the error as the mean, itself
-// rounded to a float, is off by (bf16 rows of 65536 with GELU: 83.6 us -> 81.1). Where all numbers of a row
-// are the same, the mean is not off, and applied_rstd is 0 (NaN for an infinite rstd).
+// 16 bits take one instruction (bf16 rows of 65536 with GELU: 83.6 us -> 81.1), whose error is as large as
+// that of rounding the mean. Equal numbers have an exact mean: applied_rstd is 0 (NaN for an infinite rstd).
 template <typename T, typename A>
 __device__ A normalized(A x, const RowStats<A>& row) {
   if constexpr (sizeof(T) == 2) return fmaf(x, row.rstd, -row.mean * row.rstd);
@@ -655,7 +647,8 @@ __device__ A applied_rstd(A rstd, A m2, bool is_16_bit) {
   return is_16_bit && m2 == 0 ? rstd * 0 : rstd;
 }
 
-// Between lanes.
+// ---- Statistics: between lanes of a warp ----
+
 __device__ inline float combine(float a, float b) { return a + b; }
 __device__ inline double combine(double a, double b) { return a + b; }
 
@@ -670,8 +663,8 @@ __device__ Sums<A> exchange(const Sums<A>& x, int offset) {
   return {exchange(x.wdy, offset), exchange(x.wdy_xhat, offset)};
 }
 
-// Adds x[r] over groups of `width` neighbouring lanes (a power of two up to 32). Every lane
-// gets the result; the order is fixed, so results repeat bit for bit.
+// Combines over groups of `width` neighbouring lanes, a power of two up to 32. Every lane gets the result;
+// the order is fixed, so that results repeat bit for bit.
 template <typename X, int R>
 __device__ void combine_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -687,9 +680,8 @@ __device__ X combine_lanes(X x, int width) {
   return values[0];
 }
 
-// The sum of term(n), in four chains: in one, each addition would wait for the one before. Not as sum_of,
-// which keeps all terms: sixteen of them went to local memory (bf16 rows of 32768 0.93 of copy speed ->
-// 0.68).
+// The sum of term(n) in four chains, so that additions need not wait for one another. sum_of would keep all
+// sixteen terms, in local memory (bf16 rows of 32768: 0.93 of copy speed -> 0.68).
 template <int N, typename F>
 __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
@@ -698,9 +690,8 @@ __device__ auto sum_of_terms(F term) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Combines moments over a width of lanes, N a lane, in fewer steps one after the other than two and two:
-// first the mean, then distances from it. Means as distances from `first`, one of them: of a mean 10^7 times
-// the spread a plain one would be off by more than the spread. count: of all together.
+// Combines N moments a lane over `width` lanes: their mean, then distances from it, a shorter chain than two
+// by two. Means are taken from `first`, one of them: at 10^7 times the spread plain ones are off by more.
 template <int N, typename A>
 __device__ Moments<A> combine_means(const Moments<A> (&moments)[N], A first, A count, int width) {
   const A sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
@@ -712,7 +703,7 @@ __device__ Moments<A> combine_means(const Moments<A> (&moments)[N], A first, A c
   return {count, first + off, combine_lanes(m2, width)};
 }
 
-// One a lane, the first lane's not empty unless all are.
+// One a lane; the first lane's is empty only if all are.
 template <typename A>
 __device__ Moments<A> combine_means(const Moments<A>& moments, int width) {
   const Moments<A> one[1] = {moments};
@@ -720,7 +711,6 @@ __device__ Moments<A> combine_means(const Moments<A>& moments, int width) {
   return combine_means(one, A(__shfl_sync(~0u, moments.mean, 0, width)), max(count, A(1)), width);
 }
 
-// The type of the numbers that X is made of.
 template <typename X>
 struct NumberOf {
   using Type = X;
@@ -730,8 +720,8 @@ struct NumberOf<X<A>> {
   using Type = A;
 };
 
-// Sums of N numbers over a warp, N a power of two; lane l gets that of number l / (32 / N). Lanes halve what
-// they are still to add when they exchange it: four sums take 6 exchanges, one after the other 20.
+// Sums N numbers, a power of two, over a warp; lane l gets the sum of number l / (32 / N). Each exchange
+// halves what is left to add: four sums take 6 exchanges, one after the other 20.
 template <typename A, int N>
 __device__ A sum_lanes(A (&x)[N]) {
   int offset = 16;
@@ -749,11 +739,12 @@ __device__ A sum_lanes(A (&x)[N]) {
   return x[0];
 }
 
-constexpr int kMaxWarps = 16;  // of a block, where nothing else is said
+// ---- Statistics: between warps of a block ----
 
-// Adds x[r] over the blockDim.x threads of a row: a power of two up to 32, or up to WARPS whole warps. A
-// block holds blockDim.y rows. `slots` is shared memory, one slot a warp and r. Two calls in a
-// row need different slots: a fast warp may write for the second while a slow one still reads.
+constexpr int kMaxWarps = 16;  // of a block, unless said otherwise
+
+// Combines over the blockDim.x threads of a row, a power of two up to 32 or up to WARPS whole warps. slots:
+// for each warp and r, and not those of the call before, from which slow warps may still read.
 template <int WARPS = kMaxWarps, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
   using A = typename NumberOf<X>::Type;
@@ -773,7 +764,7 @@ __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
     if (lane % kLanes == 0) reinterpret_cast<A*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
   } else {
     if (N == 1 && warps > 0) {
-      combine_lanes(x, 32);  // unrolled, as 32 is a constant: bf16 rows of 768 0.93 of copy speed -> 0.95
+      combine_lanes(x, 32);  // unrolled, as 32 is a constant (bf16 rows of 768: 0.93 of copy speed -> 0.95)
     } else {
       combine_lanes(x, min(int(blockDim.x), 32));
     }
