@@ -794,8 +794,8 @@ __device__ X combine_row(X x, X (*slots)[1]) {
 
 _EPILOGUE = r"""
 // ---- Epilogue: scale * activation(z), z the layer norm ----
-// gelu(z) = z Phi(z), Phi the normal distribution function, or with its tanh form (Hendrycks, Gimpel:
-// Gaussian Error Linear Units, 2016, arXiv:1606.08415).
+// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel: Gaussian
+// Error Linear Units, 2016, arXiv:1606.08415).
 
 template <typename A>
 struct Epilogue {
@@ -815,10 +815,9 @@ __device__ float exp2_of_polynomial(float t, float power, Coefficients... coeffi
   return fast_exp2(power);
 }
 
-// The tail 1 - Phi(t) for t >= 0, where 1 + erf has lost its digits. Its binary logarithm is nearly a
-// parabola, so that a polynomial fits it: within 5e-6 of the tail up to 5, and t times it within 5e-9.
-// Float32 rows of 64 take 129 us plain, 130 with GELU, 137 with a reciprocal in it (Press et al.: Numerical
-// Recipes, erfcc); with erff 13% more than plain.
+// The tail 1 - Phi(t), t >= 0, where 1 + erf has lost its digits. Its binary logarithm is nearly a parabola,
+// which a polynomial fits: within 5e-6 of the tail up to 5, t times it within 5e-9 (float32 rows of 64: 129
+// us plain, 130 with this GELU, 13% more with erff).
 __device__ inline float normal_tail(float t) {
   return exp2_of_polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f,
                             -0.000275404571f, -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f,
@@ -826,33 +825,31 @@ __device__ inline float normal_tail(float t) {
 }
 __device__ __noinline__ double normal_tail(double t) { return 0.5 * erfc(t * 0.7071067811865476); }
 
-// After a convolution in TF32, and for gradients of 16 bits: within 8e-6 of the tail.
+// For gradients of 16 bits and after a convolution in TF32: within 8e-6 of the tail.
 [[maybe_unused]] __device__ inline float normal_tail_5_digits(float t) {
   return exp2_of_polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f,
                             -0.0536014629f, -0.458833878f, -1.15109677f, -1.00000961f);
 }
 
 // For output of 16 bits: within 2.1e-4 of the tail up to 4.3, where float16 ends, with half the instructions
-// (bf16 rows of 1024: 0.083 -> 0.076 ms).
+// (bf16 rows of 1024: 0.083 ms -> 0.076).
 __device__ inline float normal_tail_16_bits(float t) {
   return exp2_of_polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f,
                             -1.00029845f);
 }
 
-// f(z), of below = f(-|z|), where f(z) + f(-z) = 1: Phi of the tail, and gelu's derivative.
+// f(z) of below = f(-|z|), where f(z) + f(-z) = 1: Phi, and gelu's derivative.
 template <typename A>
 __device__ A mirrored(A z, A below) {
   return z < 0 ? below : 1 - below;
 }
 
-// z Phi(z), at infinity PyTorch's: infinity, and NaN at -infinity. max(z, 0) - |z| tail is one instruction
-// less, and NaN at both.
+// At infinity as PyTorch: infinity, and NaN at -infinity. max(z, 0) - |z| tail would be NaN at both.
 __device__ inline float gelu_of_tail(float z, float tail) {
   const float step = z > 0;
   return z * fabsf(step - tail);
 }
 
-// For output of type T.
 template <typename T, typename A>
 __device__ A gelu(A z) {
   if constexpr (sizeof(T) == 2) {
@@ -864,15 +861,14 @@ __device__ A gelu(A z) {
   }
 }
 
-// The tanh form is z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); -u in powers of two.
+// z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); returns -u in powers of two.
 template <typename A>
 __device__ A gelu_tanh_exponent(A z) {
   return z * (A(-2.302208198144325) - A(0.1029432395800235) * z * z);
 }
 
-// The epilogue, but where HIDDEN the compiler cannot tell that its activation never changes: it would make a
-// copy of the kernel for each combination of what is asked in its loops (float32 rows: 6455 instructions, and
-// 1463).
+// HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every
+// combination that its loops ask about (float32 rows: 6455 instructions -> 1463).
 template <bool HIDDEN, typename A>
 __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
   if constexpr (HIDDEN) {
@@ -883,7 +879,6 @@ __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
   return epilogue;
 }
 
-// FUSED is known when the kernel is compiled: plain LayerNorm asks nothing.
 template <typename T, bool FUSED, int V>
 __device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue) {
   if constexpr (FUSED) {
@@ -901,16 +896,17 @@ __device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue)
   }
 }
 
-// The density of the normal distribution at t times a polynomial, highest power first.
+// ---- Epilogue: derivatives ----
+
+// The density of the normal distribution times a polynomial, likewise.
 template <typename... Coefficients>
 __device__ float density_times_polynomial(float t, float sum, Coefficients... coefficients) {
   ((sum = sum * t + coefficients), ...);
   return sum * fast_exp2(-0.72134752f * t * t);
 }
 
-// d gelu / dz at z = -t, t >= 0, for gradients of type T: the tail less t times the density. Of 16 bits
-// within 4e-6, of float32 within 7e-8. In one exponential instead of two, of the tail and of the density:
-// 16-bit rows 3 to 4% faster in backward.
+// d gelu / dz at z = -t, t >= 0: the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for
+// float32. In one exponential instead of two, backward of 16-bit rows is 3 to 4% faster.
 template <typename T, typename A>
 __device__ A gelu_derivative_below(A t) {
   if constexpr (sizeof(T) == 2) {
@@ -939,10 +935,9 @@ __device__ A gelu_tanh_derivative(A z) {
   return (exponent > 0 ? power * larger : larger) + z * power * slope * larger * larger;
 }
 
-// Makes grad_output, of scale * activation(z) with z = xhat * weight + bias, the gradient of z; rounded to
-// input's dtype, as it is where PyTorch's operations follow one another. Two passes, this one writing it to
-// memory, took twice as long (float32 rows of 64, backward: 418 us, and 205). Kernels of double, which are
-// compiled for both cases, find here that there is nothing to do.
+// Turns grad_output, the gradient of scale * activation(z), into that of z = xhat * weight + bias, rounded to
+// input's dtype as PyTorch's operations would. A kernel of its own doubled the time (float32 rows of 64,
+// backward: 205 us -> 418). Double's kernels, one for both cases, return here without an epilogue.
 template <typename T, int V>
 __device__ void apply_derivative(Pack<T, V>& grad_output, const Acc<T> (&xhat)[V], const Acc<T> (&weight)[V],
                                  const Acc<T> (&bias)[V], const Backward& call) {
