@@ -962,19 +962,18 @@ __device__ void apply_derivative(Pack<T, V>& grad_output, const Acc<T> (&xhat)[V
 """
 
 _DEVICE = r"""
-// ---- Device: instructions that C++ has no words for ----
+// ---- Device: copies, barriers, dependent launches ----
 
-constexpr int kLineBytes = 128;  // bytes of a cache line
+constexpr int kLineBytes = 128;  // of a cache line
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-// Copies 16 bytes to shared memory in the background, or writes zeros where there is nothing to read.
+// Copies 16 bytes in the background, or writes zeros where there is nothing to copy.
 __device__ inline void copy_or_zero(void* shared, const void* global, bool exists) {
   const unsigned to = unsigned(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0)
                : "memory");
 }
 
-// Copies 16 bytes, with a priority in L2 for them.
 __device__ inline void copy_async(void* shared, const void* global, uint64_t policy) {
   const unsigned to = unsigned(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
@@ -982,7 +981,6 @@ __device__ inline void copy_async(void* shared, const void* global, uint64_t pol
                : "memory");
 }
 
-// Waits for this thread's own copies.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 
@@ -993,7 +991,7 @@ __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
-// To be called by the thread that has initialized them, before bulk copies count at barriers.
+// To be called by the thread that has initialized barriers, before bulk copies count at them.
 __device__ inline void barriers_initialized() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -1022,9 +1020,8 @@ __device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
                : "memory");
 }
 
-// Copies whole 16-byte units; their arrival counts at the barrier. Begun in the middle of a line it takes 12%
-// more of L2's sectors, as it asks for 128 bytes at a time from there: callers begin where the line does
-// (float32 rows of 50257: 0.87 of copy speed -> 0.92, of 12300: 0.86 -> 0.92).
+// Copies whole 16-byte units and counts them at the barrier. Callers begin where a line does: from its middle
+// a copy takes 12% more of L2's sectors (float32 rows of 50257: 0.87 of copy speed -> 0.92).
 __device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier,
                                  uint64_t policy) {
   asm volatile(
@@ -1034,14 +1031,12 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
       : "memory");
 }
 
-// What this thread wrote to shared memory comes before the bulk copies and matrix products that others begin
-// when it has told them.
+// Orders this thread's writes to shared memory before copies and matrix products that it lets others begin.
 __device__ inline void writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
-// Kernels that follow one another (sm_90 and up: programmatic dependent launch): the blocks of the next
-// kernel of a call take their places while the last ones of this kernel still run, do what needs no result of
-// it, and wait.
+// Programmatic dependent launch (sm_90 and up): blocks of a call's next kernel take their places while the
+// last ones of this kernel run, do what needs no result of it, and wait.
 
 __device__ inline void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -1056,19 +1051,19 @@ __device__ inline void wait_for_previous() {
 }
 
 // ---- Device: words that blocks of a group exchange ----
-// Blocks that share a row publish what they have of it, 8 bytes for each row and block, and look at the words
-// of the others until none is missing.
+// Blocks that share a row publish what they have of it, a word of 8 bytes for each row and block, and look at
+// one another's words until none is missing.
 
-constexpr int kPeers = 5;  // blocks whose words a lane looks at, at once
+constexpr int kPeers = 5;  // words that a lane looks at, at once
 constexpr int kMostSharers = 32 * kPeers;
 
-// From one row's words to the next's: no two rows share a 128-byte line, which both poll and write.
+// Between one row's words and the next's. Rows share no 128-byte line, which both would poll and write.
 __host__ __device__ inline int64_t words_per_row(int group) {
   return group <= 1 ? 0 : (group + 15) / 16 * 16;
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// A slot of the ring and the parity of its barriers, step by step.
+// A stage of a ring and the parity of its barriers.
 struct Slot {
   int index = 0, parity = 0;
   __device__ void advance(int stages) {
@@ -1078,8 +1073,7 @@ struct Slot {
 
 constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
 
-// This block's words of its group's rows, before any block looks at them: the grid meets once (0.5 us; a
-// memset before the kernel took 2.1).
+// Marks this block's words before any block looks: the grid meets once (0.5 us; a memset before took 2.1).
 __device__ inline void begin_unpublished(uint64_t* words, int sharers, int rank, int64_t row, int64_t rows,
                                          int64_t step) {
 #pragma unroll 1  // unrolled, it would begin with a division
@@ -1093,8 +1087,7 @@ __device__ inline void publish(uint64_t* word, float2 pair) {
   *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
 
-// One look at words of other blocks (null: none). All are asked for at once, as an answer takes about as long
-// as a row. Returns false where one is missing.
+// Looks at all words (null: none) at once: an answer takes about as long as a row. False if one is missing.
 template <int WORDS>
 __device__ bool look(const uint64_t* const (&words)[WORDS], float2 (&pairs)[WORDS]) {
   uint64_t bits[WORDS];
@@ -1113,16 +1106,16 @@ __device__ bool look(const uint64_t* const (&words)[WORDS], float2 (&pairs)[WORD
 
 #endif
 
-// ---- Device: what blocks share that hold whole rows ----
+// ---- Device: for kernels whose blocks hold whole rows ----
 
-// Blocks of 512 threads that an SM should hold: what registers allow without spilling.
+// Blocks of 512 threads that an SM should hold without spilling registers.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1200)
 constexpr int kRowBlocks = 2;
 #else
 constexpr int kRowBlocks = 3;
 #endif
 
-// What all rows share, computed once on the host.
+// The same for all rows, computed once on the host.
 template <typename A>
 struct RowConstants {
   A eps, per_col;  // per_col: 1 / cols
@@ -1130,11 +1123,10 @@ struct RowConstants {
   bool keep_input;  // see l2_policy
 };
 
-// What blocks that start a little later will read is brought to L2 by those that start now. A block does
-// nothing before its rows have come, and an SM has registers for few blocks: bf16 rows of 2041 0.92 of copy
-// speed -> 0.97, of 6001 0.75 -> 0.88, of 1024 with GELU 0.93 -> 0.97, float32 x[1:] of 4096 0.94 -> 0.97.
+// Each block prefetches to L2 the rows of a block that starts later: an SM has registers for few blocks, and
+// they wait for their rows (bf16 rows of 2041: 0.92 of copy speed -> 0.97, of 6001: 0.75 -> 0.88).
 struct Later {
-  const char* begin;     // of what comes with the first block, on a 16-byte boundary
+  const char* begin;     // of what block 0 prefetches, on a 16-byte boundary
   const char* end;       // of input
   unsigned block_bytes;  // of a block's rows
 };
@@ -1145,19 +1137,18 @@ __device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) 
   if (begin + bytes <= later.end) prefetch_to_l2(begin, bytes, policy);
 }
 
-// ---- Device: what is asked of the GPU ----
+// ---- Device: the GPU and the call ----
 
 template <typename T>
 __global__ void sum_partials(Backward call, const Acc<T>* partials, int partial_rows);
 
 struct Device {
   std::once_flag asked;
-  int sms, l2_bytes, shared_bytes;  // shared memory that a block can have
-  // Architecture that the code which runs here was compiled for, 90 for sm_90. It is older than
-  // the device where only PTX of an older one was built: its newer instructions are then missing.
+  int sms, l2_bytes, shared_bytes;  // shared_bytes: of a block, at most
+  // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code;
   mutable std::mutex mutex;
-  mutable std::set<const void*> roomy;  // kernels that may have all shared memory, see allow_shared_memory
+  mutable std::set<const void*> roomy;  // kernels after allow_shared_memory
 };
 
 const Device& current_device() {
@@ -1170,7 +1161,7 @@ const Device& current_device() {
   int d = 0;
   cudaGetDevice(&d);
   Device& device = devices[d];
-  std::call_once(device.asked, [&] {  // now, not for all devices at first: code is asked of the current one
+  std::call_once(device.asked, [&] {  // now: cudaFuncGetAttributes asks about the current device
     cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, d);
     cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, d);
     cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
@@ -1181,7 +1172,6 @@ const Device& current_device() {
   return device;
 }
 
-// Where a call runs.
 struct Context {
   const Device& device;
   Scratch scratch;
@@ -1194,14 +1184,13 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2; }
 
-// That many tensors of input's size do not all fit L2.
+// True where so many tensors of input's size do not all fit L2.
 template <typename Call>
 bool exceeds_l2(const Call& call, int tensors, const Device& device) {
   return tensors * call.rows * call.cols * size_of(call.dtype) > device.l2_bytes;
 }
 
-// Threads that share a row of which each takes `each` loads: a power of two up to a warp, or
-// whole warps.
+// Threads that share a row, `each` loads a thread: a power of two up to a warp, or whole warps.
 int row_threads(int64_t loads, int each) {
   const int64_t threads = ceil_div(loads, each);
   if (threads > 32) return ceil_div(threads, 32) * 32;
@@ -1210,7 +1199,7 @@ int row_threads(int64_t loads, int each) {
   return power;
 }
 
-// Whether every row of every tensor starts on a multiple of so many bytes, a power of two.
+// True where every row of every tensor starts on a multiple of `bytes`, a power of two.
 bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<const void*> pointers) {
   uintptr_t bits = uintptr_t(cols) * size_of(dtype);
   for (const void* p : pointers) bits |= reinterpret_cast<uintptr_t>(p);
@@ -1219,8 +1208,8 @@ bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<c
 
 // ---- Device: launching ----
 
-// Lets a kernel have as much dynamic shared memory as there is, once. With what each call needs, a thread
-// with shorter rows would take it away from another one that is about to launch the kernel.
+// Allows a kernel all there is, once. Allowing what a call needs would let a host thread with shorter rows
+// take it away from another that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   const std::lock_guard<std::mutex> lock(device.mutex);
   if (device.roomy.count(kernel) > 0) return cudaSuccess;
@@ -1233,7 +1222,7 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   return error;
 }
 
-// Launches a kernel that waits for the one before it in the stream by itself.
+// Launches a kernel that itself waits for the one before it in the CUDA stream.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Context& context,
                         Arguments... arguments) {
@@ -1245,7 +1234,7 @@ cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, co
   config.blockDim = block;
   config.stream = context.stream;
   config.attrs = &early;
-  // CUDA graphs take such launches from 12.3 on, of toolkit and driver.
+  // CUDA graphs take such launches from toolkit and driver 12.3 on.
   static const int driver = [] {
     int version = 0;
     cudaDriverGetVersion(&version);
@@ -1255,8 +1244,8 @@ cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, co
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Launches groups of blocks, an SM for each, with nearly all of its shared memory. Where blocks wait for one
-// another all must run at once: a cooperative launch.
+// Launches groups of blocks, one on each SM with nearly all of its shared memory. Blocks that wait for one
+// another must all run at once: a cooperative launch.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_groups(void (*kernel)(Parameters...), int sharers, int groups, int threads, int shared,
                           const Context& context, Arguments... arguments) {
@@ -1275,8 +1264,7 @@ cudaError_t launch_groups(void (*kernel)(Parameters...), int sharers, int groups
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// True where the device (MPS, MIG) has no room for all blocks at once, or does not know of such launches
-// (some virtual GPUs): spread the rows instead.
+// True if the device has no room for all blocks (MPS, MIG) or no such launches (some virtual GPUs).
 bool refused(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
   cudaGetLastError();
@@ -1288,10 +1276,8 @@ RowConstants<A> row_constants(const Forward& call, const Device& device) {
   return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, exceeds_l2(call, 2, device)};
 }
 
-// How far ahead of the blocks that read them rows come to L2: so many bytes for each SM. Earlier, they leave
-// it again unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.972 with 48,
-// 0.951 with 80), and 48 make inputs of 12 to 64 MB 2% slower. Before a block's own loads it helps less
-// (0.952).
+// How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
+// of copy speed with 32 KB, 0.969 with 40, 0.951 with 80), and 48 KB make inputs of 12 to 64 MB 2% slower.
 constexpr int kLaterBytes = 40 << 10;
 
 Later later_rows(const Forward& call, int block_rows, const Device& device) {
@@ -1302,13 +1288,12 @@ Later later_rows(const Forward& call, int block_rows, const Device& device) {
           unsigned(block_rows * row_bytes)};
 }
 
-// ---- Device: grad_weight and grad_bias from the partial sums of a backward kernel's blocks ----
+// ---- Device: grad_weight and grad_bias from partial sums of a kernel's blocks ----
 
-// Rows of partial sums that so many sharers of a column leave: one alone has the sums themselves.
+// Rows of partial sums of `sharers` blocks with the same columns; a single one has the totals.
 int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
 
-// partials: (2, partial_rows, cols); blockIdx.y says which. A column's terms are shared by blockDim.y
-// threads.
+// partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
 constexpr int kSumThreads = 512, kSumRows = 16;
 
 template <typename T>
@@ -1321,7 +1306,7 @@ __global__ void __launch_bounds__(kSumThreads)
   wait_for_previous();
   A sum = 0;
   if (grad != nullptr && col < call.cols) {
-    constexpr int kTerms = 16;  // on their way at once
+    constexpr int kTerms = 16;  // in flight
     const A* from = partials + (int64_t(blockIdx.y) * partial_rows + threadIdx.y) * call.cols + col;
     const int64_t step = blockDim.y * call.cols;
     for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
@@ -1344,7 +1329,7 @@ template <typename T>
 cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, int64_t partial_rows,
                                 const Context& context) {
   if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
-  // Of a column; no more than are at work at once (16 rows of 65536: 17 us -> 4).
+  // Threads of a column: no more than run at once (16 rows of 65536: 17 us -> 4).
   int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
   while (sharers > 1 && 2 * call.cols * sharers > 2048 * context.device.sms) sharers /= 2;
   const dim3 block(kSumThreads / sharers, sharers);
