@@ -1342,31 +1342,27 @@ _REGISTERS = r"""
 namespace registers {
 
 // ---- Rows in registers, forward ----
-// Takes rows of up to 4 x 512 loads of 16 bytes (32 KB; 28 KB where rows do not start on 16-byte boundaries).
-// Threads of a block share a row and hold it: input is read once and output written once, at the speed of a
-// copy as long as enough rows are on their way. So threads take few loads each, blocks are small, and each
-// block brings rows to L2 that a later one will read. Statistics are the textbook ones: the mean, then
-// distances from it. Of short rows a thread holds four, and has weight and bias ready once for all of them.
+// Takes rows of up to 4 x 512 loads of 16 bytes: 32 KB, or 28 KB where rows do not start on 16-byte
+// boundaries (SHIFTED). The threads of a row hold it in registers: input is read once and output written
+// once, at the speed of a copy as long as enough rows are in flight. So a thread has few loads, blocks are
+// small, and each prefetches to L2 the rows of a later one. Statistics are the textbook ones: the mean, then
+// distances from it. Of short rows a thread holds four, with weight and bias loaded once for all of them.
 
 // Loads of a thread: four of one row, or one of each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of
 // copy speed -> 0.96), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88 with 32).
 constexpr int kLoads = 4, kFourRowsLoads = 16, kShiftedFourRowsLoads = 32;
-// Rows that are not aligned, with four loads: two of them a thread, as weight and bias are then put together
-// from their words once for both (float32 rows of 4099: 0.84 of copy speed -> 0.94, bf16 0.79 -> 0.87,
-// float32 of 6001 0.93 -> 0.97). With more threads than these, too few of them fit an SM (float32 rows of
-// 7001: 0.84 -> 0.82). With an activation one, as there would be more kernels to compile.
+// Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once
+// for both (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
 constexpr int kTwoRowsThreads = 384;
 // A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two
-// a thread: 0.87 of copy speed with 64 threads, 0.85 with 128; of 640: 0.94, 0.93).
+// a thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
 constexpr int kBlockThreads = 128, kBlockThreads16Bits = 64;
-// Threads of the longest rows. Blocks of so many still leave room for three an SM (two of 16-bit rows): one
-// loads, one stores.
+// Threads of the longest rows. An SM has room for three such blocks (16-bit: two): one loads, one stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
-// 16-bit rows of which a thread takes four: smaller blocks leave a choice of registers. With 72 instead of
-// 79, 896 threads fit an SM instead of 768 (bf16 rows of 64 with GELU: 79 us -> 75); rows that are not
-// aligned have 80 instead of 94 (bf16 rows of 255: 84 us -> 77), and spill with 72.
+// 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an
+// SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
 constexpr int kFourRowsThreads = 128;
 template <typename T, int PACKS, int ROWS>
 constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
@@ -1399,7 +1395,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   __shared__ A sum_slots[kMaxWarps][ROWS], off_slots[kMaxWarps][ROWS];
   __shared__ Spread spread_slots[kMaxWarps][ROWS];
 
-  // The block's first row; a thread's are threadIdx.y + r * step after it. Offsets from it are ints.
+  // A thread's rows are threadIdx.y + r * step after the block's first. Offsets from that are ints.
   const int cols = call.cols, step = 1 << step_log2;
   int64_t block_row = int64_t(blockIdx.x) * blockDim.y;
   if (ROWS > 1) block_row = ((block_row >> step_log2) * ROWS << step_log2) + (block_row & (step - 1));
@@ -1407,11 +1403,11 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   const T* input = static_cast<const T*>(call.input) + block_row * cols + threadIdx.y * cols;
   T* output = static_cast<T*>(call.output) + block_row * cols + threadIdx.y * cols;
 
-  // Where rows lie a multiple of V apart, all have the same misalignment.
+  // Rows that lie a multiple of V apart all have the same misalignment.
   const Cut cut(SHIFTED ? reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T) : 0, cols, V, V);
   const bool has_extra = SHIFTED && cut.extra >= 0;
   const int first_col = cut.begin + int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  // live(r, i) implies live(0, i); asked without branches, so that loads follow one another.
+  // live(r, i) implies live(0, i). Without branches, so that loads follow one another.
   const int end = int(threadIdx.y) < rows ? cut.end : 0;
   auto live_row = [&](int r) { return int(threadIdx.y) + r * step < rows; };
   auto live = [&](int r, int i) {
@@ -1504,7 +1500,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   }
   auto normalize = [&](auto usual_affine) {
     constexpr bool kUsual = decltype(usual_affine)::value;
-    constexpr bool kHidden = FUSED && ROWS == 1;  // of several rows a thread asks once for all
+    constexpr bool kHidden = FUSED && ROWS == 1;  // several rows of a thread ask once for all
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (!live(0, i)) continue;
@@ -1537,13 +1533,15 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   with_usual_affine<T>(call, normalize);
 }
 
+// ---- Rows in registers, forward: host side ----
+
 struct ForwardPlan {
   int loads, rows;                      // of a thread
   int threads_per_row, rows_per_block;  // rows side by side
-  int step_log2;                        // how far a thread's rows lie apart
+  int step_log2;                        // from one of a thread's rows to the next
 };
 
-// Loads of a row; where rows are not aligned, whole packs.
+// Loads of a row, of an unaligned one only the whole packs.
 int64_t loads_of(const Forward& call) { return std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16); }
 
 bool takes(const Forward& call, bool shifted) {
@@ -1567,8 +1565,7 @@ ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
     p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
   }
   p.rows_per_block = std::max(1, (V == 8 ? kBlockThreads16Bits : kBlockThreads) / p.threads_per_row);
-  // A thread's rows are those of neighbouring blocks, or where rows are not aligned of blocks that
-  // have the same misalignment. Both are powers of two.
+  // A thread's rows are `step` apart, a power of two: those of neighbouring or equally misaligned blocks.
   const int step = !shifted || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
   while (1 << p.step_log2 < step) ++p.step_log2;
   return p;
@@ -1586,7 +1583,7 @@ cudaError_t launch(const Forward& call, const Context& context) {
     }
   }
   const int64_t step = int64_t(1) << p.step_log2;
-  const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // of threads_per_row threads
+  const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
   const dim3 block(p.threads_per_row, p.rows_per_block);
   kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
       call, row_constants<Acc<T>>(call, context.device),
@@ -1598,20 +1595,18 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
 //   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
 //   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
-// Takes rows of up to 8 x 512 columns (16-bit packs 16 x 512). A thread keeps its columns from row to row, so
-// that grad_weight and grad_bias gather in registers, and input and grad_output are read once for all three
-// gradients. ROWS rows share a barrier, and the next ROWS are on their way meanwhile. Each block leaves its
-// share of grad_weight and grad_bias in partials, (2, gridDim.x, cols), for sum_partials.
+// Takes rows of up to 8 x 512 columns (16-bit packs 16 x 512). The kernel is persistent: a thread keeps its
+// columns, whose grad_weight and grad_bias gather in registers, and input and grad_output are read once. ROWS
+// rows share a barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2,
+// gridDim.x, cols), for sum_partials.
 
-// A thread holds input and grad_output, the next of both, and of each column weight and two sums, in 128
-// registers, so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one row, and of 16 bits 8
-// columns of two rows or 16 of one, whichever leaves fewer threads idle (rows of 768: 0.88 of copy speed with
-// 8, 0.80 with 16; rows of 2560: 0.77 and 0.89).
+// A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers,
+// so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one, and for 16 bits also 16 columns of
+// one, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89; of 768: 0.88 -> 0.80).
 constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
-// Of longer rows an SM would hold too few at once to keep loading while it reduces: the pipeline takes them
-// where there is one.
+// Of longer rows an SM holds too few to load while it reduces: the pipeline takes them, where there is one.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
 template <typename T, int V, int PACKS, int ROWS, bool FUSED>
@@ -1635,8 +1630,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) live_col[i] = (i * blockDim.x + threadIdx.x) * V < cols;
 
-  // bias is kept as numbers of type A, so that nobody asks at every load what it is (bf16 rows of 1024 with
-  // GELU: 0.71 of copy speed -> 0.74).
+  // bias as type A, so that no load asks what it is (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
   if constexpr (FUSED) {
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
@@ -1649,8 +1643,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
     __syncthreads();
   }
 
-  // Of the rows of the next turn, row + r * blockDim.y; x_at and dy_at are of this thread's first element in
-  // the first one. With the places of all found anew each turn: bf16 rows of 2048 0.92 of copy speed -> 0.90.
+  // The next turn's rows, row + r * blockDim.y, of which x_at and dy_at point to this thread's first element.
+  // Found anew each turn, bf16 rows of 2048 go from 0.92 of copy speed to 0.90.
   Pack<T, V> next_x[ROWS][PACKS], next_dy[ROWS][PACKS];
   A next_mean[ROWS], next_rstd[ROWS];
   const int row_step = blockDim.y * cols, pack_step = blockDim.x * V;
@@ -1674,9 +1668,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
       }
     }
     x_at += stride, dy_at += stride;
-    // Meanwhile those of the turn after come to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98, of 4096:
-    // 0.91 -> 0.955). Turns of float32 have twice the bytes, which is too early (1024: 0.975 -> 0.92), and
-    // with an activation it is not DRAM that rows wait for.
+    // The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice
+    // the bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
     if constexpr (sizeof(T) == 2 && V > 1 && !FUSED) {
       const bool whole = row + row_stride + ROWS * blockDim.y <= call.rows;
       if (threadIdx.x + threadIdx.y == 0 && whole) {
@@ -1768,6 +1761,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
   }
 }
 
+// ---- Rows in registers, backward: host side ----
+
 struct BackwardPlan {
   int columns, rows;                    // of a thread
   int threads_per_row, rows_per_block;  // rows side by side
@@ -1775,7 +1770,6 @@ struct BackwardPlan {
   int held;  // rows that an SM holds
 };
 
-// Columns that a thread can take.
 int most_columns(DType dtype, int pack) {
   return size_of(dtype) == 2 && pack > 1 ? 16 : std::min(kBackwardBytes / size_of(dtype), kBackwardColumns);
 }
