@@ -1816,24 +1816,20 @@ _SHARED = r"""
 namespace shared {
 
 // ---- Rows in shared memory, forward (sm_80 and up) ----
-// Takes aligned rows that are too long for registers and fit one block's shared memory; on Hopper and newer,
-// where the pipeline is there for longer ones, only those of which an SM holds several. A thread asks for all
-// its loads of the row at once, so that as much as fits an SM is on its way whatever the number of threads,
-// and only ever reads what it has copied itself. Other than registers, shared memory lets blocks be few and
-// long rows be many loads a thread.
+// Takes aligned rows that are too long for registers and fit a block's shared memory; on Hopper and newer,
+// where the pipeline takes longer ones, only those of which an SM holds several. A thread loads all its packs
+// of the row at once, so that as much is in flight as fits an SM, however few threads it has, and only reads
+// what it has copied itself. Shared memory, unlike registers, lets a thread have many loads of a long row.
 
-// Of long float32 rows an SM holds few, so that it takes more threads to a row: rows of 16384 0.94 of copy
-// speed with 512, 0.967 with 1024.
+// An SM holds few long float32 rows: more threads each (16384: 0.94 of copy speed with 512, 0.967 with 1024).
 template <typename T>
 constexpr int kThreads = sizeof(T) == 4 ? 1024 : 512;
-constexpr int kLoads = 4;  // of a thread, or more where that would be too many threads
-// Rows that an SM must hold where there is a pipeline: of fewer it would load too little while it computes
-// (bf16 rows of 18432: 0.93 of copy speed, in the pipeline 0.87; of 24576: 0.89 and 0.93; float32 rows of
-// 12288: 0.963 and 0.943; of 16384: 0.967 and 0.939; of 18432: 0.961 and 0.975).
+constexpr int kLoads = 4;  // of a thread, more where the row is longer
+// Rows that an SM must hold where there is a pipeline: of fewer too little loads while it computes (bf16 rows
+// of 24576: 0.89 of copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975).
 constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
-// Rows for each SM where there is a pipeline, without an activation: blocks come in waves, of which the last
-// one may be a small one, and the pipeline has none (float32 rows of 16384: 1024 of them 0.88 of copy speed,
-// and 0.93 in the pipeline, 2300 0.945 and 0.943; bf16 rows of 20480: 1024 0.82 and 0.87, 2048 0.91 in both).
+// Rows for each SM where there is a pipeline, which has no waves, without an activation: here the last wave
+// may be a small one (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
 
@@ -1861,7 +1857,7 @@ __global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRo
   float sum[1] = {}, off[1];
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) {
-    float values[V], here = 0;  // short sums first, which need not wait for one another
+    float values[V], here = 0;  // short sums first, independent of one another
     unpack(load<T, V>(x + first_col + i * pack_step), values);
 #pragma unroll
     for (int v = 0; v < V; ++v) here += values[v];
@@ -1895,7 +1891,7 @@ __global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRo
 
   const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
   with_usual_affine<T>(call, [&](auto usual_affine) {
-  // Weight and bias for two at once: 16-bit rows of 32768 0.87 of copy speed -> 0.90.
+  // Weight and bias of two packs at once (16-bit rows of 32768: 0.87 of copy speed -> 0.90).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
     constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
 #else
@@ -1914,9 +1910,11 @@ __global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRo
     }
   });
 #else
-  __trap();  // takes keeps calls away from code without these instructions
+  __trap();  // takes() keeps calls away from code without these instructions
 #endif
 }
+
+// ---- Rows in shared memory: host side ----
 
 bool takes(const Forward& call, const Device& device) {
   const bool has_pipeline = device.code >= 90, is_16_bit = size_of(call.dtype) == 2;
