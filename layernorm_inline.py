@@ -1943,15 +1943,14 @@ namespace pipeline {
 
 // ---- Long rows in a pipeline, forward and backward (sm_90 and up) ----
 // Takes rows of up to a million columns and more that no block holds, and shorter ones where that is faster.
-// The kernel is persistent and warp-specialized. A group of blocks, one on each SM, shares a row, and each
-// block keeps to its slice of the columns: weight and bias, or weight, grad_weight and grad_bias, stay in
-// registers for the whole run. Slices of row after row arrive by bulk copy in a ring of shared-memory stages.
-// A slice is measured when it arrives and applied `delay` stages later, when the blocks of its group have
-// exchanged what they measured: the exchange hides behind the rows between, and each byte moves once.
+// The kernel is persistent and warp-specialized. A group of blocks, one on each SM, shares a row. Each block
+// keeps to its slice of the columns: weight and bias, or weight, grad_weight and grad_bias, stay in registers
+// for the whole run. Slices of row after row arrive by bulk copy in a ring of shared-memory stages. A slice
+// is measured when it arrives and applied `delay` stages later, when its group has exchanged what it
+// measured: the exchange hides behind the rows between, and each byte moves once.
 //
-// Warps 0-15 measure and apply. One warp loads; one combines what lanes have measured and
-// publishes them to the group; others gather what the group has published, several rows at a look,
-// as a look at another block's words takes about as long as a row.
+// Warps 0 to 15 measure and apply. One warp loads; one combines what lanes have measured and publishes it;
+// others gather what the group has published, several rows at a look.
 
 [[maybe_unused]] constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
 constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
@@ -1959,28 +1958,23 @@ constexpr int kThreadColumns = 16;
 constexpr int kSliceColumns = 32 * kWarps * kThreadColumns;  // of a block, at most: 8192
 constexpr int kMaxStages = 10;
 
-// What a block has on its way into its ring. Forward with half as much: float32 rows of 262144 0.965 of copy
-// speed -> 0.956; of 16 bits with 32 KB: rows of 65536 0.944 -> 0.934, of 50257 0.936 -> 0.898. Backward with
-// twice as much: float32 rows of 8192 0.93 -> 0.91; with half as much: bf16 rows of 131072 0.79 -> 0.77.
+// Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956;
+// backward of rows of 8192 with twice as much: 0.93 -> 0.91; bf16 rows of 50257 with 32 KB: 0.936 -> 0.898).
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
-// Backward leaves so much of shared memory beside its ring: with a seventh stage bf16 rows of 65536 with GELU
-// go from 0.694 of copy speed to 0.665.
+// Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536, GELU: 0.694 -> 0.665).
 constexpr int kBackwardControlBytes = 8 << 10;
-// Stages between measuring and applying, in a group of blocks (float32 rows of 50257 with 6: 0.955 of copy
-// speed
-// -> 0.940), and of a block alone (float32 rows of 6000 with 1: 0.93 -> 0.88). A group of kManySharers takes
-// one more (backward, bf16 rows of 1048576: 0.88 -> 0.94), and in backward of float32 one warp to gather
-// instead of two (0.78 -> 0.86; bf16: 0.90 -> 0.84).
+// Stages between measuring and applying, in a group (float32 rows of 50257 with 6: 0.955 of copy speed ->
+// 0.940) and of a block alone (of 6000 with 1: 0.93 -> 0.88). kManySharers need one more (backward, bf16 rows
+// of 1048576: 0.88 -> 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
 constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManySharers = 100;
-// Backward: blocks that share a row, at least, for the next rows to come to L2 before there is a place in the
-// ring. Of fewer blocks there is one soon: float32 rows of 8192 0.98 of copy speed without, 0.93 with; of
-// 1048576 0.63 without, 0.76 with. Forward always does it: rows of 32768 0.86 without, 0.92 with.
+// Backward: blocks that share a row, at least, for the next rows to come to L2 before the ring has a place,
+// as fewer soon have one (float32 rows of 8192: 0.98 of copy speed without, 0.93 with; of 1048576: 0.63,
+// 0.76). Forward always does it (rows of 32768: 0.86 without, 0.92 with).
 constexpr int kBackwardPrefetchGroup = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kLeastSlice = 2048;
-// Rows that registers could hold and that are not aligned are faster here where they fill the slices to so
-// many percent (bf16 rows of 6001 0.82 of copy speed -> 0.94, of 14335 0.78 -> 0.91, float32 rows of 7001
-// 0.82 -> 0.96; but bf16 of 5001 0.90 -> 0.81), without an activation also those of several slices.
+// Percent of their slices that unaligned rows must fill to be faster here than in registers (bf16 rows of
+// 6001: 0.82 of copy speed -> 0.94, of 5001: 0.90 -> 0.81); without an epilogue several slices are enough.
 constexpr int kUnalignedFill = 70;
 
 struct Pipeline {
@@ -1991,14 +1985,13 @@ struct Pipeline {
   int slice_bytes;  // room for one tensor's slice of a row, a multiple of kLineBytes
   int gatherers;    // warps that take turns, at most kGatherers
   int lanes;        // of a gatherer for a row: a power of two, 32 or as many as share a row
-  bool prefetch;    // rows that wait for a place in the ring come to L2
+  bool prefetch;    // rows come to L2 while they wait for a place in the ring
   bool keep_input;  // see l2_policy
   bool shifted;     // see ForwardPass
 };
 
-// Lanes that measure a part of a slice together, and the publisher combines the parts. What lanes combine
-// takes the time of all warps: with 32 it is 300 of the 1600 cycles of a bf16 row of 65536 with GELU (0.84 of
-// copy speed, with 2 0.89; unaligned bf16 rows of 50257 0.87 -> 0.89). float32 has time, and needs the room.
+// Lanes that measure a part of a slice together; the publisher combines the parts. 32 lanes take 300 of 1600
+// cycles (bf16 rows of 65536 with GELU: 0.84 of copy speed, 2 lanes 0.89). float32 has time, but no room.
 template <typename T>
 constexpr int kFewTogether = sizeof(T) == 2 ? 2 : 8;
 
@@ -2012,13 +2005,16 @@ struct Control {
   float counts[kParts];  // columns of each
 };
 
-// boundaries, but those of a group all lie as far from one (see Cut). Where they do not, a load is one
-// element, V == 1.
+// ---- Pipeline: forward and backward, as the kernel sees them ----
+// For each row it calls measure, part, together, to_publish, published, finish and apply; end is last.
+
+// SHIFTED: rows do not start on 16-byte boundaries, but those of a group all lie as far from one (see Cut).
+// Where they do not, a load is one element, V == 1.
 template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  using Stats = Moments<float>;  // the mean as a distance from `base`, one of all means
+  using Stats = Moments<float>;  // means as distances from `base`, one of them
   using ForRow = RowStats<float>;
   static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
   enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false, kMeans = true };
@@ -2027,13 +2023,12 @@ struct ForwardPass {
   float count, per_count;  // columns of this thread's part, and their inverse
   Cut cut;
   int odd = 0;          // see Unaligned
-  bool aligned = true;  // input as output
-  bool asks;  // for an epilogue: of rows that are not aligned one kernel does both, which is less to compile
+  bool aligned = true;  // input to output
+  bool asks;            // for an epilogue: unaligned rows have one kernel for all, which is less to compile
 
   static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
 
-  // In elements, from the beginning of one of L2's sectors of 32 bytes: packs that are stored begin with one
-  // (float32 rows of 50257: 0.92 of copy speed -> 0.94).
+  // In elements from a 32-byte sector of L2: packs begin there (float32 rows of 50257: 0.92 -> 0.94).
   static __device__ int misalignment(const void* tensor, int64_t offset) {
     return SHIFTED ? reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + offset) % 32 / sizeof(T) : 0;
   }
@@ -2050,8 +2045,7 @@ struct ForwardPass {
       constexpr bool kUsual = decltype(usual_affine)::value;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        // From inside the slice in any case, as without conditions all are asked for at once (bf16 rows of
-        // 65536: 0.83 of copy speed -> 0.87).
+        // Always inside the slice, so that no condition delays loads (bf16 rows of 65536: 0.83 -> 0.87).
         const int col = first + min(pack_col(i), cut.end - V);
         load_affine_pair<T, V, SHIFTED, kUsual>(weight[i], bias[i], call, col, first + cut.begin);
       }
@@ -2075,7 +2069,6 @@ struct ForwardPass {
   __device__ bool has_pack(int i) const { return pack_col(i) < cut.end; }
   __device__ bool has_extra() const { return SHIFTED && cut.extra >= 0; }
 
-  // This thread's part of a slice; zeros beyond its end.
   __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
     extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
     if (!SHIFTED || aligned) {
@@ -2096,7 +2089,7 @@ struct ForwardPass {
 
   __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
 
-  // {mean, m2} of this thread's part: first the mean, then distances from it.
+  // {mean, m2} of this thread's part.
   __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
     Pack<T, V> x[kPacks];
     float sums[kPacks], m2 = 0, extra_x;
@@ -2110,7 +2103,7 @@ struct ForwardPass {
     float mean;
     if constexpr (sizeof(T) == 2) {
       mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
-    } else {  // from the mean of the part's first load: the sum of 12 equal numbers already has an error
+    } else {  // from the first load's mean: the sum of 12 equal numbers already has an error
       const float own = has_pack(0) ? sums[0] * (1.f / V) : extra_x;
       const float first = __shfl_sync(~0u, own, 0, kTogether);
       float off = has_extra() ? extra_x - first : 0;
@@ -2138,8 +2131,8 @@ struct ForwardPass {
     return combine_means(stats, 0.f, float(columns), width);
   }
 
-  // {mean, m2}. A float32 mean has 25 bits, the last one in the sign of m2: the rounded means of a group's
-  // blocks put the row's off by up to 0.18 units in the last place, besides its own rounding, with 0.06.
+  // {mean, m2}. A float32 mean has a 25th bit, in the sign of m2: rounded to 24 the means of a group's blocks
+  // put the row's off by up to 0.18 units in the last place, rounded to 25 by 0.06.
   static __device__ float2 to_publish(const Stats& slice, float base) {
     float mean = base + slice.mean;
     if (sizeof(T) == 2) return {mean, slice.m2};
@@ -2161,7 +2154,7 @@ struct ForwardPass {
 
   static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, int64_t row,
                                   bool save) {
-    // No division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
+    // A product, not a division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
     const float per_col = 1 / float(call.cols);
     const float variance = row_total.m2 * per_col + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
@@ -2206,8 +2199,7 @@ struct ForwardPass {
   __device__ void end(const Call&, float*, int64_t, int, int, int) {}
 };
 
-// Backward as the pipeline sees it: row statistics are {mean(wdy), mean(wdy * xhat)}, and {mean, rstd} are
-// given.
+// {mean, rstd} are given with a row; its statistics are {mean(wdy), mean(wdy * xhat)}.
 template <typename T, int V, bool FUSED>
 struct BackwardPass {
   using Call = Backward;
@@ -2216,16 +2208,16 @@ struct BackwardPass {
   using ForRow = Sums<float>;
   static constexpr int kTensors = 2, kPacks = kThreadColumns / V;
   enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED, kMeans = false };
-  // Where packs are loaded, bytes set the pace (bf16 rows of 1048576 with 16: 0.98 of copy speed -> 0.96).
+  // Bytes set the pace of aligned rows (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
   enum : int { kTogether = V > 1 ? 32 : kFewTogether<T> };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
-  // Measured at a time: with an activation few, as there are few registers.
+  // Columns measured at a time: few with an activation, as there are few registers.
   static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
   Pack<T, kAtOnce> next_bias = {};
 
-  // Asks for bias for what measure takes next, where it is of input's dtype: it comes from L2 while this
-  // thread waits for the slice, or measures what comes before (16-bit rows with GELU: 4 to 6%).
+  // Loads what measure takes next of bias, where it is of input's dtype, while this thread waits for the
+  // slice or measures what comes before (16-bit rows with GELU: 4 to 6%).
   __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
     constexpr int kTurns = V / kAtOnce;  // of a pack
     const int col = (turn / kTurns * 32 * kWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;
@@ -2249,7 +2241,7 @@ struct BackwardPass {
 
   __device__ float columns_of_part() const { return 0; }  // sums do without
 
-  // An activation's part of the gradient is left in the slice, for apply.
+  // Leaves z's gradient in the slice for apply, where there is an activation.
   __device__ float2 measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
                             float2 given) {
     const float mean = given.x, rstd = given.y;
@@ -2317,9 +2309,9 @@ struct BackwardPass {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = means.wdy, mean_wdy_xhat = means.wdy_xhat, mean = given.x, rstd = given.y;
     T* grad_input = static_cast<T*>(call.grad_input) + offset;
-    // grad_input = rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). Of 16 bits in three instructions instead
-    // of six, as rstd * (wdy + of_x * x + rest): see normalized. Where all numbers of a row are the same,
-    // mean_wdy_xhat is 0, and so is of_x. With rstd in of_x it would overflow for numbers below 1e-19.
+    // rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). For 16 bits (see normalized) rstd * (wdy + of_x * x +
+    // rest), three instructions instead of six. For equal numbers of_x is 0. rstd is not part of it, as their
+    // product would overflow for numbers below 1e-19.
     const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -2342,8 +2334,7 @@ struct BackwardPass {
     }
   }
 
-  // This group's share of grad_weight and grad_bias, to partials of (2, groups, cols); of the only group
-  // it is all.
+  // A group's sums go to partials, (2, groups, cols); those of a single group are the gradients.
   __device__ void end(const Call& call, float* partials, int64_t first, int columns, int group, int groups) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -2359,14 +2350,15 @@ struct BackwardPass {
   }
 };
 
+// ---- Pipeline: kernel ----
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ inline int slice_columns(const Pipeline& pipe, int64_t cols, int rank) {
   return int(min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice));
 }
 
-// Bulk copies move whole 16-byte units; returns the bytes to copy for `bytes` at a 16-byte boundary. A
-// unit of which only a part is wanted is copied whole, unless the tensor ends in it: then this
-// thread copies its elements, and must do so before it arrives at the barrier.
+// The bytes to copy for `bytes` from a 16-byte boundary on: whole 16-byte units, unless the tensor ends
+// inside the last one. Then this thread copies its elements, and must do so before it arrives at the barrier.
 template <typename T>
 __device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends) {
   if (!tensor_ends) return (bytes + 15) / 16 * 16;
@@ -2401,8 +2393,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t first = int64_t(rank) * pipe.slice;
   const int columns = slice_columns(pipe, call.cols, rank);
 
-  // A slot by a warp of its own: lanes of one warp would take turns, 1 us for all (bf16 rows of 32768: 0.925
-  // of copy speed -> 0.935).
+  // A warp for each slot, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
   if (lane == 0 && warp < pipe.stages) {
     barrier_init(&control.loaded[warp], 1);
     barrier_init(&control.measured[warp], control.kParts);
@@ -2414,8 +2405,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   auto offset_of = [&](int row) { return int64_t(row) * int(call.cols) + first; };  // of this block's slice
   auto room_of = [&](int slot, int tensor) { return (slot * Pass::kTensors + tensor) * pipe.slice_bytes; };
-  // A slice is copied from the beginning of its first line: so many bytes early. Of the offset the lowest
-  // bits are enough.
+  // Copies start at the beginning of a slice's first line, so many bytes early. Low bits of offset suffice.
   auto early_bytes = [&](int tensor, unsigned offset) {
     const unsigned begin = unsigned(reinterpret_cast<uintptr_t>(Pass::tensor(call, tensor)));
     return int((begin + offset * unsigned(sizeof(T))) % kLineBytes);
@@ -2431,8 +2421,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       const char* start[Pass::kTensors];
       int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
-      // The row may have to wait for a place in the ring, but not for DRAM: until then it comes to L2
-      // (float32 rows of 262144: 0.89 of copy speed -> 0.95; one row more: 0.92; two: 0.82).
+      // While the row waits for a place in the ring it comes to L2 (float32 rows of 262144: 0.89 of copy
+      // speed -> 0.95; one row more: 0.92; two: 0.82).
       for (int t = 0; t < Pass::kTensors; ++t) {
         const int64_t offset = offset_of(row);
         const int early = early_bytes(t, offset);
@@ -2441,9 +2431,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (pipe.prefetch) prefetch_to_l2(start[t], max(1, wanted[t] / 16) * 16, policy);
       }
       float2 given;
-      if (Pass::kGiven) given = Pass::given(call, row);  // on its way while this thread waits
+      if (Pass::kGiven) given = Pass::given(call, row);  // in flight while this thread waits
       if (row >= int64_t(pipe.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
-      // More on their way would only queue up, and what the group publishes would queue behind it.
+      // More would only queue up, with what the group publishes behind it.
       if (row >= int64_t(pipe.flight) * groups) {
         barrier_wait(&control.loaded[before.index], before.parity);
         before.advance(pipe.stages);
@@ -2470,7 +2460,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Slot slot;
     constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
     float counts[kEach];
-    int first_part = 0;  // that has columns: of a slice of three bf16, threads 16 to 18 have them (see Cut)
+    int first_part = 0;  // with columns: a slice of three bf16 has them in threads 16 to 18 (see Cut)
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
       const float2* measured = control.parts[slot.index];
@@ -2500,8 +2490,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp >= kGatherer) {
     const int gatherer = warp - kGatherer;
     if (sharers == 1 || gatherer >= pipe.gatherers) return;
-    // A look is at the next 32 / pipe.lanes rows of this warp, as more than one may have been published since
-    // the last (one row a look: bf16 rows of 50176 0.68 of copy speed -> 0.85).
+    // A look is at this warp's next 32 / pipe.lanes rows, as several may have been published since the last
+    // (one row a look: bf16 rows of 50176 0.68 of copy speed instead of 0.85).
     const int first_peer = lane % pipe.lanes, ahead = lane / pipe.lanes * pipe.gatherers;
     const int rows = (int(call.rows) - group + groups - 1) / groups;  // of this group
     float2 pairs[kPeers];
@@ -2551,7 +2541,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   Slot measuring, applying;
-  const int rows = call.rows, lag = pipe.delay * groups;  // a row is long, so that there are not many
+  const int rows = call.rows, lag = pipe.delay * groups;  // int: rows are long, so that there are not many
   Pass job(call, first, columns, offset_of(group));
   const bool first_of_part = lane % Pass::kTogether == 0;
   if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
@@ -2582,11 +2572,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   job.end(call, partials, first, columns, group, groups);
 #else
-  __trap();  // takes keeps calls away from code without these instructions
+  __trap();  // takes() keeps calls away from code without these instructions
 #endif
 }
 
-// Rows that are not aligned: one kernel for all epilogues, which is less to compile.
+// ---- Pipeline: host side ----
+
+// Unaligned rows have one kernel for all epilogues, which is less to compile.
 template <typename T, int V, bool FUSED>
 using Forwards = ForwardPass<T, 16 / sizeof(T), V == 1, FUSED || V == 1>;
 
@@ -2594,8 +2586,7 @@ template <typename Pass>
 constexpr int kControlBytes = (sizeof(Control<Pass::kTogether, typename Pass::ForRow>) + kLineBytes - 1) /
                               kLineBytes * kLineBytes;  // of shared memory, beside the ring
 
-// Columns of the longest slice: what a block's threads can take, and of which three stages fit, one
-// to load, one to measure, one to wait for its statistics.
+// The longest slice that threads can take and of which three stages fit: to load, to measure, to wait.
 template <typename Pass>
 int64_t longest_slice(const Device& device) {
   const int64_t bytes =
@@ -2616,7 +2607,7 @@ bool takes(const Backward& call, const Device& device) {
   return takes_pass<BackwardPass<T, 1, true>>(call, device);
 }
 
-// Of rows that registers could hold and that are not aligned, as many as SMs.
+// For unaligned rows that registers could hold, as many as SMs or more.
 template <typename T>
 bool is_faster_than_registers(const Forward& call, bool fused, const Device& device) {
   if (call.rows < device.sms || !takes<T>(call, device)) return false;
@@ -2636,9 +2627,9 @@ bool starts_on_lines(const Backward& call) {
   return rows_start_at(kLineBytes, call.cols, call.dtype, {call.input, call.grad_output});
 }
 
-// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are
-// few rows, and in backward (of rows of 262144, 33 blocks a row use 132 SMs, 32 only 128). Forward has half
-// the bytes to hide an exchange behind (bf16 rows of 1048576: 0.83 with 128 blocks, 0.69 with 132).
+// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are few
+// rows, and in backward (rows of 262144: 33 blocks a row use 132 SMs, 32 only 128). Forward has half the
+// bytes to hide an exchange behind (bf16 rows of 1048576: 0.83 of copy speed with 128 blocks, 0.69 with 132).
 template <typename Pass>
 Plan plan(const typename Pass::Call& call, const Device& device) {
   constexpr bool kForward = Pass::kTensors == 1;
@@ -2654,7 +2645,7 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
     const int64_t fit = device.sms / sharers;
     return fit < rows ? fit / step * step : rows;
   };
-  // Twice the least where groups come in multiples: float32 rows of 131075 0.70 of copy speed -> 0.80.
+  // Twice the least where groups come in multiples (float32 rows of 131075: 0.70 of copy speed -> 0.80).
   const int64_t worth_trying =
       std::max((step > 1 ? 2 : Pass::kTensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
   const int64_t most =
