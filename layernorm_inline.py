@@ -2719,35 +2719,33 @@ _JOINT = r"""
 namespace joint {
 
 // ---- Rows that many SMs hold together, forward, float32 without an activation (sm_90 and up) ----
-// Takes rows of more than a million columns, too long for the pipeline. A group of blocks, one on each SM,
-// shares a row, and each block keeps up to 128 KB of it, its slice, in shared memory until the group knows
-// the row's statistics. weight and bias of the slice stay in registers and shared memory for the whole run:
-// each byte moves once (the main shape: 0.176 ms, and 0.216 with input read twice). Of 16 bits, with twice
-// the elements to a byte, the few warps that have the registers for weight and bias are slower than reading
-// twice (bf16: 0.146 ms, and 0.118), and so they are with an activation.
+// Takes rows of more than a million columns, too long for the pipeline. The kernel is persistent: a group of
+// blocks, one on each SM, shares a row, and each block keeps its slice of it, up to 128 KB, in shared memory
+// until the group knows the row's statistics. weight and bias of the slice stay in registers and shared
+// memory for the whole run: each byte moves once (the main shape, 16 rows of 4194304: 0.176 ms, 0.216 with
+// input read twice). For 16 bits, twice the elements to a byte, and with an activation the few warps that
+// have the registers for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
 //
-// A slice comes in stages, into a ring that has room for some stages more. All warps go along the stages:
-// they apply one, and measure the one that lies a slice and kAhead stages further on. So the next row is
-// measured, and its exchange under way, before this one is done (2 stages ahead: 0.184 ms, 3: 0.177, 4:
-// 0.182, as fewer are left to load into). kPrefetch more are on their way to L2 (3: 0.175 ms, 4: 0.177,
-// 6: 0.183).
+// A slice comes in stages, into a ring with room for some more. Warps apply a stage and measure the one a
+// slice and kAhead stages further on: the next row's exchange is under way before this row is done.
 
+// Stages that are measured ahead (2: 0.184 ms, 3: 0.177, 4: 0.182, as fewer are left to load into), and
+// further ones on their way to L2 (3: 0.175 ms, 4: 0.177, 6: 0.183).
 [[maybe_unused]] constexpr int kAhead = 3, kPrefetch = 3;
-constexpr int kThreads = 256;  // of 255 registers each, or else weight and bias would not fit
+constexpr int kThreads = 256;  // of 255 registers each, as weight and bias need them
 // 16-byte packs of a thread in a stage, of a block in a stage, and stages of a slice, at most.
 constexpr int kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16;
 constexpr int kRing = 28;  // stages, at most
-// Packs of a slice that a thread has room for in registers: weight, and bias. The rest of a slice's is in
-// shared memory. A slice of fewer stages takes the last places, so that the number of its last stage, which
-// alone may be incomplete, is known when the loop over stages is unrolled.
+// Packs of weight, and of bias, in a thread's registers; the rest are in shared memory. A slice of fewer
+// stages takes the last places, so that only the last stage, known when unrolling, may be incomplete.
 constexpr int kWeights = 31, kBiases = 20;
-// Fewer rows a group: too few to load one while another is applied (rows of 4194304, one: 0.80 of copy speed,
-// and 0.89 spread; two: 0.72 and 0.76; three: 0.73 and 0.74; sixteen: 0.78 and 0.64).
+// Rows of a group, at least: of fewer, too few load while one is applied (rows of 4194304, one: 0.80 of copy
+// speed, spread 0.89; three: 0.73 and 0.74; sixteen: 0.78 and 0.64).
 constexpr int kLeastRows = 4;
 constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weight and bias
 
 struct Slices {
-  int lines, more;  // 128-byte lines of a block, and how many blocks, the first ones, have one more
+  int lines, more;  // 128-byte lines of a block; the first `more` blocks have one more
   int ring;         // stages
 };
 
@@ -2774,7 +2772,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ uint64_t loaded[kRing], applied[kRing], measured, rest_loaded;
   __shared__ Moments<float> partials[kWarps];
-  __shared__ float2 row_stats[2];  // of a row and the next
+  __shared__ float2 row_stats[2];  // of this row and the next
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
@@ -2797,9 +2795,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // A thread loads stage after stage, another one has those brought to L2 that come kPrefetch later. The
-  // loading warp is always the same: it is the slowest, so that it need not wait for the others (warps that
-  // take turns: 0.195 -> 0.259 ms).
+  // One thread loads stage after stage, another brings those to L2 that come kPrefetch later. The loading
+  // warp is the slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
   const bool loads = thread == 0, prefetches = thread == 32;
   const uint64_t policy = l2_policy(constants.keep_input);
   int next_row = blockIdx.y, next_stage = 0;
@@ -2861,7 +2858,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Moments<float> measured_part = {};  // this thread's columns of a row
   auto measure = [&](const Packed(&x)[kStagePacks], auto is_last) {
     constexpr bool kLast = decltype(is_last)::value;
-    const int last = opaque(last_packs);  // one spilled word a thread: the main shape 0.179 -> 0.187 ms
+    const int last = opaque(last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
     float values[kStagePacks][V], sum = 0, squares = 0, here = 0;
 #pragma unroll
     for (int i = 0; i < kStagePacks; ++i) {
@@ -2883,7 +2880,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     add_moments(measured_part, here, stage_mean, squares);
   };
 
-  // A row is measured. The last warp tells the group what this block has of it.
+  // A row is measured: the last warp tells the group what this block has of it,
   auto tell = [&](int row, int odd) {
     Moments<float> moments = combine_means(measured_part, 32);
     measured_part = {};
@@ -2898,7 +2895,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
   };
 
-  // It also gathers what the group has.
+  // and gathers what the group has.
   auto gather = [&](int row, int odd) {
     if (warp != kWarps - 1) return;
     const int first_peer = opaque(lane);
@@ -2927,7 +2924,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   // The first row, and the beginning of the second.
-  int row = blockIdx.y, odd = 0;  // odd: every other row of this block
+  int row = blockIdx.y, odd = 0;  // odd: of every other row
 #pragma unroll 1
   for (int i = 0; i < stages + kAhead; ++i) {
     if (i >= stages && row + groups >= rows) break;
@@ -3005,17 +3002,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 #else
-  __trap();  // takes keeps calls away from code without these instructions
+  __trap();  // plan() keeps calls away from code without these instructions
 #endif
 }
 
 struct Plan {
   Slices slices;
-  int sharers, groups;  // blocks that share a row, and groups of them
-  int shared;           // bytes of dynamic shared memory; 0: another room is faster
+  int sharers, groups;  // blocks that share a row (0: another room takes it), and groups of them
+  int shared;           // bytes of dynamic shared memory
 };
 
-// As many groups as can each hold a row, of as many blocks as there are.
+// As many groups as can each hold a row, with all blocks in them.
 Plan plan(const Forward& call, const Device& device) {
   constexpr int V = 4;
   if (device.code < 90) return {};
