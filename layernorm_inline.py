@@ -3048,26 +3048,26 @@ namespace spread {
 
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and leaves the moments
-// of each piece of a row, a piece being every `pieces`-th of its steps; a second makes a row's statistics of
-// them. The third goes down the rows with weight and bias of its columns in registers: for 16 long rows,
-// reading them again for each row would move as many bytes as input and output together. Input is read twice.
+// of each piece of a row, which is every `pieces`-th of its steps; a second makes a row's statistics of them.
+// A third goes down the rows with weight and bias of its columns in registers: read again for each of 16 long
+// rows they would be as many bytes as input and output together. Input is read twice.
 
-// Blocks of the first kernel that an SM holds at once. There are no more of them: a second wave would
-// cost 1% of 16 rows of 4194304, and blocks of 8192 elements each 8%, as a block's start and end show.
+// Blocks of the first kernel that an SM holds at once. 16 rows of 4194304 have no more: a second wave would
+// cost 1%, blocks of 8192 elements each 8%, as a block's start and end show.
 constexpr int kMeasuringBlocks = 4;
-// Columns of a block that goes down the rows, one load of 16 bytes a thread: of more loads each, fewer
-// threads fit an SM (16 rows of 4194304: 0.223 ms with two, 0.216 with one).
+// Columns of a block that goes down the rows, one 16-byte load a thread: of more loads, fewer threads fit an
+// SM (16 rows of 4194304: 0.223 ms with two, 0.216 with one).
 constexpr int kTileColumns = 2048;
 template <int V>
 constexpr int kTilePacks = V < 4 ? 4 / V : 1;
 template <int V>
 constexpr int kTileThreads = kTileColumns / (kTilePacks<V> * V);
 constexpr int kMeasuringThreads = 256, kFinishingThreads = 256;
-constexpr int64_t kLeastPiece = 8192;  // the fewest elements of a piece
-constexpr int64_t kBlocksPerSm = 8;    // of the kernels that apply: rows are shared by blocks to have so many
-constexpr int64_t kPartialBytes = 32 << 20;  // that partial sums of grad_weight and grad_bias may take
+constexpr int64_t kLeastPiece = 8192;        // elements
+constexpr int64_t kBlocksPerSm = 8;          // of the third kernel: blocks share rows to have so many
+constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight and grad_bias
 
-// ---- Rows spread over the GPU, forward ----
+// ---- Spread: forward ----
 
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
@@ -3172,7 +3172,7 @@ __global__ void __launch_bounds__(512)
 
   wait_for_previous();
   const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
-#pragma unroll 1  // unrolled, fewer blocks fit an SM, and it is their number that keeps loads in flight
+#pragma unroll 1  // unrolled, fewer blocks fit an SM, and with them fewer loads in flight
   for (int64_t row = first_row; row < end_row; ++row) {
     const RowStats<A> stats = row_stats[row];
     const T* input = static_cast<const T*>(call.input) + row * cols;
@@ -3197,7 +3197,7 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// ---- Rows spread over the GPU, backward ----
+// ---- Spread: backward ----
 // First the two sums of each piece of a row,
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
@@ -3261,15 +3261,14 @@ __global__ void __launch_bounds__(kFinishingThreads)
   if (threadIdx.x == 0) row_means[row] = {sums.wdy / A(call.cols), sums.wdy_xhat / A(call.cols)};
 }
 
-// then the gradients, going down the rows with the columns' weight, grad_weight and grad_bias in
-// registers. With one block a column (gridDim.y == 1) the totals are complete and written at
-// once; otherwise they go to partials, (2, gridDim.y, cols), for sum_partials.
+// then the gradients, with the columns' weight, grad_weight and grad_bias in registers: the totals of a
+// single block for a column (gridDim.y == 1), else partials, (2, gridDim.y, cols), for sum_partials.
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(512)
     backward_columns(Backward call, const Sums<Acc<T>>* row_means, int64_t rows_per_block, Acc<T>* partials) {
   using A = Acc<T>;
-  wait_for_previous();  // also for weight: where grad_input is not wanted, its writer may be the previous
-                        // kernel
+  // Also for weight: where grad_input is not wanted, its writer may be the previous kernel.
+  wait_for_previous();
   const int64_t cols = call.cols;
   const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
   const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
@@ -3334,15 +3333,16 @@ __global__ void __launch_bounds__(512)
   }
 }
 
+// ---- Spread: host side ----
+
 struct Plan {
-  int pieces;                 // blocks a row for the statistics
-  int64_t tiles, row_blocks;  // blocks over columns and over rows for the rest
+  int pieces;                 // of a row, a block each
+  int64_t tiles, row_blocks;  // blocks over columns and over rows, of the third kernel
 };
 
 Plan plan(int64_t rows, int64_t cols, const Device& device) {
   const int64_t places = kMeasuringBlocks * device.sms;
-  const int64_t waves =
-      ceil_div(8 * rows, places);  // at least 8 pieces a row: 1/9 of the places idle at most
+  const int64_t waves = ceil_div(8 * rows, places);  // 8 pieces a row or more: at most 1/9 of the places idle
   const int64_t pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
   const int64_t tiles = ceil_div(cols, kTileColumns);
   return {int(pieces), tiles, std::min(rows, ceil_div(kBlocksPerSm * device.sms, tiles))};
