@@ -3393,18 +3393,16 @@ _CONVOLUTION = r"""
 namespace convolution {
 
 // ---- ConvTranspose3d with LayerNorm, GELU and scaling in its epilogue (sm_80 and up) ----
-// For kernel 4, stride 2, padding 1, output position o gets input positions (o + 1 - k) / 2 for the two
-// k of the parity of o + 1. So outputs of one parity per dimension, o = 2 q + p, are a dense
-// convolution with two taps t a dimension: k = 1 - p + 2 t reads input q + p - t.
+// For kernel 4, stride 2, padding 1, output position o gets input positions (o + 1 - k) / 2 for the two k of
+// the parity of o + 1. So outputs of one parity per dimension, o = 2 q + p, are a dense convolution with two
+// taps t a dimension: k = 1 - p + 2 t reads input q + p - t. An output line (all w' of one d', h' for 64
+// channels) is a matrix product: channels x (taps, input channels) x w'.
 //
-// An output line (all w' of one d', h' for 64 channels) is a matrix product: channels x (taps, input
-// channels) x w'. A block keeps the weights of one (parity of d', parity of h') on chip for its whole run.
-// Its two groups of four warps take 4 lines a round each, h' two apart, and then go on to the next depth, of
-// which one tap has been read already. As the last dimension is what LayerNorm normalizes, each of its rows
-// is in the accumulators of four lanes.
-//
-// T is float (in TF32, or SPLIT for full float32) or of 16 bits. Shared memory is counted in units of 16
-// bytes, which are kUnit channels of one place, and products take two units: all else is the same for all T.
+// The kernel is persistent: a block keeps the weights of one (parity of d', parity of h') on chip. Its two
+// groups of four warps take 4 lines a round each, h' two apart, then go on to the next depth, of which one
+// tap has been read. Rows that LayerNorm normalizes, the last dimension, are each in the accumulators of four
+// lanes. T is float (in TF32, or SPLIT for full float32) or 16-bit. Shared memory is counted in units of 16
+// bytes, kUnit channels of one place; products take two units: all else is the same for all T.
 
 [[maybe_unused]] constexpr int kConvIn = 32, kConvOut = 64,
                                kConvWidth = 32;  // channels in and out, input width
@@ -3413,28 +3411,27 @@ constexpr int kConvElements = kConvIn * kConvOut * 64;  // of all weights
 // A fragment: the weights of two units of input channels for one tap and parity of each dimension.
 constexpr int kConvFragment = 2 * kConvOut;
 
-// A slab: the input lines of one depth that a round needs, as (plane, line, column): a column to the left or
-// right is one unit away, with zeros beside the first and the last one. ASYNC: every 8 columns have copies of
-// their neighbours beside them, so that the products of all lines are one.
+// A slab: a round's input lines of one depth, as (plane, line, column), with zeros beside the first and last
+// column. ASYNC: every 8 columns have copies of their neighbours beside them, for one product of all lines.
 template <typename T, bool ASYNC>
 struct Slab {
   enum : int {
     kUnit = 16 / sizeof(T),
     kPlanes = kConvIn / kUnit,
     kLines = kConvLines + 1,
-    kEightColumns = ASYNC ? 10 : 8,  // units from 8 columns to the next ones, from a line, a plane
+    kEightColumns = ASYNC ? 10 : 8,  // units to the next 8 columns, the next line, the next plane
     kLine = ASYNC ? 40 : 34,
-    kPlane = ASYNC ? 201 : 171,  // of which the last place spreads four planes over the banks
+    kPlane = ASYNC ? 201 : 171,  // the last place spreads four planes over the banks
     kUnits = kPlanes * kPlane,
-    // A block's fragments: four for each step, which is a tap of d, a tap of h and two planes.
+    // A step is a tap of d, a tap of h and two planes, with four fragments.
     kSteps = 2 * kPlanes,
-    // The first fragment of float weights is in registers where there is no room for it in shared memory.
+    // The first fragment of float weights is in registers where shared memory has no room for it.
     kHeld = ASYNC && sizeof(T) == 4 ? 1 : 0,
     kFragments = 4 * kSteps - kHeld,  // in shared memory
     kBytes = 16 * (kFragments * kConvFragment + kConvGroups * 2 * kUnits) + 4 * 2 * kConvOut
   };
 
-  // Where the column before the first one of an output line's input is, for a step.
+  // Where an output line's input begins for a step: the column before its first one.
   static __device__ int columns_of(int step, int line) {
     return step % (kPlanes / 2) * 2 * kPlane + (line + 1 - step / (kPlanes / 2) % 2) * kLine;
   }
@@ -3442,11 +3439,11 @@ struct Slab {
 template <typename T, bool SPLIT>
 constexpr int kConvShared = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
 
-// Tensor cores read 10 bits of mantissa and ignore the others. TF32 rounds ties to the even number, as
-// cuDNN does: where they went up, one output of 850 was off by more than 1e-4 from PyTorch's.
+// Tensor cores ignore all but 10 bits of mantissa. Ties go to even, as in cuDNN: if they went up, one output
+// of 850 would be off by more than 1e-4 from PyTorch's.
 __device__ inline uint32_t round_to_tf32(uint32_t x) { return x + 0xfff + (x >> 13 & 1); }
 
-// Hopper's own products go on while the warps do something else, and read shared memory themselves.
+// Hopper's own products (wgmma) run in the background and read shared memory themselves.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasAsyncProducts = true;
 #else
@@ -3457,9 +3454,8 @@ constexpr bool kHasAsyncProducts = true;
   return (step * 2 + parity_w) * 2 + tap_w;
 }
 
-// The weights as blocks take them: (parity of d, of h, step, parity of w, tap of w), and of each of these
-// fragments (unit, output channel, input channel in the unit) for async products, else (16 output channels,
-// lane, register).
+// The weights as blocks take them: (parity of d, of h, step, parity of w, tap of w), then for async products
+// (unit, output channel, input channel in the unit), else (16 output channels, lane, register).
 template <typename T>
 __global__ void __launch_bounds__(256) arrange_weights(Convolution call, T* arranged) {
   constexpr int kUnit = 16 / sizeof(T), kWord = 4 / sizeof(T);  // channels in a unit, in a register
@@ -3488,6 +3484,8 @@ __global__ void __launch_bounds__(256) arrange_weights(Convolution call, T* arra
   arranged[index] = weight;
 }
 
+// ---- Convolution: matrix products ----
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define LAYERNORM_MULTIPLY_ADD_SYNC(types)                                                        \
   asm volatile("mma.sync.aligned." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
@@ -3513,9 +3511,8 @@ __device__ inline void named_barrier_wait(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// For float32: x is the sum of two numbers of 10 bits, but for 2^-22 of it. How ties are rounded does not
-// matter here. Volatile: found again at every use, as keeping the second for all weights would take
-// more registers than there are.
+// Float32 is the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
+// second is found again at every use, as there are no registers to keep it for all weights.
 __device__ inline uint32_t first_part(uint32_t x) { return x + 0x1000; }
 __device__ inline uint32_t second_part(uint32_t x) {
   uint32_t first;
@@ -3541,9 +3538,8 @@ __device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
 #endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles. With mma.sync that
-// takes 98. a is in registers or in shared memory, so that there are two of it with one list of c's 64
-// registers.
+// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). a is
+// in registers or in shared memory: two instructions with one list of c's 64 registers.
 #define LAYERNORM_MULTIPLY_ADD(types, a, b, transposed, ...)                                            \
   asm volatile(                                                                                         \
       "{ .reg .pred p;\n"                                                                               \
@@ -3565,7 +3561,7 @@ __device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
       : __VA_ARGS__                                                                                     \
       : "memory")
 
-// A place in shared memory, in units; from there to the next plane, to the next 8 columns or output channels.
+// In units: a place in shared memory, the step to the next plane, the step to the next 8 columns or channels.
 __device__ inline uint64_t matrix_at(unsigned place, int plane_step, int eight_step) {
   return uint64_t(eight_step) << 32 | (place + (plane_step << 16));
 }
@@ -3585,26 +3581,25 @@ __device__ inline void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b
   }
 }
 
-// The sums of a round: parity of w, unit, (8 columns, register). A unit is a line of 16 channels, and a warp
-// has four of the 16: async, four lines of the same channels, else two lines of 32.
-//
-// slabs: of both taps of d. held: the first fragment, where it is in registers.
+// sums: (parity of w, unit, (8 columns, register)) of a round. A unit is a line of 16 channels, and a warp
+// has four of the 16: async, four lines of the same channels, else two lines of 32. slabs: both taps of d.
+// held: the first fragment, where it is in registers.
 template <typename T>
 __device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const uint32_t (&held)[4],
                                                const uint4* weights, const uint4* const (&slabs)[2]) {
   using S = Slab<T, true>;
-  auto place_of = [](const uint4* p) {  // from one lane, so that the compiler knows that all have the same
+  auto place_of = [](const uint4* p) {  // of one lane: the compiler knows that all have the same
     return __shfl_sync(~0u, unsigned(__cvta_generic_to_shared(p)) / 16, 0);
   };
   const unsigned places[2] = {place_of(slabs[0]), place_of(slabs[1])}, weights_place = place_of(weights);
-  auto keep_in_registers = [&] {  // and not move meanwhile: the compiler would wait for each product
+  auto keep_in_registers = [&] {  // where they must stay: the compiler would wait for each product
 #pragma unroll
     for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(sums[i / 64][i / 16 % 4][i % 16])::"memory");
   };
   keep_in_registers();
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  // Taps from the last to the first, of each its channels: the order in which cuDNN adds on Hopper, so that
-  // the sums are PyTorch's, bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
+  // Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
+  // bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
 #pragma unroll
   for (int i = 0; i < 4 * S::kSteps; ++i) {
     constexpr int kChunks = S::kPlanes / 2;
@@ -3628,9 +3623,9 @@ __device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const ui
 #endif
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-// SPLIT: each product is three, of the leading and the remaining bits of both factors (Ootomo, Yokota, 2022,
-// arXiv:2203.03341), and tensor cores, which truncate sums, add no more than 6 of them before a rounded
-// addition. Otherwise factors are of 16 bits, or rounded to TF32 as PyTorch does where it is allowed.
+// SPLIT: each product is three, of both factors' leading and remaining bits (Ootomo, Yokota, 2022,
+// arXiv:2203.03341). Tensor cores truncate sums, and so add no more than 6 of them before a rounded addition.
+// Else factors are of 16 bits, or rounded to TF32 as PyTorch does where it is allowed.
 template <typename T, bool SPLIT>
 __device__ __forceinline__ void multiply(float (&sums)[2][4][16], const uint4* weights,
                                          const uint4* const (&slabs)[2], int first_tile, int first_line) {
@@ -3693,8 +3688,10 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4][16], const uint4* w
 }
 #endif
 
-// With async products four more warps bring input to the two groups, and give them registers (float32 in TF32
-// 0.61 ms -> 0.58, bf16 0.39 -> 0.38). Without, a group brings its own.
+// ---- Convolution: kernel ----
+
+// With async products four more warps bring input to the two groups, and give them registers (float32 in
+// TF32: 0.61 ms -> 0.58). Without, a group brings its own.
 [[maybe_unused]] constexpr int kApplyingRegisters = 224, kLoadingRegisters = 56;
 template <bool LOADERS>
 constexpr int kConvThreads = kConvGroupThreads * (kConvGroups + LOADERS);
@@ -3718,7 +3715,7 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
   const int group = threadIdx.x / kConvGroupThreads, thread = threadIdx.x % kConvGroupThreads;
   const int warp = thread / 32, lane = threadIdx.x % 32;
 
-  // Rounds go through depths first. A block has a range of them, the first group the first half.
+  // Rounds go through depths first. A block has a range of them, of which group 0 takes the first half.
   const int line_groups = (call.height + kConvLines - 1) / kConvLines;
   const int64_t all_rounds = call.batch * line_groups * call.depth;
   const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
@@ -3756,7 +3753,7 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
   const int copied_line = thread / (16 * kHalves * kPlaneGroups);
   const int copied = copied_plane * S::kPlane + copied_line * S::kLine + copied_eight * S::kEightColumns + 1 +
                      copied_half * kUnit;
-  // A channel's kUnit columns come to where one column's kUnit channels will be.
+  // kUnit columns of a channel come to where kUnit channels of a column will be.
   auto fetch = [&](int group, int round) {
     const Place p = place_of(group, round);
     const int64_t channel_step = int64_t(call.depth) * call.height * kConvWidth;
@@ -3799,7 +3796,7 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
         }
 #pragma unroll
         for (int c = 0; c < kUnit; ++c) columns[c] = column_of<T>(rows, c);
-        if constexpr (kAsync) {  // also beside the 8 columns before, beside the next ones
+        if constexpr (kAsync) {  // copies beside the 8 columns before, and the next 8
           if (copied_half == 0 && copied_eight > 0) columns[-2] = column_of<T>(rows, 0);
           if (copied_half == kHalves - 1 && copied_eight < 3) {
             columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
@@ -3812,7 +3809,7 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
 #endif
   };
 
-  // Barriers: 0 is __syncthreads, then for each group: its turn to multiply; its input is there; was read.
+  // Named barriers of a group (0: __syncthreads): its turn to multiply; its input is there; it was read.
   auto turn_of = [](int group) { return 1 + group; };
   auto ready = [](int group) { return 1 + kConvGroups + group; };
   auto was_read = [](int group) { return 1 + 2 * kConvGroups + group; };
@@ -3843,14 +3840,14 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
   }
 #endif
 
-  // This warp's units (see multiply_async): the first one's 16 channels and line, and the others' from there.
+  // This warp's units (see multiply_async): channels and line of the first one, and of the others from there.
   const int first_tile = kAsync ? warp : warp % 2 * 2, first_line = kAsync ? 0 : warp / 2 * 2;
   auto tile_of = [](int unit) { return kAsync ? 0 : unit % 2; };
   auto line_of = [](int unit) { return kAsync ? unit : unit / 2; };
   const float scale = call.scale, eps = call.eps;
   const int rounds = rounds_of(group);
   // Of a unit's 16 channels this thread has two: rows of all sums that are 8 apart.
-  uint32_t conv_bias[2][2] = {};  // tile, half; twice each
+  uint32_t conv_bias[2][2] = {};  // tile, half; each number twice
   if constexpr (sizeof(T) == 2) {
     if (call.conv_bias != nullptr) {
       for (int i = 0; i < (kAsync ? 2 : 4); ++i) {
@@ -3885,9 +3882,8 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
       if (round + 1 < rounds) fetch(group, round + 1);
     }
 
-    // As PyTorch rounds: the convolution, then its sum with the bias. Float32 needs no bias, which is one
-    // number a row and leaves with the mean; here, unrounded, 0.07% of all bfloat16 outputs would be further
-    // from PyTorch's than KernelBench allows.
+    // Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be
+    // further from PyTorch's than KernelBench allows. Float32's bias, one number a row, leaves with the mean.
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
@@ -3898,7 +3894,7 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
         two[0] = sum.x, two[1] = sum.y;
       }
     }
-    // To distances from the mean.
+    // Values become distances from the mean.
     float rstd[8];  // of rows: unit, half of a tile
 #pragma unroll
     for (int row = 0; row < 8; ++row) {
@@ -3961,9 +3957,11 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
     }
   }
 #else
-  __trap();  // fits keeps calls away from code without these instructions
+  __trap();  // fits() keeps calls away from code without these instructions
 #endif
 }
+
+// ---- Convolution: host side ----
 
 // Calls f with an element and std::bool_constant of whether products are split for full float32.
 template <typename F>
@@ -3989,12 +3987,12 @@ cudaError_t launch(const Convolution& call, const Context& context) {
     T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kConvElements));
     arrange_weights<T><<<kConvElements / 256, 256, 0, context.stream>>>(call, arranged);
     const auto kernel = conv_transpose_layer_norm_gelu<T, decltype(split)::value>;
-    cudaFuncAttributes attributes = {};  // with loading warps or without, as it was compiled
+    cudaFuncAttributes attributes = {};  // compiled with loading warps or without
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
     error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
     if (error != cudaSuccess) return error;
-    const int blocks = std::max(1, context.device.sms / 4) * 4;  // of each parity as many
+    const int blocks = std::max(1, context.device.sms / 4) * 4;  // as many of each parity
     kernel<<<blocks, attributes.maxThreadsPerBlock, kShared, context.stream>>>(
         call, reinterpret_cast<const uint4*>(arranged));
     return cudaGetLastError();
