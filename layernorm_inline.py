@@ -4015,9 +4015,8 @@ auto with_dtype(DType dtype, F f) {
   }
 }
 
-// Calls f(t, v, fused): an element, and as compile-time constants the elements a load (16 bytes where every
-// row of every tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue. double is rare:
-// one kernel for all.
+// Calls f(t, v, fused): an element and, at compile time, elements a load (16 bytes where every row of every
+// tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue. double has one kernel.
 template <typename Call, typename F>
 cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> tensors, F f) {
   return with_dtype(call.dtype, [&](auto t) {
@@ -4035,8 +4034,8 @@ cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> 
   });
 }
 
-// Rows that registers could hold go to the pipeline where that is faster. Where a room whose blocks wait for
-// one another is refused (see refused), and where no other room takes them, rows are spread.
+// The ladder. Rows that registers could hold go to the pipeline where that is faster; rows are spread where
+// no other room takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
@@ -4064,7 +4063,7 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
   return spread::launch<T, V, kAsks>(call, context);
 }
 
-// Rows that registers could hold go to the pipeline, where there is one, when they are long.
+// Long rows go to the pipeline, where there is one, even if registers could hold them.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Backward& call, const Context& context) {
   constexpr bool kAsks = FUSED || V == 1;
