@@ -4,8 +4,9 @@
 What it is
     The CUDA source below is compiled when this file is first imported (about
     half a minute, once; later imports load the result from the cache).
-    CUDA tensors run these kernels or raise (torch.func's gradient transforms, forward mode and double
-    backward: PyTorch operations, which they can differentiate); other tensors go to PyTorch.
+    CUDA tensors run these kernels or raise; other tensors go to PyTorch.
+    torch.func's gradient transforms, forward mode and double backward run
+    PyTorch's operations, which can be differentiated again.
 
 How to use it
     Copy this file into your project. It needs PyTorch >= 2.0, ninja, a C++
@@ -30,18 +31,18 @@ Reading it
     1  Interface      what the kernels and the binding share
     2  CUDA           in rooms, each a string of its own:
            _ELEMENTS      packs of elements: loads, stores, conversions; rows that are not aligned
-           _STATISTICS    mean and variance, how threads and blocks that share a row combine theirs
+           _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      GELU, scale, their derivatives
-           _DEVICE        instructions, words between blocks, what is asked of the GPU, launching
-           _REGISTERS     rows of up to 32 KB (Hopper, unaligned: 11 to 28), backward of up to 8 KB (older GPUs: 16)
-           _SHARED        aligned rows of up to 73 KB (16-bit: 43; before Hopper all that a block can hold), forward
+           _DEVICE        instructions, words between blocks, properties of the GPU, launching
+           _REGISTERS     rows of up to 32 KB (unaligned on Hopper: 11 to 28), backward 8 KB (before Hopper: 16)
+           _SHARED        aligned rows of up to 73 KB (16-bit: 43; before Hopper all that a block holds), forward
            _PIPELINE      longer rows on Hopper and newer, forward and backward
-           _JOINT         float32 rows of more than a million columns there, forward
+           _JOINT         float32 rows of more than a million columns on Hopper and newer, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
-           _DISPATCH      which room takes a call
-       In a room of rows: which it takes and why that is fast; its numbers, each with the measurement that decided it;
-       its kernels; how it cuts the work and launches them.
+           _DISPATCH      the ladder: which room takes a call
+       Each room of rows says which it takes and why that is fast, and has its numbers, each with the measurement
+       that decided it, its kernels, and its host side, which cuts the work and launches them.
     3  C++ binding    checks, allocation, autograd, dispatcher registration
     4  Build          compile once, cache, load
     5  Python API
@@ -150,8 +151,8 @@ struct Convolution {
   bool affine_float32, tf32;
 };
 
-// How a call asks for device memory that it needs until the stream has run it. It has one piece: where it
-// asks again, it no longer needs the one before.
+// How a call asks for device memory that it needs until the CUDA stream has run it. It has one piece: asking
+// again gives up the one before.
 struct Scratch {
   void* (*allocate)(size_t bytes, void* owner);
   void* owner;
