@@ -618,15 +618,14 @@ struct Moments {
   A count, mean, m2;  // a float count is exact to 2^24, then off by at most 1 part in 2^24
 };
 
-// To the moments of what came before, those of a few numbers more.
+// Adds the moments of some more numbers, of one at least.
 template <typename A>
 __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
-  // Of the first ones exactly 1: their mean is kept to the bit.
-  const A share = all.count == 0 ? A(1) : count * fast_reciprocal(all.count + count);
-  const A delta = mean - all.mean;
+  // The share of what came before: of nothing 0, so that the first mean is kept to the bit.
+  const A share = all.count * fast_reciprocal(all.count + count), delta = mean - all.mean;
   // Nobody squares delta alone: of a mean of 1e20 and nothing before it that is infinity times 0.
-  all.m2 += m2 + delta * (delta * (all.count * share));
-  all.mean += delta * share;
+  all.m2 += m2 + delta * (delta * (count * share));
+  all.mean = mean - delta * share;
   all.count += count;
 }
 
@@ -1499,7 +1498,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   Spread spread[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    mean[r] = extra_x[r];
+    mean[r] = has_extra ? extra_x[r] : 0;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       A values[V];
@@ -3177,7 +3176,7 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
         for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
       }
     }
-    add_moments(moments, A(count), mean, m2);
+    if (count > 0) add_moments(moments, A(count), mean, m2);
   }
   moments = combine_means(moments, 32);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
