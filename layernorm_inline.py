@@ -1885,9 +1885,15 @@ constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
 // and 0.93 in the pipeline, 2300 0.945 and 0.943; bf16 rows of 20480: 1024 0.82 and 0.87, 2048 0.91 in both).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
+// Blocks of 1024 threads that an SM should hold. The SMs of sm_86 to sm_89 have 1536 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900
+constexpr int kFloatBlocks = 1;
+#else
+constexpr int kFloatBlocks = kRowBlocks - 1;
+#endif
 
 template <typename T, bool FUSED>
-__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRowBlocks - 1)
+__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kFloatBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
