@@ -600,14 +600,14 @@ struct Moments {
   A count, mean, m2;  // count: as a float exact to 2^24, then to 1 part in 2^24
 };
 
+// Adds the moments of more numbers, at least one.
 template <typename A>
 __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
-  // Exactly 1 for the first numbers: their mean is kept to the bit.
-  const A share = all.count == 0 ? A(1) : count * fast_reciprocal(all.count + count);
-  const A delta = mean - all.mean;
+  // The share of what came before: 0 of nothing, which keeps the first mean to the bit.
+  const A share = all.count * fast_reciprocal(all.count + count), delta = mean - all.mean;
   // delta is not squared alone: of a first mean of 1e20 that would be infinity, times 0.
-  all.m2 += m2 + delta * (delta * (all.count * share));
-  all.mean += delta * share;
+  all.m2 += m2 + delta * (delta * (count * share));
+  all.mean = mean - delta * share;
   all.count += count;
 }
 
@@ -1452,7 +1452,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   Spread spread[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    mean[r] = extra_x[r];
+    mean[r] = has_extra ? extra_x[r] : 0;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       A values[V];
@@ -1833,9 +1833,15 @@ constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
 // may be a small one (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
+// Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 have 1536 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900
+constexpr int kFloatBlocks = 1;
+#else
+constexpr int kFloatBlocks = kRowBlocks - 1;
+#endif
 
 template <typename T, bool FUSED>
-__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRowBlocks - 1)
+__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kFloatBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
@@ -3114,7 +3120,7 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
         for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
       }
     }
-    add_moments(moments, A(count), mean, m2);
+    if (count > 0) add_moments(moments, A(count), mean, m2);
   }
   moments = combine_means(moments, 32);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
