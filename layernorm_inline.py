@@ -327,11 +327,11 @@ __device__ Pack<T, V> packed(const Acc<T> (&x)[V]) {
   return pack;
 }
 
-// STREAMING: the first to leave L2, as nobody reads it again before it would leave.
-template <typename T, int V, bool STREAMING = false>
+// EVICT_FIRST: the first to leave L2, as nobody reads it again before it would leave.
+template <typename T, int V, bool EVICT_FIRST = false>
 __device__ void store(T* p, const Acc<T> (&x)[V]) {
   const Pack<T, V> pack = packed<T>(x);
-  if constexpr (STREAMING && sizeof(pack) == 16) {
+  if constexpr (EVICT_FIRST && sizeof(pack) == 16) {
     uint4 bits;
     memcpy(&bits, &pack, 16);
     __stcs(reinterpret_cast<uint4*>(p), bits);
