@@ -2671,7 +2671,8 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   const int early = starts_on_lines(call) ? 0 : kLineBytes;
   p.pipe.slice_bytes = ceil_div(p.pipe.slice * kBytes + early, kLineBytes) * kLineBytes;
   const int stage_bytes = Pass::kTensors * p.pipe.slice_bytes;
-  const int control_bytes = std::max(kControlBytes<Pass>, kForward ? 0 : kBackwardControlBytes);
+  const bool spares = !kForward && Pass::kAligned;
+  const int control_bytes = std::max(kControlBytes<Pass>, spares ? kBackwardControlBytes : 0);
   p.pipe.stages = std::min(kMaxStages, (device.shared_bytes - control_bytes) / stage_bytes);
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.pipe.flight =
