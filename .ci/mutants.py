@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE, TESTS = "layernorm_inline.py", "test_layernorm_inline.py"
-TESTS_PER_GPU = 5  # processes: most of their time is the host's
+TESTS_PER_GPU = 8  # processes: most of their time is the host's
 QUIET, LONGEST = 120, 400  # seconds: see Mutant; all tests of a mutant
 
 # ============================================================================
@@ -249,6 +249,8 @@ def verdict(status, output):
     test = r"\S+::(\w+(?:\[.*?\])?)"
     failed = re.search(rf"^(?:FAILED|ERROR) {test}(?: - (.*))?", output, re.M)
     started = re.findall(rf"^{test} (PASSED|SKIPPED)?", output, re.M)
+    if failed and "out of memory" in (failed[2] or ""):
+        return "not tried", "out of memory"  # beside the tests of other mutants
     if failed:
         return "killed", f"{failed[1]}: {(failed[2] or 'fails')[:120]}"
     if status == 0:
@@ -278,7 +280,7 @@ class Runner:
         self.builds = threading.BoundedSemaphore(jobs)
         self.gpus = gpus = visible_gpus()
         self.places = queue.Queue()  # where tests run: CUDA_VISIBLE_DEVICES, this place's GPU first
-        for _ in range(TESTS_PER_GPU if gpus else max(1, jobs // TESTS_PER_GPU)):
+        for _ in range(TESTS_PER_GPU if gpus else max(1, jobs // 2)):
             for i in range(max(1, len(gpus))):
                 self.places.put(",".join(gpus[i:] + gpus[:i]))
         self.environment = {**os.environ, "COLUMNS": "250"}
