@@ -150,7 +150,8 @@ struct Convolution {
   bool affine_float32, tf32;
 };
 
-// How a call asks for device memory that it needs until the stream has run it, once at most.
+// How a call asks for device memory that it needs until the stream has run it. It has one piece: where it
+// asks again, it no longer needs the one before.
 struct Scratch {
   void* (*allocate)(size_t bytes, void* owner);
   void* owner;
@@ -617,15 +618,14 @@ struct Moments {
   A count, mean, m2;  // a float count is exact to 2^24, then off by at most 1 part in 2^24
 };
 
-// To the moments of what came before, those of a few numbers more.
+// Adds the moments of some more numbers, of one at least.
 template <typename A>
 __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
-  // Of the first ones exactly 1: their mean is kept to the bit.
-  const A share = all.count == 0 ? A(1) : count * fast_reciprocal(all.count + count);
-  const A delta = mean - all.mean;
+  // The share of what came before: of nothing 0, so that the first mean is kept to the bit.
+  const A share = all.count * fast_reciprocal(all.count + count), delta = mean - all.mean;
   // Nobody squares delta alone: of a mean of 1e20 and nothing before it that is infinity times 0.
-  all.m2 += m2 + delta * (delta * (all.count * share));
-  all.mean += delta * share;
+  all.m2 += m2 + delta * (delta * (count * share));
+  all.mean = mean - delta * share;
   all.count += count;
 }
 
@@ -1498,7 +1498,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   Spread spread[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    mean[r] = extra_x[r];
+    mean[r] = has_extra ? extra_x[r] : 0;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       A values[V];
@@ -1885,9 +1885,15 @@ constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
 // and 0.93 in the pipeline, 2300 0.945 and 0.943; bf16 rows of 20480: 1024 0.82 and 0.87, 2048 0.91 in both).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
+// Blocks of 1024 threads that an SM should hold. The SMs of sm_86 to sm_89 have 1536 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900
+constexpr int kFloatBlocks = 1;
+#else
+constexpr int kFloatBlocks = kRowBlocks - 1;
+#endif
 
 template <typename T, bool FUSED>
-__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kRowBlocks - 1)
+__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kFloatBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
@@ -2633,7 +2639,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   job.end(call, partials, first, columns, group, groups);
 #else
-  __trap();  // plan keeps calls away from code without these instructions
+  __trap();  // takes keeps calls away from code without these instructions
 #endif
 }
 
@@ -2806,28 +2812,28 @@ constexpr int kWeights = 31, kBiases = 20;
 constexpr int kLeastRows = 4;
 constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weight and bias
 
-struct Joint {
+struct Slices {
   int lines, more;  // 128-byte lines of a block, and how many blocks, the first ones, have one more
   int ring;         // stages
 };
 
 // The first column of block `rank`.
-__host__ __device__ inline int joint_begin(const Joint& joint, int64_t cols, int rank) {
-  const int begin = 32 * (joint.lines * rank + (rank < joint.more ? rank : joint.more));
+__host__ __device__ inline int begin_of(const Slices& slices, int64_t cols, int rank) {
+  const int begin = 32 * (slices.lines * rank + (rank < slices.more ? rank : slices.more));
   return begin < cols ? begin : int(cols);
 }
 
-__host__ __device__ inline int joint_stages(int packs) { return (packs + kStageSize - 1) / kStageSize; }
+__host__ __device__ inline int stages_of(int packs) { return (packs + kStageSize - 1) / kStageSize; }
 
 // Packs of weight, or bias, of a slice that have no room in registers.
-__host__ __device__ inline int joint_rest(int packs, int in_registers) {
-  const int skipped = (kStages - joint_stages(packs)) * kStagePacks;
+__host__ __device__ inline int rest_of(int packs, int in_registers) {
+  const int skipped = (kStages - stages_of(packs)) * kStagePacks;
   const int rest = packs - (in_registers - skipped) * kThreads;
   return rest > 0 ? rest : 0;
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Joint joint, uint64_t* words) {
+    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Slices slices, uint64_t* words) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   constexpr int V = 4, kWarps = kThreads / 32, kStageBytes = 16 * kStageSize;
   using Packed = Pack<float, V>;
@@ -2838,8 +2844,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
-  const int first_col = joint_begin(joint, call.cols, rank);
-  const int packs = (joint_begin(joint, call.cols, rank + 1) - first_col) / V, stages = joint_stages(packs);
+  const int first_col = begin_of(slices, call.cols, rank);
+  const int packs = (begin_of(slices, call.cols, rank + 1) - first_col) / V, stages = stages_of(packs);
   const int skipped = kStages - stages, last_packs = packs - (stages - 1) * kStageSize;
   auto offset = [&](int row, int stage) { return row * call.cols + first_col + stage * (kStageSize * V); };
   auto stage_at = [&](int slot) {
@@ -2847,7 +2853,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (thread == 0) {
-    for (int i = 0; i < joint.ring; ++i) {
+    for (int i = 0; i < slices.ring; ++i) {
       barrier_init(&loaded[i], 1);
       barrier_init(&applied[i], kWarps);
     }
@@ -2877,18 +2883,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (++next_stage == stages) next_stage = 0, next_row += groups;
   };
   if (loads) {
-    for (int slot = 0; slot < joint.ring - 1; ++slot) fetch(slot);
+    for (int slot = 0; slot < slices.ring - 1; ++slot) fetch(slot);
   }
   if (prefetches) {
-    next_row += joint.ring / stages * groups;
-    next_stage = joint.ring % stages;
+    next_row += slices.ring / stages * groups;
+    next_stage = slices.ring % stages;
     for (int i = 1; i < kPrefetch; ++i) fetch(0);
   }
 
   begin_unpublished(words, sharers, rank, blockIdx.y, rows, groups);
 
-  const int biases = joint_rest(packs, kBiases), weights = joint_rest(packs, kWeights);
-  Packed* rest_bias = reinterpret_cast<Packed*>(ring + joint.ring * kStageBytes);
+  const int biases = rest_of(packs, kBiases), weights = rest_of(packs, kWeights);
+  Packed* rest_bias = reinterpret_cast<Packed*>(ring + slices.ring * kStageBytes);
   Packed* rest_weight = rest_bias + biases;
   auto load_rest = [&](Packed* rest, const void* tensor, int count, float absent) {
     if (tensor == nullptr) {
@@ -2969,7 +2975,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kPeers; ++i) {
       const int peer = first_peer + i * 32;
       from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
-      of_peers[i].count = joint_begin(joint, call.cols, peer + 1) - joint_begin(joint, call.cols, peer);
+      of_peers[i].count = begin_of(slices, call.cols, peer + 1) - begin_of(slices, call.cols, peer);
     }
     while (!look(from, pairs)) {
     }
@@ -3005,7 +3011,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Slot slot;
   auto slot_after = [&](int steps) {
     Slot after = {slot.index + steps, slot.parity};
-    if (after.index >= joint.ring) after.index -= joint.ring, after.parity ^= 1;
+    if (after.index >= slices.ring) after.index -= slices.ring, after.parity ^= 1;
     return after;
   };
 #pragma unroll 1
@@ -3019,7 +3025,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (stage < skipped) continue;
       if (loads || prefetches) {
         // Into the slot before this one, which all warps have applied or are about to.
-        const Slot into = slot_after(joint.ring - 1);
+        const Slot into = slot_after(slices.ring - 1);
         if (loads) barrier_wait(&applied[into.index], into.parity ^ 1);
         fetch(into.index);
       }
@@ -3061,16 +3067,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&applied[slot.index]);
-      slot.advance(joint.ring);
+      slot.advance(slices.ring);
     }
   }
 #else
-  __trap();  // plan keeps calls away from code without these instructions
+  __trap();  // takes keeps calls away from code without these instructions
 #endif
 }
 
 struct Plan {
-  Joint joint;
+  Slices slices;
   int sharers, groups;  // blocks that share a row, and groups of them
   int shared;           // bytes of dynamic shared memory; 0: another room is faster
 };
@@ -3083,24 +3089,24 @@ Plan plan(const Forward& call, const Device& device) {
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (groups == 0 || call.rows < kLeastRows * groups) return {};
   const int sharers = std::min<int64_t>(device.sms / groups, kMostSharers), lines = ceil_div(call.cols, 32);
-  Joint joint = {lines / sharers, lines % sharers};
+  Slices slices = {lines / sharers, lines % sharers};
   int stages = 0, rest = 0;
-  for (const int rank : {0, joint.more, sharers - 1}) {  // blocks of all lengths
-    const int begin = joint_begin(joint, call.cols, rank);
-    const int packs = (joint_begin(joint, call.cols, rank + 1) - begin) / V;
-    if (joint_stages(packs) < kStages / 2) return {};
-    stages = std::max(stages, joint_stages(packs));
-    rest = std::max(rest, joint_rest(packs, kBiases) + joint_rest(packs, kWeights));
+  for (const int rank : {0, slices.more, sharers - 1}) {  // blocks of all lengths
+    const int begin = begin_of(slices, call.cols, rank);
+    const int packs = (begin_of(slices, call.cols, rank + 1) - begin) / V;
+    if (stages_of(packs) < kStages / 2) return {};
+    stages = std::max(stages, stages_of(packs));
+    rest = std::max(rest, rest_of(packs, kBiases) + rest_of(packs, kWeights));
   }
-  joint.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * rest) / (16 * kStageSize));
-  if (sharers == 1 || stages > kStages || joint.ring < stages + kAhead + 2) return {};
-  return {joint, sharers, int(groups), 16 * (joint.ring * kStageSize + rest)};
+  slices.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * rest) / (16 * kStageSize));
+  if (sharers == 1 || stages > kStages || slices.ring < stages + kAhead + 2) return {};
+  return {slices, sharers, int(groups), 16 * (slices.ring * kStageSize + rest)};
 }
 
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * words_per_row(p.sharers)));
   return launch_groups(layer_norm_joint_rows, p.sharers, p.groups, kThreads, p.shared, context, call,
-                       row_constants<float>(call, context.device), p.joint, words);
+                       row_constants<float>(call, context.device), p.slices, words);
 }
 
 }  // namespace joint
@@ -3134,7 +3140,7 @@ constexpr int64_t kPartialBytes = 32 << 20;  // that partial sums of grad_weight
 
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments<Acc<T>>* scratch) {
+    partial_moments(Forward call, int pieces, Moments<Acc<T>>* moments_of_pieces) {
   using A = Acc<T>;
   let_next_start();
   constexpr int kWarps = kMeasuringThreads / 32;
@@ -3176,23 +3182,23 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
         for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
       }
     }
-    add_moments(moments, A(count), mean, m2);
+    if (count > 0) add_moments(moments, A(count), mean, m2);
   }
   moments = combine_means(moments, 32);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
   __syncthreads();
   moments = combine_means(of_warps[threadIdx.x % kWarps], kWarps);
-  if (threadIdx.x == 0) scratch[row * pieces + piece] = moments;
+  if (threadIdx.x == 0) moments_of_pieces[row * pieces + piece] = moments;
 }
 
 template <typename A>
 __global__ void __launch_bounds__(kFinishingThreads)
-    finish_moments(Forward call, int pieces, const Moments<A>* scratch, RowStats<A>* row_stats) {
+    finish_moments(Forward call, int pieces, const Moments<A>* moments_of_pieces, RowStats<A>* row_stats) {
   __shared__ A slots[2][kMaxWarps][1];
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
-  const Moments<A>* moments = scratch + row * pieces;
+  const Moments<A>* moments = moments_of_pieces + row * pieces;
   // As combine_means, of any number of pieces.
   const A first = moments[0].mean;
   A sum = 0, m2 = 0;
@@ -3264,7 +3270,7 @@ __global__ void __launch_bounds__(512)
 // First the two sums of each piece of a row,
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
-    backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* scratch) {
+    backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* sums_of_pieces) {
   using A = Acc<T>;
   __shared__ Sums<A> slots[kMaxWarps][1];
   let_next_start();
@@ -3305,20 +3311,20 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
     sums = combine(sums, here);
   }
   sums = combine_row(sums, slots);
-  if (threadIdx.x == 0) scratch[row * pieces + piece] = sums;
+  if (threadIdx.x == 0) sums_of_pieces[row * pieces + piece] = sums;
 }
 
 // then their means over the row,
 template <typename A>
 __global__ void __launch_bounds__(kFinishingThreads)
-    finish_sums(Backward call, int pieces, const Sums<A>* scratch, Sums<A>* row_means) {
+    finish_sums(Backward call, int pieces, const Sums<A>* sums_of_pieces, Sums<A>* row_means) {
   __shared__ Sums<A> slots[kMaxWarps][1];
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
   Sums<A> sums = {0, 0};
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    sums = combine(sums, scratch[row * pieces + piece]);
+    sums = combine(sums, sums_of_pieces[row * pieces + piece]);
   }
   sums = combine_row(sums, slots);
   if (threadIdx.x == 0) row_means[row] = {sums.wdy / A(call.cols), sums.wdy_xhat / A(call.cols)};
@@ -4024,7 +4030,7 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
     }
   }
 #else
-  __trap();  // fits_convolution keeps calls away from code without these instructions
+  __trap();  // fits keeps calls away from code without these instructions
 #endif
 }
 
@@ -4081,40 +4087,40 @@ auto with_dtype(DType dtype, F f) {
 }
 
 // Calls f(t, v, fused): an element, and as compile-time constants the elements a load (16 bytes where every
-// row of every tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue. double is rare
-// and makes do with one kernel for both.
+// row of every tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue. double is rare:
+// one kernel for all.
 template <typename Call, typename F>
 cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> tensors, F f) {
   return with_dtype(call.dtype, [&](auto t) {
     using T = decltype(t);
-    auto with_pack = [&](auto fused) {
-      constexpr int V = 16 / sizeof(T);
-      return rows_start_at(16, call.cols, call.dtype, tensors)
-                 ? f(t, std::integral_constant<int, V>(), fused)
-                 : f(t, std::integral_constant<int, 1>(), fused);
-    };
-    if constexpr (sizeof(T) < 8) {
-      if (!is_fused(call)) return with_pack(std::false_type());
+    using One = std::integral_constant<int, 1>;
+    if constexpr (std::is_same_v<T, double>) {
+      return f(t, One(), std::true_type());
+    } else {
+      const auto with_pack = [&](auto fused) {
+        const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
+        return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>(), fused) : f(t, One(), fused);
+      };
+      return is_fused(call) ? with_pack(std::true_type()) : with_pack(std::false_type());
     }
-    return with_pack(std::true_type());
   });
 }
 
-// A room whose blocks wait for one another may be refused (see refused); then, and where no other room takes
-// the rows, they are spread.
+// Rows that registers could hold go to the pipeline where that is faster. Where a room whose blocks wait for
+// one another is refused (see refused), and where no other room takes them, rows are spread.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
-  constexpr bool kAligned = V > 1, kIsDouble = sizeof(T) == 8;
+  constexpr bool kAligned = V > 1, kAsks = FUSED || !kAligned;
   bool in_registers = registers::takes(call, !kAligned);
-  if constexpr (!kIsDouble && !kAligned) {
+  if constexpr (!std::is_same_v<T, double> && !kAligned) {
     if (pipeline::is_faster_than_registers<T>(call, FUSED, device)) in_registers = false;
   }
   if (in_registers) return registers::launch<T, !kAligned, FUSED>(call, context);
-  if constexpr (!kIsDouble && kAligned) {
+  if constexpr (kAligned) {
     if (shared::takes(call, device)) return shared::launch<T, FUSED>(call, context);
   }
-  if constexpr (!kIsDouble) {
+  if constexpr (!std::is_same_v<T, double>) {
     if (pipeline::takes<T>(call, device)) {
       const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
       if (!refused(error)) return error;
@@ -4126,22 +4132,23 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
       if (!refused(error)) return error;
     }
   }
-  return spread::launch < T, V, FUSED || !kAligned > (call, context);
+  return spread::launch<T, V, kAsks>(call, context);
 }
 
+// Rows that registers could hold go to the pipeline, where there is one, when they are long.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Backward& call, const Context& context) {
+  constexpr bool kAsks = FUSED || V == 1;
   bool in_registers = registers::takes(call, V);
-  if constexpr (sizeof(T) < 8) {
-    const bool in_pipeline = pipeline::takes<T>(call, context.device);
-    if (in_pipeline && call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline) in_registers = false;
-    if (in_pipeline && !in_registers) {
+  if constexpr (!std::is_same_v<T, double>) {
+    const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
+    if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
       const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
       if (!refused(error)) return error;
     }
   }
   if (in_registers) return registers::launch<T, V, FUSED>(call, context);
-  return spread::launch < T, V, FUSED || V == 1 > (call, context);
+  return spread::launch<T, V, kAsks>(call, context);
 }
 
 // No rows: the gradients of weight and bias are sums of nothing.

@@ -11,22 +11,29 @@
     python test_layernorm_inline.py --plot FILE     the sweep, drawn (needs matplotlib)
     python test_layernorm_inline.py --json FILE     the sweep, as data
     python test_layernorm_inline.py --models        a training step of real models, before and after replace_layer_norm
+    python test_layernorm_inline.py --models vit    the same for the models whose names contain vit
     pytest test_layernorm_inline.py                 all tests (needs pytest)
 
 The input is KernelBench's level 1 problem 40, or level 2 problem 34. Times are medians of triton.testing.do_bench: CUDA
-events around each run, warmed up, the L2 cache flushed before each. "Floor" is the time of a
-device copy of the bytes that LayerNorm cannot avoid moving, measured in the same run: input in and
-output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in,
-grad_input out).
+events around each run, warmed up, the L2 cache flushed before each. What is compared is timed in rounds, each of
+which begins with another one; the median over rounds counts. The sweep replays backward from a CUDA graph: called from
+Python, it can wait for the host. "Floor" is the time of a device copy of the bytes that LayerNorm cannot avoid moving,
+measured in the same run: input in and output out, plus weight and bias; for backward 1.5 times a copy (input and
+grad_output in, grad_input out).
 """
 
 import argparse
+import collections
 import contextlib
 import copy
+import ctypes
+import faulthandler
 import functools
+import gc
 import importlib.util
 import inspect
 import json
+import math
 import os
 import pickle
 import re
@@ -105,14 +112,66 @@ def milliseconds(run, warmup=25, rep=100):
     return do_bench(run, warmup=warmup, rep=rep, return_mode="median")
 
 
-def copy_floor(x, cols):
-    """Time of a device copy of x, and of weight and bias once."""
+def milliseconds_in_turns(runs, **options):
+    """Milliseconds of each function in the dict runs. Each is first in one round, so that clocks favour none."""
+    names, times = list(runs), {name: [] for name in runs}
+    for first in range(len(names)):
+        for name in names[first:] + names[:first]:
+            times[name].append(milliseconds(runs[name], **options))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def captured(run):
+    """A function that replays run() from a CUDA graph. The current stream must not be the default one."""
+    run()  # compiles and tunes
+    graph = torch.cuda.CUDAGraph()
+    gc.disable()  # what it frees may call CUDA (kernels of Triton's do), which ends a capture
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        run()
+    gc.enable()
+
+    def replay(run=run):  # which holds the tensors that the graph reads
+        graph.replay()
+
+    return replay
+
+
+def copying(x):
+    """A function that copies x on the device."""
     y = torch.empty_like(x)
-    return milliseconds(lambda: y.copy_(x)) * (1 + cols / x.numel())
+    return lambda: y.copy_(x)
+
+
+def code_that_runs(codes, gpu):
+    """Which of codes (sm_80, compute_80) a GPU (90: compute capability 9.0) runs, in words."""
+    native = [code for code in codes if layernorm_inline._runs(code, gpu)]
+    if native:
+        return max(native)
+    numbers = [layernorm_inline._number(code) for code in codes if code.startswith("compute")]
+    older = [number for number in numbers if number <= gpu]
+    return f"sm_{max(older)} code through PTX" if older else "none"
+
+
+def architecture():
+    """The code that the current GPU runs: sm_90a, or sm_80 code through PTX."""
+    if layernorm_inline._layer_norm_op is None:
+        return "none"
+    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
+    devices = range(torch.cuda.device_count())
+    gpus = sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
+    library, _ = layernorm_inline._layer_norm_op.name().split("::")
+    # Compiled for the GPUs that are there, or where there was none, for the whole list.
+    choices = [layernorm_inline._codes(seen, arch_list) for seen in (gpus, [])]
+    codes = next(codes for codes in choices if layernorm_inline._name(codes) == library)
+    major, minor = torch.cuda.get_device_capability()
+    return code_that_runs(codes, 10 * major + minor)
 
 
 def versions():
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"kernels: {architecture()}"
+    )
 
 
 def randomize(module):
@@ -121,8 +180,9 @@ def randomize(module):
     return module
 
 
-def verify_and_time(original, new, x, atol, grad=False):
-    """Asserts allclose, prints times; returns (milliseconds of new, or None after a failure)."""
+def verify_and_time(original, new, x, atol, grad=False, modes=("default",)):
+    """Asserts allclose, prints times, of torch.compile that of its fastest mode. Returns milliseconds of new, or None
+    after a failure."""
     with torch.set_grad_enabled(grad):
         with torch.no_grad():
             expected, result = original(x), new(x)
@@ -133,13 +193,13 @@ def verify_and_time(original, new, x, atol, grad=False):
                 return None
             del expected, result
         torch._dynamo.reset()
-        compiled = torch.compile(original)
-        original_ms, new_ms = milliseconds(lambda: original(x)), milliseconds(lambda: new(x))
-        compiled_ms = milliseconds(lambda: compiled(x))
+        models = {"original": original, **{mode: torch.compile(original, mode=mode) for mode in modes}, "new": new}
+        ms = milliseconds_in_turns({name: functools.partial(model, x) for name, model in models.items()})
+    original_ms, new_ms, mode = ms["original"], ms["new"], min(modes, key=ms.get)
     speedup = original_ms / new_ms
     print(f"allclose(atol={atol:.0e}): yes, largest difference {error:.1e}; gradients {'on' if grad else 'off'}")
     print(f"Original time: {original_ms:.2f} ms, New time: {new_ms:.3f} ms, Speedup: {speedup:.2f}x")
-    print(f"torch.compile: {compiled_ms:.3f} ms, New is {compiled_ms / new_ms:.2f}x as fast")
+    print(f"torch.compile ({mode}): {ms[mode]:.3f} ms, New is {ms[mode] / new_ms:.2f}x as fast")
     if speedup < MINIMUM_SPEEDUP:
         print(f"FAILED: the speedup is under {MINIMUM_SPEEDUP}x")
         return None
@@ -152,6 +212,7 @@ def time_training_step(original, new, x):
     with torch.no_grad():
         dy = torch.randn_like(original(x))
     x = x.clone().requires_grad_()
+    steps, peaks = {}, {}
     for name, model in (("Original", original), ("torch.compile", torch.compile(original)), ("New", new)):
         wanted = [x, *model.parameters()]
 
@@ -162,8 +223,9 @@ def time_training_step(original, new, x):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-        print(f"training step, {name}: {milliseconds(step):.2f} ms, {peak:.2f} GiB")
+        steps[name], peaks[name] = step, (torch.cuda.max_memory_allocated() - before) / 2**30
+    for name, ms in milliseconds_in_turns(steps).items():
+        print(f"training step, {name}: {ms:.2f} ms, {peaks[name]:.2f} GiB")
 
 
 def verify_on_the_cpu(problem):
@@ -189,10 +251,11 @@ def problem_40():
     original, new = randomize(Model(*get_init_inputs()).cuda()), ModelNew(*get_init_inputs()).cuda()
     new.load_state_dict(original.ln.state_dict())
     (x,) = (t.cuda() for t in get_inputs())
-    new_ms = verify_and_time(original, new, x, atol=1e-5)
+    # Not "max-autotune": besides the same kernels, its CUDA graphs copy x to a place of their own in every call.
+    new_ms = verify_and_time(original, new, x, atol=1e-5, modes=("default", "max-autotune-no-cudagraphs"))
     if new_ms is None:
         return 1
-    floor_ms = copy_floor(x, x[0].numel())
+    floor_ms = milliseconds(copying(x)) * (1 + 1 / BATCH_SIZE)  # weight and bias are as long as a row
     print(f"Copy floor: {floor_ms:.3f} ms, New / floor: {floor_ms / new_ms:.2f} of copy speed")
     print(versions())
     return 0
@@ -287,20 +350,24 @@ def sweep_row(what, rows, cols, dtype):
         eager, ours = eager_gelu, our_gelu
     torch._dynamo.reset()
     compiled = torch.compile(eager, dynamic=False)
-    floor = copy_floor(flat[:-1].view(rows, cols), cols)
-    row = {"what": what, "rows": rows, "cols": cols, "dtype": dtype, "floor": floor}
-    if "backward" in what:
-        row["floor"] *= 1.5
+    # Called for backward, too: in a CUDA graph a copy is other kernels, slower at some sizes (PyTorch's issue 191284).
+    runs = {"floor": copying(flat[:-1].view(rows, cols))}
+    backward, stream = "backward" in what, torch.cuda.Stream()
+    if backward:
         x.requires_grad_()
         dy = torch.randn_like(x)
-    for name, function in (("eager", eager), ("compile", compiled), ("ours", ours)):
-        if "backward" in what:
-            y, wanted = function(x), (x, norm.weight, norm.bias)
-            row[name] = milliseconds(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
-        else:
-            with torch.no_grad():
-                row[name] = milliseconds(lambda: function(x))
-    return row
+    stream.wait_stream(torch.cuda.current_stream())
+    # Backward runs on forward's stream, and only a side stream can be captured.
+    with torch.cuda.stream(stream), torch.set_grad_enabled(backward):
+        for name, function in (("eager", eager), ("compile", compiled), ("ours", ours)):
+            if backward:
+                y, wanted = function(x), (x, norm.weight, norm.bias)
+                runs[name] = captured(functools.partial(torch.autograd.grad, y, wanted, dy, retain_graph=True))
+            else:
+                runs[name] = functools.partial(function, x)
+        times = milliseconds_in_turns(runs, warmup=10, rep=25)
+    times["floor"] *= (1.5 if backward else 1) * (1 + 1 / rows)  # weight and bias are as long as a row
+    return {"what": what, "rows": rows, "cols": cols, "dtype": dtype, **times}
 
 
 def host_microseconds(modules, x, calls=100, repeats=41):
@@ -475,25 +542,31 @@ def model_row(make):
         ours = replace_layer_norm(copy.deepcopy(original), types)
     norms = [type(m) is ModelNew for m in ours.modules() if isinstance(m, nn.LayerNorm)]
     torch.testing.assert_close(loss(ours), loss(original), atol=1e-2, rtol=1e-2)
-    times = []
+    torch._dynamo.reset()
+    steps = {}
     for model, compiled in ((original, False), (ours, False), (original, True), (ours, True)):
-        torch._dynamo.reset()
         network = torch.compile(model) if compiled else model
 
-        def step():
-            model.zero_grad(set_to_none=True)
+        def step(model=model, network=network):
             loss(network).backward()
+            model.zero_grad(set_to_none=True)
 
-        times.append(milliseconds(step, warmup=200, rep=1000))
-        model.zero_grad(set_to_none=True)
-    return sum(norms), len(norms), times
+        steps[model, compiled] = step
+    times = milliseconds_in_turns(steps, warmup=50, rep=250)
+    return sum(norms), len(norms), list(times.values())
 
 
-def real_models():
+def models_named(words):
+    """The names in REAL_MODELS that contain one of words, in whatever case; all of them where there are no words."""
+    return [name for name in REAL_MODELS if not words or any(word.lower() in name.lower() for word in words)]
+
+
+def real_models(names):
     """Prints a row for each model."""
     print(versions())
     print("forward and backward, ms:            norms      eager   replaced    compile   compile of the replaced")
-    for name, (package, make) in REAL_MODELS.items():
+    for name in names:
+        package, make = REAL_MODELS[name]
         if importlib.util.find_spec(package) is None:
             print(f"{name:34} left out: {package} is not installed")
             continue
@@ -509,11 +582,19 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="time a table of shapes and dtypes")
     parser.add_argument("--plot", metavar="FILE", help="draw the sweep (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the sweep as JSON")
-    parser.add_argument("--models", action="store_true", help="time a training step of real models")
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        metavar="NAME",
+        help=f"time a training step of real models, or of those whose names contain NAME: {'; '.join(REAL_MODELS)}",
+    )
     arguments = parser.parse_args()
-    to_sweep = bool(arguments.sweep or arguments.plot or arguments.json)
-    if to_sweep + arguments.models + bool(arguments.problem) > 1:
+    to_sweep, to_models = bool(arguments.sweep or arguments.plot or arguments.json), arguments.models is not None
+    if to_sweep + to_models + bool(arguments.problem) > 1:
         parser.error("--problem, --models and the sweep (--sweep, --plot, --json) exclude each other")
+    for word in arguments.models or []:
+        if not models_named([word]):
+            parser.error(f"--models: no name contains {word!r}; there are: {'; '.join(REAL_MODELS)}")
     for file in filter(None, (arguments.plot, arguments.json)):  # now, and not after minutes
         folder = os.path.dirname(os.path.abspath(file))
         if not os.access(folder, os.W_OK) or os.path.isdir(file):
@@ -521,12 +602,12 @@ def main():
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     if not torch.cuda.is_available():
-        if to_sweep or arguments.models:
+        if to_sweep or to_models:
             print("Nothing was timed: there is no CUDA GPU.")
             return 1
         return verify_on_the_cpu(arguments.problem or 40)
-    if arguments.models:
-        return real_models()
+    if to_models:
+        return real_models(models_named(arguments.models))
     if not to_sweep:
         return problem_34() if arguments.problem == 34 else problem_40()
     table = sweep()
@@ -554,17 +635,52 @@ kernels = pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not
 SOURCE = os.path.abspath(layernorm_inline.__file__)
 CACHE = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
 
+
+# ---- How tests run: time limits, what may be missing ----
+
+
+def package(name):
+    """Imports what not everybody has installed; CI, which can, has to."""
+    if importlib.util.find_spec(name) is None:
+        needed = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        needed(f"{name} is not installed")
+    return importlib.import_module(name)
+
+
+TIME_LIMIT = float(os.environ.get("TEST_TIME_LIMIT", 600))  # seconds for one test
+
+
+@pytest.fixture(scope="session")
+def terminal(pytestconfig):
+    """stderr as it was before pytest began to capture it."""
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        duplicate = os.dup(2)
+    with open(duplicate, "w") as file:
+        yield file
+
+
+@pytest.fixture(autouse=True)
+def time_limit(terminal):
+    """Ends the process of a test that hangs, also in a kernel, with the stack of all threads, which names the test."""
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=terminal)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_test_that_hangs_is_named(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import time\nfrom test_layernorm_inline import terminal, time_limit\ndef test_hangs():\n    time.sleep(600)\n"
+    )
+    folder = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"], cwd=tmp_path, text=True,
+        env={**os.environ, "TEST_TIME_LIMIT": "2", "PYTHONPATH": folder}, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Timeout" in done.stderr and "in test_hangs" in done.stderr, done.stderr
+
+
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-AFFINE = ["both", "weight", "bias", "none", "float32"]  # float32: with 16-bit inputs
-
-# Every regime and its borders: many short rows, rows one block holds, rows spread over blocks.
-SHAPES = [
-    (1, 1), (7, 1), (1000, 2), (513, 7), (4096, 16), (300, 33), (1000, 64), (77, 100), (333, 128),
-    (64, 129), (50, 255), (40, 256), (31, 768), (65, 1000), (200, 1024), (19, 2041), (9, 4096), (10, 4099),
-    (6, 8192), (5, 8200), (7, 10007), (5, 16384), (3, 16392), (3, 20001), (5, 32768), (2, 50257), (3, 65536),
-    (2, 131072), (3, 262144), (1, 1000003), (2, 1048576), (40, 40000), (3, 4194304), (180, 9000), (300, 16384),
-]  # fmt: skip
-
+AFFINE = ["both", "weight", "bias", "none", "float32", "float32 weight", "float32 bias"]  # float32: with 16-bit input
 
 POISON_BYTES = 1 << 30  # more than all tensors of one call, but for the largest tests
 
@@ -593,201 +709,698 @@ def test_what_is_not_written_is_nan(size, dtype):
     assert all(output.isnan().all() for output in outputs)
 
 
-@contextlib.contextmanager
-def ops_on_the_cpu():
-    """Yields the op layer_norm, with PyTorch's functions as kernels for CPU tensors: what lies above the kernels
-    (autograd, vmap) runs without a GPU."""
+# ---- Comparison with float64 ----
 
-    def forward(x, shape, weight, bias, eps, activation=0, scale=1.0):
-        y, *statistics = torch.native_layer_norm(x, shape, weight, bias, eps)
-        if activation:
-            y = nn.functional.gelu(y, approximate=("none", "tanh")[activation - 1])
-        return y * scale, torch.stack([s.flatten() for s in statistics])
-
-    def backward(dy, x, shape, _, weight, bias, activation, scale, wanted):
-        with torch.enable_grad():
-            leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
-            y, _ = forward(leaves[0], shape, *leaves[1:], 1e-5, activation, scale)
-            gradients = iter(torch.autograd.grad(y, [t for t in leaves if t is not None], dy))
-        return tuple(torch.empty(0) if t is None else next(gradients) for t in leaves)
-
-    library = torch.library.Library(layernorm_inline._ops.name, "IMPL")
-    library.impl("layer_norm", lambda *arguments: forward(*arguments)[0], "CPU")
-    library.impl("forward", forward, "CPU")
-    library.impl("backward", backward, "CPU")
-    yield layernorm_inline._ops.layer_norm.default
-    del library
+EPS = 0.1  # of value tests: next to a variance of 1 a kernel that drops it, or has 1e-5 built in, is far off
 
 
-def random_case(rows, cols, dtype, affine, seed, mean=0.0, std=1.0, offset=0, device="cuda"):
-    """input, weight, bias, grad_output; input starts `offset` elements into its buffer."""
+def random_case(
+    rows, cols, dtype, affine="both", seed=0, mean=3.0, std=1.0, offsets=(0, 0, 0, 0), telling=True, device="cuda"
+):
+    """input, weight, bias, grad_output; each starts so many elements into its buffer (offsets: in this order).
+
+    Telling numbers, in which an error cannot hide: input has a mean; weight is around 1 and grad_output is not
+    orthogonal to 1 nor to normalized input, so that each mean of backward counts; the last or first number of a row
+    has a fifth of its variance, so that it counts in a row of any length; the last row has a part of grad_weight and
+    grad_bias that does not vanish among many rows.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(n, dtype=dtype):
-        return torch.randn(n, generator=generator, device=device, dtype=torch.float32).to(dtype)
+    def normal(n):
+        return torch.randn(n, generator=generator, device=device)
 
-    x = (normal(rows * cols + offset, torch.float32) * std + mean).to(dtype)[offset:].view(rows, cols)
-    dy = normal(rows * cols + offset)[offset:].view(rows, cols)
-    weight = normal(cols) if affine in ("both", "weight", "float32") else None
-    bias = normal(cols) if affine in ("both", "bias", "float32") else None
-    if affine == "float32":
-        weight, bias = weight.float(), bias.float()
+    def placed(values, offset, dtype):
+        buffer = torch.empty(values.numel() + offset, device=device, dtype=dtype)
+        return buffer[offset:].view(values.shape).copy_(values)
+
+    x = normal(rows * cols).view(rows, cols)
+    if telling:
+        most = 32 if dtype == torch.float16 else math.inf
+        for row in range(min(8, max(1, rows - 1))):
+            x[row, 0 if row % 3 == 1 else -1] = min(0.5 * cols**0.5, most) * (-1) ** row
+    dy = normal(rows * cols).view(rows, cols).mul_(0.5).add_(0.5).add_(x, alpha=0.5)
+    if telling:
+        dy[-1] *= max(1, rows / 4)
+    x = placed((x.double() if dtype == torch.float64 else x).mul_(std).add_(mean), offsets[0], dtype)
+    dy = placed(dy, offsets[3], dtype)
+    affine_dtype = torch.float32 if "float32" in affine else dtype
+    weight, bias = normal(cols).mul_(0.5).add_(1), normal(cols)
+    weight = placed(weight, offsets[1], affine_dtype) if affine.split()[-1] in ("both", "weight", "float32") else None
+    bias = placed(bias, offsets[2], affine_dtype) if affine.split()[-1] in ("both", "bias", "float32") else None
     return x, weight, bias, dy
 
 
-def run_case(function, x, weight, bias, dy, eps=1e-5):
-    """[output, grad_input, grad_weight, grad_bias] (None where there is none)."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
+def run_case(function, x, weight, bias, dy, eps=EPS, wanted=(1, 1, 1)):
+    """[output, grad_input, grad_weight, grad_bias] (None where there is none, or is not wanted)."""
+    given = zip((x, weight, bias), wanted)
+    leaves = [None if t is None else t.detach().requires_grad_(bool(want)) for t, want in given]
     y = function(leaves[0], x.shape[-1:], leaves[1], leaves[2], eps)
     y.backward(dy)
     return [y.detach()] + [None if t is None else t.grad for t in leaves]
 
 
-def assert_no_worse_than_pytorch(*cases, eps=1e-5, functions=(layer_norm, nn.functional.layer_norm), slack=1.5):
-    """Errors against float64, the largest of all cases: at most 1.5 times PyTorch's (gradients: slack times), plus
-    one unit in the last place. A case is what random_case gives."""
-    largest = {}  # name: error of ours, of PyTorch's, unit in the last place
-    for x, weight, bias, dy in cases:
-        double = [None if t is None else t.double() for t in (x, weight, bias, dy)]
-        exact = run_case(functions[1], *double, eps)
-        same = [None if t is None else t.to(x.dtype) for t in (weight, bias)]
-        theirs = run_case(functions[1], x, *same, dy, eps)
-        with poisoned():
-            ours = run_case(functions[0], x, weight, bias, dy, eps)
-        names = ("output", "grad_input", "grad_weight", "grad_bias")
-        for name, mine, their, reference in zip(names, ours, theirs, exact):
-            if reference is None:
+def chain(x, normalized_shape, weight, bias, eps, activation=None, scale=1.0):
+    """What layer_norm computes, as PyTorch's operations."""
+    y = nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)
+    if activation:
+        y = nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return y * scale
+
+
+def activated(z, activation):
+    """activation(z) and its derivative, for float64; PyTorch's gelu, by 1 + erf, loses the digits of the tail."""
+    if activation is None:
+        return z, torch.ones_like(z)
+    if activation == "gelu":
+        below = 0.5 * torch.erfc(-z * 0.5**0.5)
+        return z * below, below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    inner, slope = (math.sqrt(8 / math.pi) * t for t in (z + 0.044715 * z**3, 1 + 0.134145 * z * z))
+    s = torch.sigmoid(inner)
+    return z * s, s + z * slope * s * torch.sigmoid(-inner)
+
+
+ROUNDINGS = 64  # of float32, one after the other, that a result may have gone through
+
+
+def exact_parts(x, weight, bias, dy, eps, activation=None, scale=1.0):
+    """Yields (name, rows, exact, error): output and grad_input of some rows at a time, last grad_weight and grad_bias,
+    in float64, and by how much float32 arithmetic can be off them, element by element:
+
+        xhat    64 roundings of itself and of the row's spread, which is 1; 16 of the mean, in units of the spread
+        z       xhat's times weight, 64 of itself and of bias
+        output  z's times the largest slope of GELU, 1.13; of 16 bits also what the polynomial for its tail leaves
+        g       the gradient of z: z's times the largest curvature, 0.8, and 64 of grad_output; rounded to 16 bits
+                where there is an activation or a scale, as between PyTorch's operations
+        sums    those of the summands, and 64 of their absolute sum: of each row those of grad_input, of each column
+                grad_weight and grad_bias
+    """
+    dtype, double = x.dtype, torch.float64
+    rounding = torch.finfo(double if dtype == double else torch.float32).eps
+    many, is_half = ROUNDINGS * rounding, dtype.itemsize == 2
+    w = torch.ones((), dtype=double, device=x.device) if weight is None else weight.double()
+    b = torch.zeros((), dtype=double, device=x.device) if bias is None else bias.double()
+    grad_weight, grad_bias, weight_error, bias_error = x.new_zeros((4, x.shape[1]), dtype=double)
+    step = max(1, (1 << 24) // x.shape[1])
+    for rows in (slice(first, first + step) for first in range(0, x.shape[0], step)):
+        part = x[rows].double()
+        mean = part.mean(1, keepdim=True)
+        distances = part - mean
+        rstd = (distances.square().mean(1, keepdim=True) + eps).rsqrt()
+        xhat = distances * rstd
+        xhat_error = many * (xhat.abs() + 1) + 16 * rounding * mean.abs() * rstd
+        z = xhat * w + b
+        z_error = w.abs() * xhat_error + many * (z.abs() + b.abs())
+        y, slope = activated(z, activation)
+        tail_error = 2.2e-4 * activated(-z.abs(), activation)[0].abs() if is_half and activation == "gelu" else 0
+        yield "output", rows, scale * y, abs(scale) * (1.13 * z_error + tail_error)
+
+        dz = dy[rows].double() * scale
+        g, g_error = dz * slope, torch.zeros_like(z)
+        if activation or scale != 1:
+            g_error = dz.abs() * (0.8 * z_error * bool(activation) + many)
+            if is_half:
+                g_error += torch.finfo(dtype).eps * (0.505 * g.abs() + torch.finfo(dtype).tiny)
+        wdy, wdy_error = g * w, g_error * w.abs()
+        c1, c2 = wdy.mean(1, keepdim=True), (wdy * xhat).mean(1, keepdim=True)
+        product_error = wdy_error * xhat.abs() + wdy.abs() * xhat_error
+        c1_error = (wdy_error + many * wdy.abs()).mean(1, keepdim=True)
+        c2_error = (product_error + many * (wdy * xhat).abs()).mean(1, keepdim=True)
+        error = wdy_error + many * wdy.abs() + c1_error + (xhat.abs() + xhat_error) * c2_error + xhat_error * c2.abs()
+        yield "grad_input", rows, rstd * (wdy - c1 - xhat * c2), rstd * error
+
+        grad_weight += (g * xhat).sum(0)
+        grad_bias += g.sum(0)
+        weight_error += (g_error * xhat.abs() + g.abs() * xhat_error + many * (g * xhat).abs()).sum(0)
+        bias_error += (g_error + many * g.abs()).sum(0)
+    yield "grad_weight", slice(None), grad_weight, weight_error
+    yield "grad_bias", slice(None), grad_bias, bias_error
+
+
+NAMES = ("output", "grad_input", "grad_weight", "grad_bias")
+SUMS = NAMES[1:]
+
+
+def compare_with_float64(runs, eps=EPS, activation=None, scale=1.0, luck=NAMES):
+    """Asserts that results are as near to float64 as they have to be. runs: pairs of what run_case and random_case give.
+
+    Every element is within what float32 arithmetic can be off (exact_parts), of 16 bits half a unit in the last place
+    more, for the rounding at the end: 0.505, as the rounded number is itself off.
+    Beyond that, where PyTorch computes in the same precision (float32), the largest error of all cases is at most 1.5
+    times PyTorch's plus one unit in the last place of the largest element. Where few numbers decide, PyTorch's error is
+    a matter of luck: sums over few rows, the largest element of telling numbers. So an eighth of the first bound will
+    do, too, for what luck names; tests of accuracy (luck=SUMS) do not allow it for output.
+    """
+    largest = {name: [0.0, 0.0, 0.0, True] for name in NAMES}  # error, PyTorch's, |exact|; whether an eighth would do
+    for results, (x, weight, bias, dy) in runs:
+        same_precision = x.dtype == torch.float32
+        ours = theirs = dict(zip(NAMES, results))
+        if same_precision:
+            pytorch = functools.partial(chain, activation=activation, scale=scale)
+            theirs = dict(zip(NAMES, run_case(pytorch, x, weight, bias, dy, eps)))
+        for name, rows, exact, error in exact_parts(x, weight, bias, dy, eps, activation, scale):
+            if ours[name] is None:
                 continue
-            assert torch.isfinite(mine).all(), f"{name} has elements that are not finite"
-            # Where the reference is itself float64, both round: sums over N columns by some ulps.
-            ulps = 64 if mine.dtype == torch.float64 else 1
-            here = [(t.double() - reference).abs().max().item() for t in (mine, their)]
-            here.append(ulps * torch.finfo(mine.dtype).eps * reference.abs().max().item())
-            largest[name] = [max(pair) for pair in zip(here, largest.get(name, here))]
-    for name, (error, allowed, ulp) in largest.items():
-        assert error <= (1.5 if name == "output" else slack) * allowed + ulp, (
-            f"{name}: error {error:.3e}, PyTorch's {allowed:.3e}, ulp {ulp:.1e}"
+            mine = ours[name][rows]
+            info = torch.finfo(mine.dtype)
+            there = exact.abs() + error < 0.9 * info.max  # what its dtype has no number for may be infinite
+            assert mine[there].isfinite().all(), f"{name} has elements that are not finite"
+            off, size = (torch.where(there, t, 0) for t in ((mine.double() - exact).abs(), exact.abs()))
+            allowed = error + info.tiny * info.eps
+            if mine.dtype.itemsize == 2:
+                allowed = allowed + 0.505 * info.eps * size
+            if not (off <= allowed).all():
+                at = (off - allowed).argmax().item()
+                got, right, bound = (t.flatten()[at].item() for t in (mine, exact, allowed.expand_as(off)))
+                row, col = divmod(at, x.shape[1])
+                place = f"row {row + rows.start}, column {col}" if name in NAMES[:2] else f"column {col}"
+                raise AssertionError(
+                    f"{name}, {place}: {got:.6e} instead of {right:.6e}, which may be off by {bound:.1e}"
+                )
+            if same_precision:
+                their = torch.where(there, (theirs[name][rows].double() - exact).abs(), 0).nan_to_num()
+                new = [t.max().item() for t in (off, their, size)]
+                largest[name][:3] = [max(pair) for pair in zip(new, largest[name])]
+                largest[name][3] &= bool((off <= allowed / 8).all())
+    for name, (error, allowed, size, an_eighth) in largest.items():
+        unit = torch.finfo(torch.float32).eps * size
+        assert error <= 1.5 * allowed + unit or (an_eighth and name in luck), (
+            f"{name}: error {error:.3e}, PyTorch's {allowed:.3e}, unit in the last place {unit:.1e}"
         )
 
 
-# ---- Values ----
+def assert_close_to_float64(*cases, eps=EPS, function=layer_norm, wanted=(1, 1, 1), **options):
+    """Runs function on cases, what random_case gives, into memory full of NaN, and compares."""
+    epilogue = {key: options[key] for key in ("activation", "scale") if key in options}
+    runs = []
+    for case in cases:
+        with poisoned():
+            runs.append((run_case(functools.partial(function, **epilogue), *case, eps, wanted), case))
+    compare_with_float64(runs, eps, **options)
+
+
+# ---- The comparison itself ----
+
+
+@pytest.mark.parametrize("activation,scale", [(None, 1.0), (None, -1.5), ("gelu", 1.0), ("gelu_tanh", -0.5)])
+@pytest.mark.parametrize("affine", AFFINE[:4])
+def test_the_reference_is_pytorchs_in_float64(affine, activation, scale):
+    case = random_case(7, 33, torch.float64, affine, device="cpu")
+    expected = run_case(functools.partial(chain, activation=activation, scale=scale), *case)
+    results = {name: [] for name in NAMES}
+    for name, _, exact, _ in exact_parts(*case, EPS, activation, scale):
+        results[name].append(exact)
+    for name, right in zip(NAMES, expected):
+        if right is not None:
+            torch.testing.assert_close(torch.cat(results[name]), right, rtol=1e-10, atol=1e-12)
+
+
+BUGS = [
+    "eps left out", "eps of 1e-5", "no mean", "last element left out of the statistics", "count off by one",
+    "mean(wdy) left out", "mean(wdy xhat) left out", "last element left out of the sums",
+    "last row left out of grad_weight", "last row left out of grad_bias", "weight left out", "last bias left out",
+    "last row not written", "another row's statistics",
+]  # fmt: skip
+
+
+class LayerNormWith(torch.autograd.Function):
+    """Layer norm in float32 arithmetic, but for the mean, which is rounded once; with one of BUGS."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, activation, scale, bug):
+        w, b = (
+            torch.full_like(x[0], value).float() if t is None else t.float() for t, value in ((weight, 1), (bias, 0))
+        )
+        if bug == "weight left out":
+            w = torch.ones_like(w)
+        if bug == "last bias left out":
+            b = b.clone()
+            b[-1] = 0
+        eps = {"eps left out": 0.0, "eps of 1e-5": 1e-5}.get(bug, eps)
+        x32 = x.float()
+        some = x32[:, :-1] if bug == "last element left out of the statistics" else x32
+        mean = some.double().mean(1, keepdim=True).float() * (bug != "no mean")
+        count = some.shape[1] + (bug == "count off by one")
+        rstd = ((some - mean).square().sum(1, keepdim=True) / count + eps).rsqrt()
+        if bug == "another row's statistics":
+            mean, rstd = mean.roll(1, 0), rstd.roll(1, 0)
+        xhat = (x32 - mean) * rstd
+        y, slope = activated(xhat * w + b, activation)
+        ctx.save_for_backward(xhat, rstd, w, scale * slope)
+        ctx.bug, ctx.dtypes = bug, [t if t is None else t.dtype for t in (x, weight, bias)]
+        y = (scale * y).to(x.dtype)
+        if bug == "last row not written":
+            y[-1] = torch.nan
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (xhat, rstd, w, slope), bug = ctx.saved_tensors, ctx.bug
+        g = dy.float() * slope
+        if ctx.dtypes[0].itemsize == 2:
+            g = g.to(ctx.dtypes[0]).float()
+        wdy = g * w
+        short = slice(-1) if bug == "last element left out of the sums" else slice(None)
+        c1 = wdy[:, short].mean(1, keepdim=True) * (bug != "mean(wdy) left out")
+        c2 = (wdy * xhat)[:, short].mean(1, keepdim=True) * (bug != "mean(wdy xhat) left out")
+        rows = {name: slice(-1) if bug == f"last row left out of {name}" else slice(None) for name in NAMES}
+        sums = rstd * (wdy - c1 - xhat * c2), (g * xhat)[rows["grad_weight"]].sum(0), g[rows["grad_bias"]].sum(0)
+        return *(None if d is None else t.to(d) for t, d in zip(sums, ctx.dtypes)), None, None, None, None
+
+
+TOY_SHAPES = [(3, 2), (5, 7), (1, 64), (40, 100), (1001, 24), (3, 4099), (1, 20001)]
+
+
+def layer_norm_with(bug=None):
+    def function(x, shape, weight, bias, eps, activation=None, scale=1.0):
+        return LayerNormWith.apply(x, weight, bias, eps, activation, scale, bug)
+
+    return function
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("rows,cols", TOY_SHAPES)
+def test_the_comparison_accepts_float32_arithmetic(rows, cols, dtype):
+    for seed, affine in enumerate(AFFINE if dtype.itemsize == 2 else AFFINE[:4]):
+        for activation, scale in ((None, 1.0), ("gelu", 1.0), ("gelu_tanh", -1.5))[seed % 2 :]:
+            case = random_case(rows, cols, dtype, affine, seed=seed, device="cpu")
+            assert_close_to_float64(case, function=layer_norm_with(), activation=activation, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("rows,cols", TOY_SHAPES)
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_comparison_rejects(bug, rows, cols, dtype):
+    alone = rows == 1 and bug == "another row's statistics"
+    many = cols > 1000 and bug == "count off by one"  # less than a unit in the last place of 16 bits
+    for activation in () if alone or many else (None, "gelu"):
+        case = random_case(rows, cols, dtype, seed=rows + cols, device="cpu")
+        with pytest.raises(AssertionError):
+            assert_close_to_float64(case, function=layer_norm_with(bug), activation=activation)
+
+
+# ---- The table of cases ----
+# A line: rows, columns, dtypes and forms that are tried, which tensors start one element past a 16-byte boundary (x:
+# input, w: weight, b: bias, d: grad_output), affine, and the rooms that take the call on an H200, forward and backward.
+# All tests of what kernels compute draw from it. The kernel that stands for a room, and no other room's:
+
+FORWARD_KERNELS = {
+    "registers": "layer_norm_rows", "shared": "layer_norm_shared_rows", "pipeline": "layer_norm_pipeline<ForwardPass",
+    "joint": "layer_norm_joint_rows", "spread": "normalize_columns",
+}  # fmt: skip
+BACKWARD_KERNELS = {
+    "registers": "layer_norm_backward_rows", "pipeline": "layer_norm_pipeline<BackwardPass", "spread": "backward_columns"
+}  # fmt: skip
+# Kernels that no case of the table launches, and what does.
+OTHER_KERNELS = {
+    "arrange_weights": "test_problem_34", "conv_transpose_layer_norm_gelu": "test_problem_34"
+}  # fmt: skip
+
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+FORMS = {"plain": (None, 1.0), "gelu": ("gelu", 1.0), "tanh": ("gelu_tanh", -0.5), "scale": (None, 2.0)}
+
+TABLE = [
+    # Rows in registers: a load a thread; four rows a thread, where there are many short rows; two where they are not
+    # aligned; four loads.
+    ("7 x 1", "fp32 fp16 bf16 fp64", "plain gelu", "", "both", "registers", "registers"),
+    ("300 x 33", "fp32 fp16 bf16 fp64", "plain gelu", "", "both", "registers", "registers"),
+    ("77 x 100", "fp32 fp16 bf16 fp64", "plain tanh", "", "both", "registers", "registers"),
+    ("40 x 256", "fp32 fp16 bf16 fp64", "plain gelu", "", "both", "registers", "registers"),
+    ("2500 x 64", "fp32 fp16 bf16", "plain gelu tanh scale", "", "both", "registers", "registers"),
+    ("2213 x 65", "fp32 fp16 bf16", "plain gelu tanh scale", "", "both", "registers", "registers"),
+    ("2203 x 9", "fp32 fp16 bf16 fp64", "plain", "", "both", "registers", "registers"),
+    ("2209 x 768", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
+    ("2213 x 255", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
+    ("2205 x 1999", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
+    ("2001 x 1536", "fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
+    ("19 x 2041", "fp16 bf16", "plain", "", "both", "registers", "registers"),
+    ("40 x 2000", "fp32 fp16 bf16", "plain tanh", "", "both", "registers", "registers"),
+    ("9 x 4096", "fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
+    ("3 x 2051", "fp64", "plain gelu", "", "both", "registers", "spread"),
+    ("9 x 3500", "fp64", "plain gelu", "", "both", "registers", "spread"),
+    ("9 x 4096", "fp32", "plain gelu", "", "both", "registers", "pipeline"),
+    ("180 x 4099", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "pipeline"),
+    ("9 x 5000", "fp16 bf16", "plain gelu", "", "both", "registers", "pipeline"),
+    ("9 x 8192", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "pipeline"),
+    ("200 x 8192", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "pipeline"),
+    *[
+        ("2500 x 64", "fp32 fp16 bf16", "plain gelu", off, "both", "registers", "registers")
+        for off in ("x", "w", "b", "d", "xwbd")
+    ],
+    *[("40 x 2000", "fp32 bf16", "plain gelu", off, "both", "registers", "registers") for off in ("x", "w", "b", "d")],
+    ("180 x 8192", "fp32 bf16", "plain gelu", "d", "both", "registers", "pipeline"),
+    ("2213 x 8456", "fp16 bf16", "gelu scale", "", "both", "registers", "pipeline"),
+    ("1000 x 16384", "bf16", "gelu", "", "both", "registers", "pipeline"),
+    # Rows in shared memory: plain ones only where there are 15 for each SM.
+    ("2650 x 12288", "fp32", "plain", "", "both", "shared", "pipeline"),
+    ("1991 x 18432", "fp32", "plain", "", "both", "shared", "pipeline"),
+    ("2400 x 16392", "fp16 bf16", "plain", "", "both", "shared", "pipeline"),
+    ("2013 x 20480", "fp16 bf16", "plain", "", "both", "shared", "pipeline"),
+    ("200 x 9000", "fp32", "gelu tanh scale", "", "both", "shared", "pipeline"),
+    ("140 x 16392", "fp16 bf16", "gelu tanh", "", "both", "shared", "pipeline"),
+    ("1000 x 16384", "fp32", "gelu", "", "both", "shared", "pipeline"),
+    ("200 x 9000", "fp32", "gelu", "d", "both", "shared", "pipeline"),
+    # Long rows in a pipeline: one block a row and several; with rings that wrap around, and that do not.
+    ("5 x 8200", "fp32", "plain gelu", "", "both", "pipeline", "pipeline"),
+    ("5 x 16392", "fp32 fp16 bf16", "plain gelu tanh", "", "both", "pipeline", "pipeline"),
+    ("300 x 16384", "fp32", "plain", "", "both", "pipeline", "pipeline"),
+    ("1000 x 24576", "fp32 bf16", "gelu", "", "both", "pipeline", "pipeline"),
+    ("3 x 20001", "fp32 fp16 bf16", "plain gelu scale", "", "both", "pipeline", "pipeline"),
+    ("180 x 6001", "fp32 fp16 bf16", "plain", "", "both", "pipeline", "pipeline"),
+    ("180 x 6145", "fp32 fp16 bf16", "plain gelu", "", "both", "pipeline", "pipeline"),
+    ("2000 x 6145", "fp32", "gelu", "", "both", "pipeline", "pipeline"),
+    ("3000 x 6145", "bf16", "gelu", "", "both", "pipeline", "pipeline"),
+    ("150 x 50257", "fp32 fp16 bf16", "plain gelu", "", "both", "pipeline", "pipeline"),
+    ("9 x 262144", "fp32 fp16 bf16", "plain gelu", "", "both", "pipeline", "pipeline"),
+    ("2 x 1000003", "fp32 fp16 bf16", "plain gelu", "", "both", "pipeline", "pipeline"),
+    ("8 x 131075", "fp32 fp16 bf16", "plain gelu", "", "both", "pipeline", "pipeline"),
+    *[("180 x 8192", "fp32 bf16", "plain gelu", off, "both", "pipeline", "pipeline") for off in "xwb"],
+    *[("3 x 16392", "fp32 bf16", "plain gelu", off, "both", "pipeline", "pipeline") for off in "xwbd"],
+    # Rows that many SMs hold together.
+    ("4 x 2200004", "fp32", "plain", "", "both", "joint", "spread"),
+    ("5 x 4194304", "fp32", "plain", "", "both", "joint", "spread"),
+    ("4 x 2200004", "fp32", "plain", "d", "both", "joint", "spread"),
+    # Rows spread over the GPU.
+    ("3 x 4194304", "fp32", "plain gelu", "", "both", "spread", "spread"),
+    ("5 x 3786816", "fp32", "gelu tanh", "", "both", "spread", "spread"),
+    ("3 x 6000", "fp64", "plain gelu", "", "both", "spread", "spread"),
+    ("2 x 1200001", "fp32 fp16 bf16", "plain gelu tanh", "", "both", "spread", "spread"),
+    ("2 x 1200008", "fp32 fp16 bf16", "plain gelu scale", "", "both", "spread", "spread"),
+    ("3 x 20000", "fp64", "plain gelu", "", "both", "spread", "spread"),
+    ("3 x 20001", "fp64", "plain gelu", "", "both", "spread", "spread"),
+    *[("2 x 1200008", "fp32 bf16", "plain gelu", off, "both", "spread", "spread") for off in "xwbd"],
+    # Weight and bias: either, none, float32 for input of 16 bits.
+    *[
+        (shape, dtypes, forms, "", affine, forward, backward)
+        for shape, dtypes, forms, forward, backward in (
+            ("2500 x 64", "fp32 bf16", "plain gelu", "registers", "registers"),
+            ("40 x 2000", "fp32 fp16", "plain gelu", "registers", "registers"),
+            ("140 x 16392", "bf16", "gelu", "shared", "pipeline"),
+            ("5 x 16392", "fp32 bf16", "plain gelu", "pipeline", "pipeline"),
+            ("180 x 6145", "fp32 bf16", "plain gelu", "pipeline", "pipeline"),
+            ("4 x 2200004", "fp32", "plain", "joint", "spread"),
+            ("2 x 1200008", "fp32 bf16", "plain gelu", "spread", "spread"),
+        )
+        for affine in ("weight", "bias", "none", "float32", "float32 weight", "float32 bias")
+    ],
+]  # fmt: skip
+
+
+class Case(typing.NamedTuple):
+    rows: int
+    cols: int
+    dtype: str
+    form: str
+    off: str
+    affine: str
+    forward: str
+    backward: str
+
+    def __str__(self):
+        words = (f"{self.rows}x{self.cols}", self.dtype, self.form, self.off, self.affine.replace(" ", "_"))
+        return "-".join(word for word in words if word not in ("", "both"))
+
+    @property
+    def epilogue(self):
+        return dict(zip(("activation", "scale"), FORMS[self.form]))
+
+    @property
+    def elements(self):
+        return self.rows * self.cols
+
+    def tensors(self, seed=0, **options):
+        """input, weight, bias, grad_output."""
+        offsets = tuple(int(letter in self.off) for letter in "xwbd")
+        return random_case(self.rows, self.cols, TYPES[self.dtype], self.affine, seed, offsets=offsets, **options)
+
+
+def cases_of_the_table():
+    for shape, dtypes, forms, off, affine, forward, backward in TABLE:
+        rows, cols = map(int, shape.split(" x "))
+        for dtype in dtypes.split():
+            if "float32" in affine and TYPES[dtype].itemsize != 2:
+                continue
+            for form in forms.split():
+                yield Case(rows, cols, dtype, form, off, affine, forward, backward)
+
+
+CASES = list(cases_of_the_table())
+
+
+def representatives():
+    """Of all cases that the same rooms take in the same way, the smallest."""
+    smallest = {}
+    for case in CASES:
+        alike = (case.forward, case.backward, case.dtype, case.form == "plain", case.off, case.affine)
+        short = case.elements < 10**6 and case.rows > 2000  # four rows a thread
+        smallest[alike, short] = min(case, smallest.get((alike, short), case), key=lambda case: case.elements)
+    return [case for case in smallest.values() if case.elements < 4 * 10**7 and case.cols > 1]
+
+
+SOME = representatives()
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+some_cases = pytest.mark.parametrize("case", SOME, ids=str)
+like_an_h200 = pytest.mark.skipif(
+    not HAVE_GPU or torch.cuda.get_device_properties(0).multi_processor_count != 132
+    or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of 132 Hopper SMs: the table says what runs there",
+)  # fmt: skip
+
+
+@gpu
+@pytest.mark.quick
+@every_case
+def test_values(case):
+    assert_close_to_float64(case.tensors(), **case.epilogue)
+
+
+def demangled(names):
+    """Names of kernels as C++ writes them, without namespaces and arguments."""
+    demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    demangle.restype = ctypes.c_void_p
+    for name in names:
+        if name.startswith("_Z"):
+            status = ctypes.c_int()
+            text = demangle(name.encode(), None, None, ctypes.byref(status))
+            name = ctypes.string_at(text).decode()
+        name = re.sub(r"\(anonymous namespace\)::|\b[a-z_0-9]+::|^void ", "", name)
+        while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:  # arguments, also those of types in them
+            name = shorter
+        yield name.replace(" >", ">")
+
+
+def kernels_of_the_library():
+    """All kernels that were compiled: the name of each stands there twice, as a symbol and as what it registers as."""
+    (path,) = (path for path in torch.ops.loaded_libraries if layernorm_inline._ops.name in path)
+    with open(path, "rb") as library:
+        names = re.findall(rb"(?<=\0)_ZN\d+layernorm_inline_\w+?_cuda_cu_\w+(?=\0)", library.read())
+    return set(demangled(name.decode() for name, times in collections.Counter(names).items() if times > 1))
+
+
+def is_kernel(name, base):
+    return re.match(re.escape(base) + r"(?![\w])", name) is not None
+
+
+@kernels
+def test_the_library_has_the_kernels_of_the_table():
+    found = kernels_of_the_library()
+    for base in (*FORWARD_KERNELS.values(), *BACKWARD_KERNELS.values(), *OTHER_KERNELS):
+        assert any(is_kernel(name, base) for name in found), base
+
+
+def test_the_table_has_what_broke_before():
+    """Forms and dtypes of each room, whatever lines come and go."""
+    for forward, dtypes, fused in (
+        ("registers", "fp32 fp16 bf16 fp64", True), ("shared", "fp32 fp16 bf16", True), ("joint", "fp32", False),
+        ("pipeline", "fp32 fp16 bf16", True), ("spread", "fp32 fp16 bf16 fp64", True),
+    ):  # fmt: skip
+        for dtype in dtypes.split():
+            here = [case for case in CASES if (case.forward, case.dtype) == (forward, dtype)]
+            assert {"plain", "gelu"} <= {case.form for case in here} or not fused, (forward, dtype)
+            assert {True, False} == {case.cols % 8 == 0 for case in here} or forward in ("shared", "joint")
+    for form in FORMS:  # four rows a thread
+        short = [case for case in CASES if case.rows > 2112 and case.cols <= 65 and case.form == form]
+        assert {case.dtype for case in short} >= {"fp32", "fp16", "bf16"}
+        assert len({case.cols % 8 == 0 for case in short}) == 2
+    for room, key in [(r, "forward") for r in FORWARD_KERNELS] + [(r, "backward") for r in BACKWARD_KERNELS]:
+        assert any(getattr(case, key) == room for case in SOME), room
+
+
+def profiled(calls):
+    """The kernels that each of the calls launched, in their order, from one run under the profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for call in calls:
+            torch.cuda._sleep(1)  # a kernel of its own: between those of two calls
+            call()
+            torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    launched = []
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if "spin_kernel" in event.name:
+            launched.append([])
+        elif "layernorm_inline" in event.name:
+            launched[-1] += demangled([event.name])
+    assert len(launched) == len(calls), "the profiler lost a call"
+    return launched
+
+
+@gpu
+@like_an_h200
+@pytest.mark.quick
+def test_every_kernel_is_launched_and_by_the_calls_that_the_table_says(capsys):
+    def call(case):
+        x, weight, bias, dy = case.tensors(telling=False)
+        return lambda: run_case(functools.partial(layer_norm, **case.epilogue), x, weight, bias, dy)
+
+    def convolution(dtype, allow_tf32):
+        model = ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).to("cuda", dtype)
+        x = torch.randn(1, 32, 2, 3, 32, device="cuda", dtype=dtype)
+
+        def run():
+            with convolutions_in_tf32(allow_tf32):
+                model(x).sum().backward()
+
+        return run
+
+    reached, wrong, by = set(), [], {}
+    for begin in range(0, len(CASES), 20):  # the tensors of so many at a time
+        part = CASES[begin : begin + 20]
+        for case, names in zip(part, profiled([call(case) for case in part])):
+            for name in names:
+                by.setdefault(name, str(case))
+            forward, backward = (FORWARD_KERNELS[case.forward], BACKWARD_KERNELS[case.backward])
+            others = {*FORWARD_KERNELS.values(), *BACKWARD_KERNELS.values()} - {forward, backward}
+            right = all(any(is_kernel(name, base) for name in names) for base in (forward, backward))
+            if not right or any(is_kernel(name, base) for name in names for base in others):
+                wrong.append(f"{case}: {case.forward} and {case.backward} expected, launched {names}")
+        torch.cuda.empty_cache()
+    rest = [convolution(dtype, tf32) for dtype in FLOATS[:3] for tf32 in (True, False)]
+    for names in profiled(rest):
+        assert all(any(is_kernel(name, base) for base in OTHER_KERNELS) or name in by for name in names), names
+        reached.update(names)
+    reached.update(by)
+    compiled = kernels_of_the_library()
+    with capsys.disabled():
+        print(f"\n{len(compiled)} kernels, each with the first case that launches it:")
+        for name in sorted(compiled):
+            print(f"  {name:60} {by.get(name) or ('test of its own' if name in reached else 'NOT REACHED')}")
+    assert not wrong, "\n".join(wrong)
+    assert not compiled - reached, f"no case of the table launches {sorted(compiled - reached)}"
+    assert not reached - compiled, f"launched, but not found in the library: {sorted(reached - compiled)}"
+
+
+# ---- Every room ----
+
+
+@gpu
+@some_cases
+def test_the_same_bits_every_time(case):
+    function = functools.partial(layer_norm, **case.epilogue)
+    tensors = case.tensors(seed=1)
+    first = run_case(function, *tensors)
+    for _ in range(5):
+        with poisoned():
+            again = run_case(function, *tensors)
+        assert all(a is b or torch.equal(a, b) for a, b in zip(first, again))
+
+
+@gpu
+@some_cases
+def test_a_bad_row_stays_alone(case):
+    function = functools.partial(layer_norm, **case.epilogue)
+    x, weight, bias, dy = case.tensors()
+    bad = torch.zeros(case.rows, dtype=torch.bool, device="cuda")
+    bad_x = x.clone()
+    for row, value in ((case.rows // 2, torch.nan), (case.rows - 1, torch.inf))[: case.rows - 1]:
+        bad_x[row, case.cols // 2], bad[row] = value, True
+    bad_x = bad_x if "x" not in case.off else x.copy_(bad_x)
+    for t in run_case(function, bad_x, weight, bias, dy)[:2]:
+        assert t[bad].isnan().all() and t[~bad].isfinite().all()
+
+    x, weight, bias, dy = case.tensors()
+    row, col = case.rows // 2, case.cols // 3
+    dy[row, col] = torch.nan
+    y, dx, *sums = run_case(function, x, weight, bias, dy)
+    bad[:] = False
+    bad[row] = True
+    assert y.isfinite().all() and dx[bad].isnan().all() and dx[~bad].isfinite().all()
+    for t in (t for t in sums if t is not None):
+        assert t[col].isnan() and t.isfinite().sum() == case.cols - 1
+
+
+@gpu
+@some_cases
+def test_eps(case):
+    for eps in (0.0, 1e-12, 1e-5, 1.0, 1e10):
+        assert_close_to_float64(case.tensors(), eps=eps, **case.epilogue)
+
+
+LARGE_MEANS = {"fp32": [(1e4, 1.0), (1e6, 0.1)], "fp16": [(1e3, 1.0)], "bf16": [(1e4, 100.0)], "fp64": [(1e9, 1.0)]}
+
+
+@gpu
+@some_cases
+def test_large_mean_in_every_room(case):
+    for mean, std in LARGE_MEANS[case.dtype]:
+        tensors = case.tensors(mean=mean, std=std, telling=False)
+        assert_close_to_float64(tensors, eps=1e-5, luck=NAMES if case.rows < 6 else SUMS, **case.epilogue)
+
+
+@gpu
+@some_cases
+def test_only_the_gradients_asked_for(case):
+    for wanted in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)):
+        tensors = case.tensors()
+        if any(want and t is not None for want, t in zip(wanted, tensors)):
+            assert_close_to_float64(tensors, wanted=wanted, **case.epilogue)
+
+
+@gpu
+@pytest.mark.parametrize("case", [case for case in SOME if case.off == "" and case.affine == "both"], ids=str)
+def test_strided_weight_and_bias(case):
+    x, weight, bias, dy = case.tensors()
+    weight, bias = (torch.stack([t, -t], 1)[:, 0] for t in (weight, bias))
+    assert case.cols == 1 or weight.stride() == bias.stride() == (2,)
+    assert_close_to_float64((x, weight, bias, dy), **case.epilogue)
+
+
+# Lengths beside the table's: powers of two and their neighbours, primes, what models have.
+SHAPES = [
+    (1, 1), (7, 1), (1000, 2), (513, 7), (4096, 16), (300, 33), (1000, 64), (77, 100), (333, 128),
+    (64, 129), (50, 255), (40, 256), (31, 768), (65, 1000), (200, 1024), (19, 2041), (9, 4096), (10, 4099),
+    (6, 8192), (5, 8200), (7, 10007), (5, 16384), (3, 16392), (3, 20001), (5, 32768), (2, 50257), (3, 65536),
+    (2, 131072), (3, 262144), (1, 1000003), (2, 1048576), (40, 40000), (3, 4194304), (180, 9000), (300, 16384),
+]  # fmt: skip
 
 
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows,cols", SHAPES)
-def test_values(rows, cols, dtype):
-    for i, affine in enumerate(AFFINE if rows * cols < 2 * 10**6 else ["both"]):
+def test_lengths(rows, cols, dtype):
+    for i, affine in enumerate(AFFINE[:5] if rows * cols < 2 * 10**6 else ["both"]):
         if affine == "float32" and dtype.itemsize != 2:
             continue
-        assert_no_worse_than_pytorch(random_case(rows, cols, dtype, affine, seed=rows * 31 + cols + i))
+        assert_close_to_float64(random_case(rows, cols, dtype, affine, seed=rows * 31 + cols + i))
+    plain = random_case(rows, cols, dtype, seed=rows * 31 + cols, mean=0.0, telling=False)
+    assert_close_to_float64(plain, eps=1e-5, luck=SUMS)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("cols", [8, 768, 2041, 4096, 16384, 70000, 262144])
 def test_misaligned_start(cols, dtype):
-    assert_no_worse_than_pytorch(random_case(5, cols, dtype, "both", seed=cols, offset=1))
-
-
-# So many rows that a thread of the forward kernel takes several of them, and not a multiple of what a block takes.
-# Gradients, which have tests of their own, get 5 times PyTorch's error: of few columns it is a matter of luck.
-@gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize(
-    "rows,cols",
-    [(2207, 9), (2501, 150), (2211, 255), (1103, 2041), (1103, 2048), (703, 4099), (401, 6001), (301, 14335), (211, 50257),
-     (103, 100004), (37, 131075)],
-)  # fmt: skip
-def test_many_unaligned_rows(rows, cols, offset, dtype):
-    assert_no_worse_than_pytorch(random_case(rows, cols, dtype, "both", seed=cols, offset=offset), slack=5)
-
-
-# So many bytes that blocks bring to L2 what later blocks read (40 KB for each SM ahead), up to the last row.
-# About forward: gradients get 5 times PyTorch's error, for the reason above.
-@gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "cols,offset", [(64, 0), (255, 1), (768, 0), (1024, 0), (2041, 0), (4096, 1), (6001, 0), (10008, 0), (16384, 0)]
-)
-def test_rows_brought_to_l2_for_later_blocks(cols, offset, dtype):
-    rows = (24 << 20) // (cols * dtype.itemsize) + 1
-    assert_no_worse_than_pytorch(random_case(rows, cols, dtype, "both", seed=cols, offset=offset), slack=5)
-
-
-# So many waves of blocks that rows of 43 to 73 KB (16 bits: 32 to 43) stay in shared memory.
-@gpu
-@pytest.mark.parametrize(
-    "cols,dtype", [(16384, torch.float32), (20008, torch.bfloat16), (20008, torch.float16)], ids=str
-)
-def test_many_rows_in_shared_memory(cols, dtype):
-    rows = 2**28 // (cols * dtype.itemsize)  # 256 MB
-    assert_no_worse_than_pytorch(random_case(rows, cols, dtype, "both", seed=cols), slack=5)
-
-
-# Rows on 16-byte boundaries, but not on those of cache lines: what is copied with them must not be taken for theirs.
-@gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("offset", [0, 8, 40])
-@pytest.mark.parametrize("cols", [8712, 10008, 20008, 50264, 131080])
-def test_rows_between_lines(cols, offset, dtype):
-    assert_no_worse_than_pytorch(random_case(150, cols, dtype, "both", seed=cols, offset=offset), slack=5)
-
-
-# The kernels read what exceeds L2 (60 MB on an H200) with another priority.
-@gpu
-@pytest.mark.parametrize("cols", [1024, 12288, 65536])
-def test_a_large_input_gives_the_bits_of_a_small_one(cols):
-    rows = (160 << 20) // (2 * cols)  # 160 MB
-    x, weight, bias, _ = random_case(rows, cols, torch.bfloat16, "both", seed=cols)
-    few = rows // 16
-    with poisoned():
-        y, first = layer_norm(x, (cols,), weight, bias), layer_norm(x[:few], (cols,), weight, bias)
-    assert torch.equal(y[:few], first)
+    assert_close_to_float64(random_case(5, cols, dtype, "both", seed=cols, offsets=(1, 0, 0, 1)))
 
 
 @gpu
-@pytest.mark.parametrize("cols", [8, 768, 4096, 40000])
-def test_misaligned_weight(cols):
-    x, weight, bias, dy = random_case(5, cols, torch.float32, "both", seed=cols)
-    shifted = torch.cat([weight[:1], weight])[1:]
-    assert shifted.data_ptr() % 16 == 4
-    assert_no_worse_than_pytorch((x, shifted, bias, dy))
-
-
-@gpu
-@pytest.mark.parametrize(
-    "mean,std,dtype", [(1e4, 1, torch.float32), (1e6, 1e-1, torch.float32), (1e3, 1, torch.float16)]
-)
-@pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 1048576, 4194304])
-def test_large_mean(cols, mean, std, dtype):
-    assert_no_worse_than_pytorch(random_case(6, cols, dtype, "both", seed=cols, mean=mean, std=std))
-
-
-# What is subtracted from a row is more than its mean rounded to a float, which is off by up to half a unit in the last
-# place: without weight and bias it is the mean of the output that shows it. Rows of blocks that exchange their means,
-# and of pieces.
-@gpu
-@pytest.mark.parametrize(
-    "rows,cols,calls",
-    [(1, 26157, 400), (2, 10006, 400), (1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)],
-)
-def test_the_means_rest_is_subtracted_too(rows, cols, calls):
-    unit = 2.0**-10  # in the last place of 1e4
-    for seed in range(calls):
-        x, _, _, _ = random_case(rows, cols, torch.float32, "none", seed=seed, mean=1e4, offset=seed % 6)
-        y = layer_norm(x, (cols,), eps=1e-12).double()
-        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.25 * unit, seed
-
-
-@gpu
-@pytest.mark.parametrize("rows,cols,mean,std", [(1, 85994, 1e4, 1.0), (2, 159866, 1e4, 1.0), (2, 275770, 100.0, 1e-3)])
-@pytest.mark.parametrize("offset", range(6))
-def test_few_long_rows_with_a_large_mean(rows, cols, mean, std, offset):
-    for affine in ("both", "none"):
-        case = random_case(rows, cols, torch.float32, affine, seed=offset, mean=mean, std=std, offset=offset)
-        assert_no_worse_than_pytorch(case, eps=1e-12)
+@pytest.mark.parametrize("dtype,std", [
+    (torch.float32, 1e-39), (torch.float32, 1e15), (torch.float16, 6e-6), (torch.float16, 1e4), (torch.bfloat16, 1e15),
+])  # fmt: skip
+@pytest.mark.parametrize("cols", [64, 5000, 300000])
+def test_tiny_and_huge_numbers(cols, dtype, std):
+    assert_close_to_float64(
+        random_case(5, cols, dtype, "both", seed=cols, mean=0.0, std=std, telling=False), eps=1e-5, luck=SUMS
+    )
 
 
 # 1e20, whose square float32 does not have: float32 rows of numbers around it, rows with some numbers next to it.
@@ -799,74 +1412,23 @@ def test_few_long_rows_with_a_large_mean(rows, cols, mean, std, offset):
     [(5, 768), (180, 6001), (180, 16384), (5, 20001), (9, 262144), (1, 1 << 21), (5, 3000004), (8, 4194304)],
 )
 def test_huge_mean(rows, cols, activation, dtype):
-    fused, pytorch = (functools.partial(f, activation=activation, scale=1.0) for f in (layer_norm, chain))
-    x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=cols, mean=1e20, std=1e15)
+    x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=cols, mean=1e20, std=1e15, telling=False)
     if dtype == torch.float32:
-        assert_no_worse_than_pytorch((x, weight, bias, dy), functions=(fused, pytorch), slack=5)
+        assert_close_to_float64((x, weight, bias, dy), eps=1e-5, activation=activation, luck=SUMS)
     x = torch.full_like(x, 1e20)
     x[:, ::50000] *= 1 + 2**-7
-    assert_no_worse_than_pytorch((x, weight, bias, dy), functions=(fused, pytorch), slack=5)
-
-
-@gpu
-def test_main_shape():
-    x, weight, bias, dy = random_case(16, 64 * 256 * 256, torch.float32, "both", seed=0)
-    assert_no_worse_than_pytorch((x, weight, bias, dy))
-
-
-@gpu
-@pytest.mark.parametrize("rows", [1_000_000, 3_000_001])
-def test_gradients_over_millions_of_rows(rows):
-    assert_no_worse_than_pytorch(random_case(rows, 24, torch.float32, "both", seed=rows))
-
-
-@gpu
-@pytest.mark.parametrize("cols", [5, 768, 40000, 4194304])
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_a_bad_row_stays_alone(cols, activation):
-    x, weight, bias, dy = random_case(9, cols, torch.float32, "both", seed=cols)
-    x[3, cols // 2], x[5, 0] = float("nan"), float("inf")
-    y, dx, *_ = run_case(lambda *arguments: layer_norm(*arguments, activation=activation), x, weight, bias, dy)
-    bad = torch.zeros(9, dtype=torch.bool, device="cuda")
-    bad[[3, 5]] = True
-    for t in (y, dx):
-        assert t[bad].isnan().all() and t[~bad].isfinite().all()
+    assert_close_to_float64((x, weight, bias, dy), eps=1e-5, activation=activation, luck=SUMS)
 
 
 @gpu
 @pytest.mark.parametrize(
-    "rows,cols",
-    [(1000, 64), (40, 4099), (100, 1024), (300, 9000), (40, 16384), (150, 50257), (9, 262144), (4, 4194304),
-     (3, 4194304)],
-)  # fmt: skip
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_the_same_bits_every_time(rows, cols, activation):
-    def function(*arguments):
-        return layer_norm(*arguments, activation=activation)
-
-    case = random_case(rows, cols, torch.float32, "both", seed=1)
-    first = run_case(function, *case)
-    for _ in range(10):
-        assert all(torch.equal(a, b) for a, b in zip(first, run_case(function, *case)))
-
-
-# One group of blocks and several; slices with and without an incomplete last stage, and with one stage more in some
-# blocks than in others; on 132 SMs as long as they can be, and just longer.
-@gpu
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("affine,mean", [("both", 3.0), ("weight", 1e6), ("bias", 0.0), ("none", 1e4)])
-@pytest.mark.parametrize(
-    "rows,cols", [(4, 2200004), (13, 1100004), (5, 3000000), (5, 3786816), (7, 4325376), (4, 4325380), (9, 3300000)]
+    "mean,std,dtype", [(1e4, 1, torch.float32), (1e6, 1e-1, torch.float32), (1e3, 1, torch.float16)]
 )
-def test_rows_that_many_sms_hold_together(rows, cols, affine, mean, activation):
-    def fused(x, shape, weight, bias, eps):
-        return layer_norm(x, shape, weight, bias, eps, activation=activation, scale=-1.5 if activation else 1.0)
-
-    def pytorch(x, shape, weight, bias, eps):
-        return chain(x, shape, weight, bias, eps, activation, -1.5 if activation else 1.0)
-
-    case = random_case(rows, cols, torch.float32, affine, seed=cols, mean=mean)
-    assert_no_worse_than_pytorch(case, functions=(fused, pytorch))
+@pytest.mark.parametrize("cols", [64, 1000, 4096, 65536, 1048576, 4194304])
+def test_large_mean(cols, mean, std, dtype):
+    assert_close_to_float64(
+        random_case(6, cols, dtype, "both", seed=cols, mean=mean, std=std, telling=False), eps=1e-5, luck=SUMS
+    )
 
 
 # Numbers far from the rest of their row, also where a thread takes its first ones: what it measures from.
@@ -875,34 +1437,146 @@ def test_rows_that_many_sms_hold_together(rows, cols, affine, mean, activation):
 @pytest.mark.parametrize("rows,cols", [(40, 768), (5, 20001), (300, 16384), (4, 262144), (5, 3000000)])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_numbers_far_from_the_rest(rows, cols, where, activation):
-    x, weight, bias, _ = random_case(rows, cols, torch.float32, "both", seed=cols)
+    x, weight, bias, dy = random_case(rows, cols, torch.float32, seed=cols, mean=0.0, telling=False)
     x[:, where] += 1e4
-    exact = chain(x.double(), (cols,), weight.double(), bias.double(), 1e-5, activation, 1.0)
-    theirs = chain(x, (cols,), weight, bias, 1e-5, activation, 1.0)
+    assert_close_to_float64((x, weight, bias, dy), eps=1e-5, activation=activation, luck=SUMS)
+
+
+# rstd is 316 there, so that a mean off by its last digit shows.
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "rows,cols",
+    [(5, 1), (5, 7), (2207, 41), (70, 64), (2211, 255), (5, 1000), (40, 2041), (5, 4096), (180, 9000), (180, 11000),
+     (180, 6001), (180, 14335), (5, 20001), (40, 50257), (3, 262144), (3, 1200001), (4, 4194304)],
+)  # fmt: skip
+def test_constant_rows(rows, cols, dtype):
+    _, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=cols)
+    values = (0.0, 1.0, 1 / 3, 1e4, -3.7e4, 1234.567) + (() if dtype == torch.float16 else (-3.7e5,))
+    for value in values:
+        x = torch.full_like(dy, value)
+        assert layer_norm(x, (cols,)).abs().max() <= nn.functional.layer_norm(x, (cols,)).abs().max() + 1e-6, value
+        ours = run_case(layer_norm, x, weight, bias, dy, 1e-5)
+        theirs = run_case(nn.functional.layer_norm, x, weight, bias, dy, 1e-5)
+        for mine, their, exact in zip(ours[::2], theirs[::2], (bias, 0)):  # output and grad_weight
+            assert (mine - exact).abs().max() <= (their - exact).abs().max() + 1e-6, value
+        # With numbers that are all the same, grad_input is that of zeros: grad_output's distances from its mean.
+        zeros = torch.zeros_like(x), weight, bias, dy
+        compare_with_float64([([None, ours[1], None, None], zeros)], eps=1e-5)
+
+
+# The same to the bit, where rstd is 10^6: in every regime, plain and with what an activation takes (a scale), from where
+# rows are aligned and one element on. Sums of float16 of 11 bits have an error from 8192 on, of float32 of 24 from 3;
+# the last slices of 194307 and 205923 columns have three.
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "rows,cols",
+    [(5, 1), (5, 7), (300, 33), (2207, 41), (2211, 255), (40, 768), (40, 2041), (5, 4096), (5, 9001), (5, 11003),
+     (5, 14335), (180, 6001), (180, 9000), (180, 11000), (180, 14335), (2213, 8456), (800, 16384), (800, 18432),
+     (800, 20480), (180, 24576), (5, 20001), (40, 50257), (1, 194307), (1, 205923), (3, 262144), (1, 1 << 21),
+     (3, 1200001), (5, 3000004), (9, 4194304)],
+)  # fmt: skip
+def test_constant_rows_give_bias(rows, cols, dtype):
+    if dtype == torch.float16:
+        values = (1.0, 1 / 3, 2047.0, -1234.567, 16376.0, 65504.0)
+    else:
+        values = (1.0, 1 / 3, 100.0, 1234.567, -3.7e5, 1e20, -7.7e29)
+    for offset in (0, 1):
+        buffer = torch.empty(rows * cols + offset, device="cuda", dtype=dtype)
+        weight, bias = (torch.randn(cols, device="cuda").to(dtype).requires_grad_() for _ in "12")
+        for value in values:
+            x = buffer.fill_(value)[offset:].view(rows, cols)
+            for scale in (1.0, 2.0):
+                y = layer_norm(x, (cols,), weight, bias, 1e-12, scale=scale)
+                assert (y == scale * bias).all(), (offset, value, scale)
+        y.backward(torch.ones_like(y))
+        assert not weight.grad.any(), offset
+
+
+PROPERTY_CASES = int(os.environ.get("PROPERTY_CASES", 500))  # of each property test
+
+
+# Kinds of shapes, as (rows, columns) of two fractions: what each room takes, borders of short rows twice as often.
+KINDS = {
+    "few short": lambda u, v: (1 + 399 * u, 1 + 299 * v),
+    "many short": lambda u, v: (2000 + 1000 * u, 1 + 299 * v),
+    "middle": lambda u, v: (1 + 399 * u, 301 + 8699 * v),
+    "long": lambda u, v: (1 + 12 * u, 9001 + 141_000 * v),
+    "many long": lambda u, v: (132 + 200 * u, 6001 + 15_000 * v),
+    "many in shared memory": lambda u, v: (2 + 38e6 / (8200 + 10_000 * v), 8200 + 8 * (1250 * v // 1)),
+    "together": lambda u, v: (4 + 4 * u, 1_100_000 + 4 * (700_000 * v // 1)),
+    "spread": lambda u, v: (1 + 2 * u, 1_100_000 + 1_000_000 * v),
+}
+OFTEN = ["few short", "many short", "middle", "long", "many long"] * 4 + [*KINDS]
+
+
+def property_test(test, capsys, examples, kinds):
+    """Hypothesis drives the test; another seed each time, printed for a failure to be repeated."""
+    hypothesis = package("hypothesis")
+    from hypothesis import strategies as st
+
+    seed = int(os.environ.get("PROPERTY_SEED", time.time_ns() % 10**9))
+    fraction = st.integers(0, 10**6).map(lambda n: n / 10**6)
+    strategy = dict(
+        kind=st.sampled_from(kinds), u=fraction, v=fraction, dtype=st.sampled_from(FLOATS[:3]),
+        affine=st.sampled_from(AFFINE), eps=st.sampled_from([1e-12, 1e-5, 1e-1]),
+        mean=st.sampled_from([0.0, 1.0, -300.0, 1e6]), std=st.sampled_from([1e-3, 1.0, 1e3, 1e6]),
+        offset=st.integers(0, 9), off=st.sampled_from(["", "x", "w", "b", "d", "xwbd"]), form=st.sampled_from([*FORMS]),
+    )  # fmt: skip
+    settings = hypothesis.settings(max_examples=examples, deadline=None, database=None, print_blob=True)
+    with capsys.disabled():
+        print(f"PROPERTY_SEED={seed} PROPERTY_CASES={examples}")
+    return hypothesis.seed(seed)(settings(hypothesis.given(**strategy)(test)))()
+
+
+@pytest.mark.parametrize("device,part", [("cpu", 0)] + [pytest.param("cuda", part, marks=gpu) for part in range(4)])
+def test_properties(device, part, capsys):
+    function = layer_norm if device == "cuda" else layer_norm_with()
+
+    def check(kind, u, v, dtype, affine, eps, mean, std, offset, off, form):
+        rows, cols = map(int, KINDS[kind](u, v))
+        if "float32" in affine and dtype.itemsize != 2:
+            affine = "both"
+        if dtype == torch.float16:
+            mean, std = min(mean, 1e4), min(std, 1e3)
+        case = random_case(
+            rows, cols, dtype, affine, cols, mean, std, [offset * (letter in off) for letter in "xwbd"], False, device
+        )
+        # A few elements can be lucky in PyTorch's favour, so that all four may keep to the bound alone.
+        epilogue = dict(zip(("activation", "scale"), FORMS[form]))
+        assert_close_to_float64(case, eps=eps, function=function, luck=NAMES, **epilogue)
+
+    if device == "cpu":
+        property_test(check, capsys, examples=40, kinds=["few short"])
+    else:
+        property_test(check, capsys, PROPERTY_CASES, OFTEN)
+
+
+# ---- Elements: what lies where ----
+
+
+# Rows on 16-byte boundaries, but not on those of cache lines: what is copied with them must not be taken for theirs.
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("offset", [0, 8, 40])
+@pytest.mark.parametrize("cols", [8712, 10008, 20008, 50264, 131080])
+def test_rows_between_lines(cols, offset, dtype):
+    assert_close_to_float64(random_case(150, cols, dtype, "both", seed=cols, offsets=(offset, 0, 0, offset)))
+
+
+# The kernels read what exceeds L2 (60 MB on an H200) with another priority.
+@gpu
+@pytest.mark.parametrize("cols", [1024, 12288, 65536])
+def test_a_large_input_gives_the_bits_of_a_small_one(cols):
+    rows = (160 << 20) // (2 * cols)  # 160 MB
+    x, weight, bias, dy = random_case(rows, cols, torch.bfloat16, "both", seed=cols)
+    few = rows // 16
     with poisoned():
-        ours = layer_norm(x, (cols,), weight, bias, activation=activation)
-    error, allowed = ((y.double() - exact).abs().max() for y in (ours, theirs))
-    assert error <= 1.5 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
-
-
-# Rows of 1 and -1, whose variance is 1: their output is rstd, within 0.62 units in the last place (rsqrtf: 2).
-@gpu
-@pytest.mark.parametrize("rows,cols", [(4, 65536), (1, 1 << 21), (8, 1 << 21)])
-def test_rstd_of_long_rows(rows, cols):
-    x = torch.ones(rows, cols, device="cuda")
-    x[:, 1::2] = -1
-    for eps in (k * 7951 / 2**20 for k in range(400)):
-        exact = (1 + eps) ** -0.5
-        assert abs(layer_norm(x, (cols,), eps=eps)[0, 0].item() - exact) < 0.8 * 2**-23 * exact, eps
-
-
-@gpu
-@pytest.mark.parametrize("rows,cols", [(8, 262144), (1, 262144), (2, 65536), (1, 1 << 21), (4, 2200004)])
-def test_gradients_of_rows_with_outliers(rows, cols):
-    cases = [random_case(rows, cols, torch.float32, "both", seed=seed) for seed in range(5)]
-    for x, *_ in cases:
-        x[:, :: cols // 5] = 1e4
-    assert_no_worse_than_pytorch(*cases)
+        y = layer_norm(x, (cols,), weight, bias)
+        first, last = (layer_norm(part, (cols,), weight, bias) for part in (x[:few], x[-few:]))
+    assert torch.equal(y[:few], first) and torch.equal(y[-few:], last)
+    compare_with_float64([([last, None, None, None], (x[-few:], weight, bias, dy[-few:]))], eps=1e-5)
 
 
 @gpu
@@ -919,329 +1593,81 @@ def test_more_than_2_to_the_31_elements(rows, cols):
         assert (y[row, -piece.numel() :].double() - expected).abs().max() < 2e-2
 
 
-# ---- Shapes, strides, memory ----
+# ---- Statistics ----
 
 
+# What is subtracted from a row is more than its mean rounded to a float, which is off by up to half a unit in the last
+# place: without weight and bias it is the mean of the output that shows it. Rows of blocks that exchange their means,
+# and of pieces.
 @gpu
 @pytest.mark.parametrize(
-    "shape,normalized", [((3, 4, 5, 6), 1), ((3, 4, 5, 6), 2), ((3, 4, 5, 6), 4), ((6,), 1), ((2, 8, 64, 64), 3)]
+    "rows,cols,calls",
+    [(1, 26157, 400), (2, 10006, 400), (1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)],
 )
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "expanded", "sliced"])
-def test_shapes_and_strides(shape, normalized, layout):
-    x = torch.randn(shape, device="cuda")
-    if layout == "transposed" and x.dim() > 1:
-        x = torch.randn(shape[:-2] + (shape[-1], shape[-2]), device="cuda").transpose(-1, -2)
-    elif layout == "channels_last" and x.dim() == 4:
-        x = x.to(memory_format=torch.channels_last)
-    elif layout == "expanded":
-        x = torch.randn(shape[-1:], device="cuda").expand(shape)
-    elif layout == "sliced":
-        x = torch.randn(shape[:-1] + (2 * shape[-1],), device="cuda")[..., ::2]
-    normalized_shape = x.shape[-normalized:]
-    theirs, ours = nn.LayerNorm(normalized_shape).cuda(), ModelNew(normalized_shape).cuda()
-    gradients = []
-    for module in (theirs, ours):
-        leaf = x.detach().requires_grad_()
-        y = module(leaf)
-        (y * torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)).sum().backward()
-        gradients.append((y.detach(), leaf.grad, module.weight.grad, module.bias.grad))
-    assert gradients[0][0].stride() == gradients[1][0].stride()
-    for their, mine in zip(*gradients):
-        torch.testing.assert_close(mine, their, atol=2e-5, rtol=1e-4)
+def test_the_means_rest_is_subtracted_too(rows, cols, calls):
+    unit = 2.0**-10  # in the last place of 1e4
+    for seed in range(calls):
+        x, _, _, _ = random_case(
+            rows, cols, torch.float32, "none", seed=seed, mean=1e4, offsets=(seed % 6, 0, 0, 0), telling=False
+        )
+        y = layer_norm(x, (cols,), eps=1e-12).double()
+        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.25 * unit, seed
 
 
 @gpu
-@pytest.mark.parametrize("shape,normalized_shape", [((0, 5), (5,)), ((3, 0, 8), (8,)), ((0, 40000), (40000,))])
-def test_no_rows(shape, normalized_shape):
-    module = ModelNew(normalized_shape).cuda()
-    x = torch.empty(shape, device="cuda", requires_grad=True)
-    with poisoned():
-        y = module(x)
-        y.sum().backward()
-    assert y.shape == shape and x.grad.shape == shape
-    assert (module.weight.grad == 0).all() and (module.bias.grad == 0).all()
+@pytest.mark.parametrize("rows,cols,mean,std", [(1, 85994, 1e4, 1.0), (2, 159866, 1e4, 1.0), (2, 275770, 100.0, 1e-3)])
+@pytest.mark.parametrize("offset", range(6))
+def test_few_long_rows_with_a_large_mean(rows, cols, mean, std, offset):
+    for affine in ("both", "none"):
+        options = dict(mean=mean, std=std, offsets=(offset, 0, 0, offset), telling=False)
+        case = random_case(rows, cols, torch.float32, affine, seed=offset, **options)
+        assert_close_to_float64(case, eps=1e-12, luck=SUMS)
+
+
+# Rows of 1 and -1, whose variance is 1: their output is rstd, within 0.62 units in the last place (rsqrtf: 2).
+@gpu
+@pytest.mark.parametrize("rows,cols", [(4, 65536), (1, 1 << 21), (8, 1 << 21)])
+def test_rstd_of_long_rows(rows, cols):
+    x = torch.ones(rows, cols, device="cuda")
+    x[:, 1::2] = -1
+    for eps in (k * 7951 / 2**20 for k in range(400)):
+        exact = (1 + eps) ** -0.5
+        assert abs(layer_norm(x, (cols,), eps=eps)[0, 0].item() - exact) < 0.8 * 2**-23 * exact, eps
 
 
 @gpu
-@pytest.mark.parametrize("cols", [64, 768, 8192, 40000])
-@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)])
-def test_only_the_gradients_asked_for(wanted, cols):
-    case = random_case(20, cols, torch.float32, "both", seed=cols)
-    expected = run_case(layer_norm, *case)[1:]
-    leaves = [t.clone().requires_grad_(bool(want)) for t, want in zip(case, wanted)]
-    layer_norm(leaves[0], (cols,), leaves[1], leaves[2]).backward(case[3])
-    for leaf, want, reference in zip(leaves, wanted, expected):
-        assert (leaf.grad is not None) == bool(want)
-        if want:
-            torch.testing.assert_close(leaf.grad, reference, atol=1e-5, rtol=1e-5)
-
-
-@gpu
-def test_no_statistics_without_grad():
-    x = torch.randn(10000, 8, device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with torch.no_grad():
-        y = layer_norm(x, (8,))
-    assert torch.cuda.max_memory_allocated() - before == torch.cuda.memory_allocated() - before >= y.nbytes
-    assert torch.cuda.max_memory_allocated() - before < y.nbytes + 512
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,cols", [(1_000_000, 64), (40000, 1000), (4000, 16384), (64, 1 << 20), (8, 1 << 23)])
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_backward_keeps_its_scratch_small(rows, cols, dtype, activation):
-    x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=0)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    y = layer_norm(x, (cols,), weight, bias, activation=activation)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = torch.autograd.grad(y, leaves, dy)
-    scratch = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in gradients)
-    assert scratch <= max(32 << 20, 2 * weight.nbytes), f"{scratch / 2**20:.1f} MB"
-
-
-# ---- Autograd ----
-
-
-@gpu
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 8), (2, 5000)])
-def test_gradcheck_and_gradgradcheck(shape, affine):
-    x, weight, bias, _ = random_case(1, shape[-1], torch.float64, affine, seed=0)
-    x = torch.randn(shape, dtype=torch.float64, device="cuda", requires_grad=True)
-    inputs = [x] + [None if t is None else t.requires_grad_() for t in (weight, bias)]
-
-    def function(*tensors):
-        return layer_norm(tensors[0], shape[-1:], *tensors[1:])
-
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=shape[-1] > 1000)
-    if shape[-1] < 1000:
-        assert torch.autograd.gradgradcheck(function, inputs)
-
-
-@kernels
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_third_derivatives(device, activation):
-    x, weight, bias, _ = random_case(3, 5, torch.float64, "both", seed=0, device=device)
-    inputs = [t.requires_grad_() for t in (x, weight, bias)]
-    with ops_on_the_cpu() as op:
-
-        def loss(x, weight, bias):  # of the op, one input is computed from another
-            return op(x * weight, [5], weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], 1.5).sin().sum()
-
-        def slope(*tensors):
-            return torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
-
-        assert torch.autograd.gradcheck(slope, inputs)
-        assert torch.autograd.gradgradcheck(slope, inputs)
-        rest = [t.detach() for t in inputs[1:]]
-        forward_last = torch.func.jacfwd(torch.func.jacrev(loss))(x.detach(), *rest)
-        torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(loss))(x.detach(), *rest), forward_last)
-
-
-@gpu
-@pytest.mark.parametrize("activation", [None, "gelu"])
-@pytest.mark.parametrize("rows,cols", [(6, 40), (9, 16384), (150, 20001), (3, 262144)])
-def test_copy_on_write_tensors_stay_shared(rows, cols, activation):
-    if not hasattr(torch, "_lazy_clone"):
-        pytest.skip("this PyTorch has no copy-on-write tensors")
-    case = random_case(rows, cols, torch.float32, "both", seed=0)
-    x, weight, bias, dy = (torch._lazy_clone(t) for t in case)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    y = layer_norm(x, (cols,), weight, bias, activation=activation)
-    torch.autograd.grad(y, leaves, dy)
-    assert all(torch._C._is_cow_tensor(t) for t in (*leaves, dy))
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(dtype):
-    module = nn.LayerNorm(768).cuda()
-    x = torch.randn(4, 768, device="cuda", dtype=dtype, requires_grad=True)
-    with torch.autocast("cuda", dtype=dtype):
-        expected = module(x)
-        y = replace_layer_norm(copy.deepcopy(module))(x)
-    assert y.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(y, expected)
-    y.sum().backward()
-    assert x.grad.dtype == dtype
-
-
-FUNCTIONS = dict(kernels=layer_norm, pytorch=nn.functional.layer_norm)
-
-
-@gpu
-def test_functional_transforms():
-    x, weight, bias, dy = random_case(6, 8, torch.float64, "both", seed=0)
-    results = []
-    for function in FUNCTIONS.values():
-
-        def loss(x, weight, bias):
-            return (function(x, (8,), weight, bias) * dy[: x.numel() // 8].view_as(x)).sin().sum()
-
-        results.append([
-            torch.func.vmap(lambda row: function(row, (8,), weight, bias))(x),
-            *torch.func.grad(loss, argnums=(0, 1, 2))(x, weight, bias),
-            torch.func.vmap(torch.func.grad(loss, argnums=1), in_dims=(0, None, None))(x, weight, bias),
-            torch.func.jvp(lambda x: function(x, (8,), weight, bias), (x,), (dy,))[1],
-            torch.func.jacrev(lambda x: function(x, (8,), weight, bias))(x[0]),
-            torch.func.hessian(lambda x: loss(x, weight, bias))(x[0]),
-        ])  # fmt: skip
-    torch.testing.assert_close(*results)
-
-
-@pytest.fixture
-def no_vmap_fallback():
-    """vmap raises where an operation has no batching rule; else it loops over the slices and warns."""
-    if not hasattr(torch.library, "register_vmap"):
-        pytest.skip("this PyTorch cannot register a batching rule")
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    yield
-    torch._C._functorch._set_vmap_fallback_enabled(True)
-
-
-@kernels
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", 2.0)])
-@pytest.mark.parametrize(
-    "x,weight,bias,in_dims",
-    [
-        ((3, 5, 8), (8,), (8,), (0, None, None)),
-        ((5, 3, 8), (8,), None, (1, None, None)),
-        ((3, 8), None, None, (0, None, None)),
-        ((3, 8), (3, 8), (3, 8), (0, 0, 0)),
-        ((5, 8), (3, 8), (8,), (None, 0, None)),
-        ((5, 8), (8,), (8, 3), (None, None, 1)),
-        ((5, 2, 3, 8), (3, 8), (8, 3), (2, 0, 1)),
-        ((5, 4, 3, 2), (4, 2), (4, 3, 2), (2, None, 1)),
-        ((4, 2), (3, 4, 2), None, (None, 0, None)),
-    ],
-)
-def test_vmap(x, weight, bias, in_dims, activation, scale, dtype, device, no_vmap_fallback):
-    normalized_shape = (4, 2) if x[-1] == 2 else (8,)
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        t and torch.randn(t, generator=generator).to(device, dtype).requires_grad_() for t in (x, weight, bias)
+@pytest.mark.parametrize("cols", [1000, 9000, 16392, 20001])
+def test_rstd_whose_square_overflows(cols):
+    assert_close_to_float64(
+        random_case(40, cols, torch.bfloat16, seed=cols, mean=0.0, std=3e-20, telling=False), eps=0.0, luck=SUMS
     )
-    given = [t for t in (x, weight, bias) if t is not None]
-    given_dims = tuple(d for d, t in zip(in_dims, (x, weight, bias)) if t is not None)
-    results = []
-    with ops_on_the_cpu() as op:
-
-        def ours(x, weight=None, bias=None):
-            return op(x, normalized_shape, weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], scale)
-
-        def pytorch(x, weight=None, bias=None):
-            return chain(x, normalized_shape, weight, bias, 1e-5, activation, scale)
-
-        for function in (ours, pytorch):
-
-            def loss(*tensors):
-                return function(*tensors).double().sin().sum()
-
-            def mapped_loss(*tensors):
-                return torch.vmap(function, given_dims)(*tensors).double().sin().sum()
-
-            every = tuple(range(len(given)))
-            detached = [t.detach() for t in given]
-            results.append([
-                torch.vmap(function, given_dims)(*given),
-                torch.autograd.grad(mapped_loss(*given), given),
-                torch.vmap(torch.func.grad(loss, every), given_dims)(*detached),
-                torch.func.grad(mapped_loss, every)(*detached),
-                torch.vmap(lambda *t: torch.vmap(function, given_dims)(*t), (0,) * len(given))(
-                    *(torch.stack([t, 2 * t]) for t in detached)
-                ),
-            ])  # fmt: skip
-    loose = dict(atol=0.15, rtol=0.05) if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(*results, **loose)
 
 
-@kernels
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_vmap_over_backward(device, no_vmap_fallback):
-    x, weight, bias, _ = random_case(5, 8, torch.float64, "both", seed=0, device=device)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    gradients = torch.randn(3, 5, 8, dtype=x.dtype, device=device)
-    results = []
-    with ops_on_the_cpu() as op:
-        for function in (op, nn.functional.layer_norm):
-            y = function(x, (8,), weight, bias, 1e-5)
-            results.append(torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(gradients))
-    torch.testing.assert_close(*results)
-
-
-@kernels
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_vmap_checks_the_slices(device, no_vmap_fallback):
-    x, weights = torch.zeros(2, 5, device=device), torch.zeros(3, 5, device=device)
-    with ops_on_the_cpu() as op:
-        for words, call in [
-            ("normalized_shape", lambda: torch.vmap(lambda row: op(row, [2, 5], None, None, 1e-5))(x)),
-            ("weight", lambda: torch.vmap(lambda w: op(x, [5], w[:1], None, 1e-5))(weights)),
-            ("bias", lambda: torch.vmap(lambda b: op(x, [5], None, b[None], 1e-5))(weights)),
-            ("dtype|type", lambda: torch.vmap(lambda w: op(x, [5], w.double(), None, 1e-5))(weights)),
-        ]:
-            with pytest.raises(RuntimeError, match=words):
-                call()
+# ---- Epilogue: scale * activation(layer norm) ----
 
 
 @gpu
-def test_forward_mode():
-    x, weight, bias, tangent = random_case(6, 8, torch.float64, "both", seed=0)
-    results = []
-    for function in FUNCTIONS.values():
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x, tangent)
-            results.append(torch.autograd.forward_ad.unpack_dual(function(dual, (8,), weight, bias)))
-    torch.testing.assert_close(*results)
-
-
-# ---- scale * activation(layer norm) ----
-
-
-def chain(x, normalized_shape, weight, bias, eps, activation, scale):
-    y = nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)
-    if activation:
-        y = nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return y * scale
-
-
 @pytest.mark.parametrize(
-    "rows,cols,device",
-    [(5, 24, "cpu")] + [pytest.param(rows, cols, "cuda", marks=gpu) for rows, cols in (
-        (200, 3), (1000, 64), (64, 129), (31, 768), (9, 4096), (6, 8192), (300, 9000), (2213, 8456), (300, 16392),
-        (300, 20001), (300, 20008), (5, 40000), (3, 262144), (2, 1048577), (3, 4194304), (300, 14335), (300, 16384))],
+    "rows,cols",
+    [(200, 3), (1000, 64), (64, 129), (31, 768), (9, 4096), (6, 8192), (300, 9000), (2213, 8456), (300, 16392),
+        (300, 20001), (300, 20008), (5, 40000), (3, 262144), (2, 1048577), (3, 4194304), (300, 14335), (300, 16384)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("activation,scale", [("gelu", 1.0), ("gelu_tanh", -0.5), (None, 2.0), ("gelu", 0.0)])
-def test_activation(rows, cols, device, dtype, activation, scale):
-    # Sums over rows of errors as small as PyTorch's are lucky or not (float32, 200 x 3, tanh form: 0.3e-6 to
-    # 1.4e-6 for PyTorch, 0.4e-6 to 2.2e-6 for ours), so that small cases are several.
+def test_activation(rows, cols, dtype, activation, scale):
     seeds = range(rows + cols, rows + cols + (8 if rows * cols < 1e5 else 1))
-    cases = [random_case(rows, cols, dtype, "both", seed=seed, device=device) for seed in seeds]
-
-    def fused(x, shape, weight, bias, eps):
-        return layer_norm(x, shape, weight, bias, eps, activation=activation, scale=scale)
-
-    def pytorch(x, shape, weight, bias, eps):
-        return chain(x, shape, weight, bias, eps, activation, scale)
-
-    assert_no_worse_than_pytorch(*cases, functions=(fused, pytorch), slack=3)
+    cases = [random_case(rows, cols, dtype, seed=seed, mean=0.0, telling=False) for seed in seeds]
+    assert_close_to_float64(*cases, eps=1e-5, activation=activation, scale=scale, luck=SUMS)
 
 
-@gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,cols", [(400, 1000), (150, 16392), (150, 20001), (3, 1200000)])
-@pytest.mark.parametrize("affine", ["weight", "bias", "none", "float32"])
-def test_activation_with_any_affine(affine, rows, cols, dtype):
-    case = random_case(rows, cols, dtype, affine, seed=cols)
-    fused, pytorch = (functools.partial(f, activation="gelu", scale=1.5) for f in (layer_norm, chain))
-    assert_no_worse_than_pytorch(case, functions=(fused, pytorch), slack=3)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("activation,scale", [("gelu", 1.0), ("gelu_tanh", -0.5), (None, 2.0), ("gelu", 0.0)])
+def test_activation_on_the_cpu(dtype, activation, scale):
+    case = random_case(5, 24, dtype, device="cpu")
+    ours, theirs = (
+        run_case(functools.partial(f, activation=activation, scale=scale), *case) for f in (layer_norm, chain)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
 @gpu
@@ -1312,7 +1738,433 @@ def test_unknown_activation(activation):
         layer_norm(torch.zeros(2, 3), (3,), activation=activation)
 
 
-# ---- ConvTranspose3d, LayerNorm, GELU, scaling ----
+# ---- Device: streams, graphs, memory, other GPUs ----
+
+
+@gpu
+@some_cases
+def test_runs_on_the_current_stream(case):
+    """Inputs come late, on a stream of their own: a kernel on another one would read what was there before."""
+    tensors = case.tensors()
+    late = [None if t is None else t.fill_(torch.nan) for t in case.tensors()]  # lie as the others do
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for to, t in zip(late, tensors):
+            if t is not None:
+                to.copy_(t)
+        results = run_case(functools.partial(layer_norm, **case.epilogue), *late)
+    stream.synchronize()
+    compare_with_float64([(results, tensors)], **case.epilogue)
+
+
+@gpu
+@some_cases
+def test_cuda_graph_of_a_training_step(case):
+    function = functools.partial(layer_norm, **case.epilogue)
+    tensors = case.tensors()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run_case(function, *tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_case(function, *tensors)
+    for seed in (1, 2):
+        for t, new in zip(tensors, case.tensors(seed)):
+            if t is not None:
+                t.copy_(new)
+        for t in captured:
+            if t is not None:
+                t.fill_(torch.nan)
+        graph.replay()
+        results = [None if t is None else t.clone() for t in captured]
+        assert all(a is b or torch.equal(a, b) for a, b in zip(results, run_case(function, *tensors)))
+        compare_with_float64([(results, tensors)], **case.epilogue)
+
+
+@two_gpus
+@some_cases
+def test_a_device_that_is_not_current(case):
+    with torch.cuda.device(0):
+        tensors = case.tensors(device="cuda:1")
+        torch.cuda.synchronize("cuda:1")
+        with torch.cuda.device(1):
+            stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.cuda.device(0):
+            results = run_case(functools.partial(layer_norm, **case.epilogue), *tensors)
+        torch.cuda.synchronize("cuda:1")
+    assert all(t.device.index == 1 for t in results if t is not None)
+    compare_with_float64([(results, tensors)], **case.epilogue)
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(1000, 64), (300, 9000), (9, 262144), (4, 4194304), (3, 4194304)])
+def test_many_streams_and_threads_at_once(rows, cols):
+    import concurrent.futures
+
+    cases = [random_case(rows, cols, torch.float32, "both", seed=i) for i in range(3)]
+    expected = [run_case(layer_norm, *case) for case in cases]
+
+    def work(i):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            results = [run_case(layer_norm, *cases[i]) for _ in range(5)]
+        stream.synchronize()
+        return all(torch.equal(a, b) for result in results for a, b in zip(expected[i], result))
+
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(3)))
+
+
+# Of one kernel, rows of several lengths take different amounts of shared memory.
+@gpu
+def test_threads_with_rows_of_different_lengths():
+    import concurrent.futures
+
+    calls = [case for case in SOME if case.elements < 10**7 and case.off in ("", "x") and case.affine == "both"]
+    tensors = [case.tensors(seed=i) for i, case in enumerate(calls)]
+
+    def result(i):
+        x, weight, bias, _ = tensors[i]
+        return layer_norm(x, x.shape[1:], weight, bias, **calls[i].epilogue)
+
+    expected = [result(i) for i in range(len(calls))]
+    torch.cuda.synchronize()
+
+    def work(thread):
+        order = torch.randperm(len(calls), generator=torch.Generator().manual_seed(thread)).tolist()
+        wrong = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in order * 3:
+                wrong.append((result(i) != expected[i]).any())
+            return torch.stack(wrong).any().item()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(work, range(4)))
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(500, 4096), (16, 262144)])
+def test_beside_a_process_that_fills_the_gpu(rows, cols):
+    busy = "import torch\na = torch.randn(4096, 4096, device='cuda')\nprint('on', flush=True)\nwhile True: b = a @ a"
+    case = random_case(rows, cols, torch.float32, "both", seed=0)
+    expected = run_case(layer_norm, *case)
+    other = subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "on\n"
+        start = time.time()
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(expected, run_case(layer_norm, *case)))
+        assert time.time() - start < 60
+    finally:
+        other.kill()
+        other.wait()
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(1 << 20, 256), (64, 1 << 22)])
+def test_out_of_memory_leaves_the_process_usable(rows, cols, tmp_path):
+    code = f"""
+        import torch, layernorm_inline
+        x = torch.randn({rows}, {cols}, device="cuda")
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((x.nbytes * 1.5) / total)
+        for _ in range(2):
+            try:
+                layernorm_inline.layer_norm(x, ({cols},))
+            except torch.OutOfMemoryError:
+                print("out of memory")
+        small = torch.randn(2, {cols}, device="cuda")
+        y, expected = (f(small, ({cols},)) for f in (layernorm_inline.layer_norm, torch.nn.functional.layer_norm))
+        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    """
+    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("out of memory") == 2
+
+
+@gpu
+def test_no_statistics_without_grad():
+    x = torch.randn(10000, 8, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        y = layer_norm(x, (8,))
+    assert torch.cuda.max_memory_allocated() - before == torch.cuda.memory_allocated() - before >= y.nbytes
+    assert torch.cuda.max_memory_allocated() - before < y.nbytes + 512
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows,cols", [(1_000_000, 64), (40000, 1000), (4000, 16384), (64, 1 << 20), (8, 1 << 23)])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_backward_keeps_its_scratch_small(rows, cols, dtype, activation):
+    x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=0)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = layer_norm(x, (cols,), weight, bias, activation=activation)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(y, leaves, dy)
+    scratch = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in gradients)
+    assert scratch <= max(32 << 20, 2 * weight.nbytes), f"{scratch / 2**20:.1f} MB"
+
+
+# An allocator for PyTorch that surrounds every buffer, and fills it, with NaN: reading what nobody wrote
+# spoils the result, and a write beside a buffer is counted when the buffer is given back.
+GUARDS = r"""
+#include <cuda_runtime_api.h>
+#include <algorithm>
+#include <vector>
+
+static constexpr size_t kGuard = 1 << 16;
+static int damaged = 0;
+
+extern "C" void* allocate(ssize_t size, int, cudaStream_t) {
+  void* buffer = nullptr;
+  if (cudaMalloc(&buffer, size + 2 * kGuard) != cudaSuccess) return nullptr;
+  cudaMemset(buffer, 0xff, size + 2 * kGuard);
+  cudaDeviceSynchronize();
+  return static_cast<char*>(buffer) + kGuard;
+}
+
+extern "C" void release(void* pointer, ssize_t size, int, cudaStream_t) {
+  char* buffer = static_cast<char*>(pointer) - kGuard;
+  std::vector<unsigned char> guards(2 * kGuard);
+  cudaDeviceSynchronize();
+  cudaMemcpy(guards.data(), buffer, kGuard, cudaMemcpyDeviceToHost);
+  cudaMemcpy(guards.data() + kGuard, buffer + kGuard + size, kGuard, cudaMemcpyDeviceToHost);
+  damaged += std::count(guards.begin(), guards.end(), 0xff) != long(2 * kGuard);
+  cudaFree(buffer);
+}
+
+extern "C" int damaged_buffers() { return damaged; }
+extern "C" void zero(void* pointer) { cudaMemset(pointer, 0, 1); }
+"""
+
+
+# Few rows of each room for the sanitizers: racecheck (2025.3) does not follow a ring whose slots are used again, where
+# one lane arrives at a barrier for its warp after __syncwarp. It reports hazards in a textbook pipeline of 40 lines,
+# too, and none where all lanes arrive. So what would go round a ring is left out, or only run forward.
+def rings_wrap(case, room):
+    return room == "pipeline" and case.elements > 3 * 10**6
+
+
+SANITIZED = [
+    case for case in SOME
+    if not rings_wrap(case, case.forward) and case.dtype != "fp16" and case.affine in ("both", "float32")
+    and case.off in ("", "xwbd", "d")
+]  # fmt: skip
+
+
+def every_room(compare):
+    """Runs SANITIZED and the convolution, each of its own; compare: with float64, too. Yields after each."""
+    for case in SANITIZED:
+        function = functools.partial(layer_norm, **case.epilogue)
+        tensors = case.tensors()
+        backward = not rings_wrap(case, case.backward)
+        if compare:
+            compare_with_float64([(run_case(function, *tensors), tensors)], **case.epilogue)
+        elif backward:
+            assert all(t is None or t.isfinite().all() for t in run_case(function, *tensors))
+        else:
+            assert function(tensors[0], (case.cols,), *tensors[1:3]).isfinite().all()
+        del tensors
+        yield
+    for dtype, allow_tf32 in (
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.half, True),
+        (torch.bfloat16, True),
+    ):
+        with convolutions_in_tf32(allow_tf32):
+            model = ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).cuda().to(dtype)
+            y = model(torch.randn(1, 32, 2, 3, 32, device="cuda", dtype=dtype, requires_grad=True))
+            y.sum().backward()
+            assert all(torch.isfinite(t).all() for t in (y, *(p.grad for p in model.parameters())))
+            del y, model
+        yield
+
+
+@gpu
+def test_guard_bands_around_every_buffer(tmp_path):
+    from torch.utils import cpp_extension
+
+    (tmp_path / "guards.cpp").write_text(GUARDS)
+    options = dict(build_directory=str(tmp_path), is_python_module=False, with_cuda=True)
+    cpp_extension.load("guards", [str(tmp_path / "guards.cpp")], **options)
+    library = str(tmp_path / "guards.so")
+    code = f"""
+        import ctypes, torch
+        allocator = torch.cuda.memory.CUDAPluggableAllocator({library!r}, "allocate", "release")
+        torch.cuda.memory.change_current_allocator(allocator)  # the import below allocates
+        guards = ctypes.CDLL({library!r})
+        import test_layernorm_inline
+        for cases, _ in enumerate(test_layernorm_inline.every_room(compare=True), 1):
+            assert guards.damaged_buffers() == 0
+        buffer = torch.empty(10, device="cuda")
+        guards.zero(ctypes.c_void_p(buffer.data_ptr() + buffer.nbytes))
+        del buffer
+        assert guards.damaged_buffers() == 1, "a write beside a buffer is noticed"
+        print(cases, "cases")
+    """
+    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE, PYTHONPATH=os.path.dirname(SOURCE))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{len(SANITIZED) + 4} cases\n"
+
+
+@gpu
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_compute_sanitizer_finds_nothing(tmp_path, tool):
+    script = tmp_path / "rooms.py"
+    script.write_text(
+        "import test_layernorm_inline\n"
+        "print(len(list(test_layernorm_inline.every_room(compare=False))), 'cases')\n"
+    )  # fmt: skip
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": CACHE, "PYTHONPATH": os.path.dirname(SOURCE)}
+    if tool == "memcheck":  # one allocation a tensor: memcheck then knows where each one ends
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    command = ["compute-sanitizer", "--tool", tool]
+    if tool != "initcheck":  # which has to see PyTorch's kernels write what ours read
+        command += ["--kernel-name", "kns=layernorm_inline"]
+    command += [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and f"{len(SANITIZED) + 4} cases" in done.stdout, done.stdout + done.stderr
+    assert re.search("ERROR SUMMARY: 0 errors|0 hazards displayed", done.stdout), done.stdout
+
+
+DISTRIBUTED = """
+    import os, sys, copy, torch
+    from torch import nn
+    import torch.distributed as dist
+    from layernorm_inline import ModelNew, replace_layer_norm
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    kind = sys.argv[1]
+
+    def losses(replace):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).cuda()
+        if replace:
+            replace_layer_norm(model)
+            assert sum(type(m) is ModelNew for m in model.modules()) == 3
+        if kind == "ddp":
+            model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+        else:
+            from torch.distributed.fsdp import fully_shard
+            for m in model:
+                if isinstance(m, (nn.Linear, nn.LayerNorm)):
+                    fully_shard(m)
+            fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        torch.manual_seed(rank + 1)
+        x, target = torch.randn(32, 64, device="cuda"), torch.randn(32, 64, device="cuda")
+        result = []
+        for _ in range(30):
+            loss = nn.functional.mse_loss(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            result.append(loss.detach())
+        return torch.stack(result)
+
+    theirs, ours = losses(False), losses(True)
+    assert theirs[-1] < theirs[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    dist.destroy_process_group()
+    print("agree")
+"""
+
+
+@two_gpus
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_distributed_training(kind, tmp_path):
+    import_in_subprocess(tmp_path, "print()")
+    (tmp_path / "train.py").write_text(textwrap.dedent(DISTRIBUTED))
+    port = str(29500 + os.getpid() % 2000)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    done = subprocess.run(
+        [*command, "train.py", kind], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("agree") == 2
+
+
+# ---- Rows in registers ----
+
+
+# So many rows that a thread of the forward kernel takes several of them, and not a multiple of what a block takes.
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(
+    "rows,cols",
+    [(2207, 9), (2501, 150), (2211, 255), (1103, 2041), (1103, 2048), (703, 4099), (401, 6001), (301, 14335), (211, 50257),
+     (103, 100004), (37, 131075)],
+)  # fmt: skip
+def test_many_unaligned_rows(rows, cols, offset, dtype):
+    assert_close_to_float64(random_case(rows, cols, dtype, "both", seed=cols, offsets=(offset, 0, 0, offset)))
+
+
+# So many bytes that blocks bring to L2 what later blocks read (40 KB for each SM ahead), up to the last row.
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "cols,offset", [(64, 0), (255, 1), (768, 0), (1024, 0), (2041, 0), (4096, 1), (6001, 0), (10008, 0), (16384, 0)]
+)
+def test_rows_brought_to_l2_for_later_blocks(cols, offset, dtype):
+    rows = (24 << 20) // (cols * dtype.itemsize) + 1
+    assert_close_to_float64(random_case(rows, cols, dtype, "both", seed=cols, offsets=(offset, 0, 0, offset)))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1_000_000, 3_000_001])
+def test_gradients_over_millions_of_rows(rows):
+    assert_close_to_float64(random_case(rows, 24, torch.float32, "both", seed=rows))
+
+
+# ---- Rows that many SMs hold together, rows spread over the GPU ----
+
+
+@gpu
+def test_main_shape():
+    x, weight, bias, dy = random_case(16, 64 * 256 * 256, torch.float32, mean=0.0, telling=False)
+    assert_close_to_float64((x, weight, bias, dy), eps=1e-5, luck=SUMS)
+
+
+# One group of blocks and several; slices with and without an incomplete last stage, and with one stage more in some
+# blocks than in others; on 132 SMs as long as they can be, and just longer.
+@gpu
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("affine,mean", [("both", 3.0), ("weight", 1e6), ("bias", 0.0), ("none", 1e4)])
+@pytest.mark.parametrize(
+    "rows,cols", [(4, 2200004), (13, 1100004), (5, 3000000), (5, 3786816), (7, 4325376), (4, 4325380), (9, 3300000)]
+)
+def test_rows_that_many_sms_hold_together(rows, cols, affine, mean, activation):
+    case = random_case(rows, cols, torch.float32, affine, seed=cols, mean=mean, telling=False)
+    epilogue = dict(activation=activation, scale=-1.5 if activation else 1.0)
+    assert_close_to_float64(case, eps=1e-5, luck=SUMS, **epilogue)
+
+
+@gpu
+@pytest.mark.parametrize("rows,cols", [(8, 262144), (1, 262144), (2, 65536), (1, 1 << 21), (4, 2200004)])
+def test_gradients_of_rows_with_outliers(rows, cols):
+    cases = [random_case(rows, cols, torch.float32, "both", seed=seed, mean=0.0, telling=False) for seed in range(5)]
+    for x, *_ in cases:
+        x[:, :: cols // 5] = 1e4
+    assert_close_to_float64(*cases, eps=1e-5, luck=SUMS)
+
+
+# ---- Convolution: ConvTranspose3d, LayerNorm, GELU, scaling ----
+
 
 MODELS_34 = [
     ((32, 64, 4, 2, 1), (2, 32, 3, 5, 32)),  # the kernel's family
@@ -1617,71 +2469,337 @@ def test_problem_34_normalizes_the_width(shape, channels, device):
             module(torch.randn(shape, device=device))
 
 
-# ---- Training ----
-
-
-def train(model, batches, steps, replacement=None, rate=1e-3):
-    """Losses of some steps of Adam on random but fixed batches. batches: list of (input, target)."""
-    model = copy.deepcopy(model)
-    if replacement is not None:
-        replacement(model)
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=rate), []
-    for step in range(steps):
-        x, target = batches[step % len(batches)]
-        loss = nn.functional.mse_loss(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).double()
-
-
-class OtherSummationOrder(nn.LayerNorm):
-    """LayerNorm that rounds elsewhere: what remains of two such runs' difference is noise."""
-
-    def forward(self, x):
-        mean = x.mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
-        distance = x - mean
-        variance = distance.square().mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
-        return distance / (variance + self.eps).sqrt() * self.weight + self.bias
-
-
-def with_other_order(model):
-    for module in model.modules():
-        if type(module) is nn.LayerNorm:
-            module.__class__ = OtherSummationOrder
-
-
-class ConvNet(nn.Sequential):
-    def __init__(self):
-        layers = []
-        for i, size in enumerate((32, 16, 8)):
-            layers += [nn.Conv2d(3 if i == 0 else 16, 16, 3, stride=1 if i == 0 else 2, padding=1)]
-            layers += [nn.LayerNorm((16, size, size)), nn.GELU()]
-        super().__init__(*layers, nn.Flatten(), nn.Linear(16 * 8 * 8, 4))
-
-
-def transformer():
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    return nn.Sequential(
-        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.LayerNorm(64), nn.Linear(64, 4)
-    )
+# ---- Dispatch and binding: shapes, strides, errors ----
 
 
 @gpu
-@pytest.mark.parametrize("make,shape,target", [
-    (transformer, (16, 24, 64), (16, 24, 4)), (ConvNet, (16, 3, 32, 32), (16, 4)),
-    (lambda: models_34((3, 8, 4, 2, 1), "cpu")[0], (4, 3, 3, 5, 4), (4, 8, 6, 10, 8)),
-], ids=["transformer", "convnet", "problem 34"])  # fmt: skip
-def test_training_follows_pytorch(make, shape, target):
-    torch.manual_seed(0)
-    model = make().cuda()
-    batches = [(torch.randn(shape, device="cuda"), torch.randn(target, device="cuda")) for _ in range(4)]
-    theirs = train(model, batches, 300)
-    noise = (train(model, batches, 300, with_other_order) - theirs).abs().max()
-    difference = (train(model, batches, 300, replace_layer_norm) - theirs).abs().max()
-    assert theirs[-1] < 0.9 * theirs[0], "it learns"
-    assert difference <= 5 * noise + 1e-6, f"differs by {difference:.2e}, noise is {noise:.2e}"
+@pytest.mark.parametrize(
+    "shape,normalized", [((3, 4, 5, 6), 1), ((3, 4, 5, 6), 2), ((3, 4, 5, 6), 4), ((6,), 1), ((2, 8, 64, 64), 3)]
+)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "expanded", "sliced"])
+def test_shapes_and_strides(shape, normalized, layout):
+    x = torch.randn(shape, device="cuda")
+    if layout == "transposed" and x.dim() > 1:
+        x = torch.randn(shape[:-2] + (shape[-1], shape[-2]), device="cuda").transpose(-1, -2)
+    elif layout == "channels_last" and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    elif layout == "expanded":
+        x = torch.randn(shape[-1:], device="cuda").expand(shape)
+    elif layout == "sliced":
+        x = torch.randn(shape[:-1] + (2 * shape[-1],), device="cuda")[..., ::2]
+    normalized_shape = x.shape[-normalized:]
+    theirs, ours = nn.LayerNorm(normalized_shape).cuda(), ModelNew(normalized_shape).cuda()
+    gradients = []
+    for module in (theirs, ours):
+        leaf = x.detach().requires_grad_()
+        y = module(leaf)
+        (y * torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)).sum().backward()
+        gradients.append((y.detach(), leaf.grad, module.weight.grad, module.bias.grad))
+    assert gradients[0][0].stride() == gradients[1][0].stride()
+    for their, mine in zip(*gradients):
+        torch.testing.assert_close(mine, their, atol=2e-5, rtol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("shape,normalized_shape", [((0, 5), (5,)), ((3, 0, 8), (8,)), ((0, 40000), (40000,))])
+def test_no_rows(shape, normalized_shape):
+    module = ModelNew(normalized_shape).cuda()
+    x = torch.empty(shape, device="cuda", requires_grad=True)
+    with poisoned():
+        y = module(x)
+        y.sum().backward()
+    assert y.shape == shape and x.grad.shape == shape
+    assert (module.weight.grad == 0).all() and (module.bias.grad == 0).all()
+
+
+BAD = [
+    (RuntimeError, "normalized_shape", lambda d: layer_norm(torch.zeros(2, 5, device=d), (4,))),
+    (RuntimeError, "normalized_shape", lambda d: layer_norm(torch.zeros(5, device=d), (2, 5))),
+    (RuntimeError, "at least 1-dimensional", lambda d: layer_norm(torch.zeros(2, 5, device=d), ())),
+    (RuntimeError, "weight", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), torch.zeros(4, device=d))),
+    (RuntimeError, "bias", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), None, torch.zeros(1, 5, device=d))),
+    (RuntimeError, "not implemented|Long", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.int64), (5,))),
+    (RuntimeError, "not implemented|Complex", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
+    (TypeError, "list", lambda d: layer_norm([1.0, 2.0], (2,))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("error,words,call", BAD)
+def test_bad_input(error, words, call, device):
+    with pytest.raises(error, match=words):
+        call(device)
+    assert torch.isfinite(layer_norm(torch.randn(2, 5, device=device), (5,))).all()
+
+
+@pytest.mark.parametrize("call", [call for _, _, call in BAD])
+def test_errors_on_the_cpu_are_pytorchs(call, monkeypatch):
+    errors = []
+    for function in (nn.functional.layer_norm, layer_norm):
+        monkeypatch.setitem(globals(), "layer_norm", function)
+        with pytest.raises(Exception) as caught:  # noqa: B017
+            call("cpu")
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+@gpu
+def test_bad_dtypes_and_devices():
+    x, w = torch.zeros(2, 5, device="cuda"), torch.zeros(5, device="cuda")
+    for weight, bias, words in [
+        (w.half(), None, "Expected weight of dtype Float"),
+        (None, w.double(), "Expected bias of dtype Float"),
+        (w.cpu(), None, "same device"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            layer_norm(x, (5,), weight, bias)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer_norm(x.half(), (5,), w, w.half())
+
+
+@kernels
+@pytest.mark.parametrize(
+    "words,change",
+    [
+        ("input of shape \\[\\*, 32, \\*, \\*, 32\\], but got \\[1, 31, 2, 2, 32\\]", dict(input=(1, 31, 2, 2, 32))),
+        ("conv_weight of shape .* but got \\[32, 64, 3, 3, 3\\]", dict(conv_weight=(32, 64, 3, 3, 3))),
+        ("dtype Float, Half or BFloat16, but got Double", dict(dtype=torch.float64)),
+        ("conv_bias of shape \\[64\\], but got \\[63\\]", dict(conv_bias=(63,))),
+        ("Expected weight to be of same shape", dict(weight=(63,))),
+        ("Expected bias to be of same shape", dict(bias=(65,))),
+    ],
+)
+def test_bad_input_of_the_convolution(words, change):
+    shapes = dict(input=(1, 32, 2, 2, 32), conv_weight=(32, 64, 4, 4, 4), conv_bias=(64,), weight=(64,), bias=(64,))
+    dtype = change.get("dtype", torch.float32)
+    tensors = [torch.empty(change.get(k, v), device="meta", dtype=dtype) for k, v in shapes.items()]
+    with pytest.raises(RuntimeError, match=words):
+        layernorm_inline._ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
+
+
+# ---- Python API: autograd ----
+
+
+@contextlib.contextmanager
+def ops_on_the_cpu():
+    """Yields the op layer_norm, with PyTorch's functions as kernels for CPU tensors: what lies above the kernels
+    (autograd, vmap) runs without a GPU."""
+
+    def forward(x, shape, weight, bias, eps, activation=0, scale=1.0):
+        y, *statistics = torch.native_layer_norm(x, shape, weight, bias, eps)
+        if activation:
+            y = nn.functional.gelu(y, approximate=("none", "tanh")[activation - 1])
+        return y * scale, torch.stack([s.flatten() for s in statistics])
+
+    def backward(dy, x, shape, _, weight, bias, activation, scale, wanted):
+        with torch.enable_grad():
+            leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
+            y, _ = forward(leaves[0], shape, *leaves[1:], 1e-5, activation, scale)
+            gradients = iter(torch.autograd.grad(y, [t for t in leaves if t is not None], dy))
+        return tuple(torch.empty(0) if t is None else next(gradients) for t in leaves)
+
+    library = torch.library.Library(layernorm_inline._ops.name, "IMPL")
+    library.impl("layer_norm", lambda *arguments: forward(*arguments)[0], "CPU")
+    library.impl("forward", forward, "CPU")
+    library.impl("backward", backward, "CPU")
+    yield layernorm_inline._ops.layer_norm.default
+    del library
+
+
+@gpu
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 8), (2, 5000)])
+def test_gradcheck_and_gradgradcheck(shape, affine):
+    x, weight, bias, _ = random_case(1, shape[-1], torch.float64, affine, seed=0)
+    x = torch.randn(shape, dtype=torch.float64, device="cuda", requires_grad=True)
+    inputs = [x] + [None if t is None else t.requires_grad_() for t in (weight, bias)]
+
+    def function(*tensors):
+        return layer_norm(tensors[0], shape[-1:], *tensors[1:])
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=shape[-1] > 1000)
+    if shape[-1] < 1000:
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@kernels
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_third_derivatives(device, activation):
+    x, weight, bias, _ = random_case(3, 5, torch.float64, "both", seed=0, telling=False, device=device)
+    inputs = [t.requires_grad_() for t in (x, weight, bias)]
+    with ops_on_the_cpu() as op:
+
+        def loss(x, weight, bias):  # of the op, one input is computed from another
+            return op(x * weight, [5], weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], 1.5).sin().sum()
+
+        def slope(*tensors):
+            return torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
+
+        assert torch.autograd.gradcheck(slope, inputs)
+        assert torch.autograd.gradgradcheck(slope, inputs)
+        rest = [t.detach() for t in inputs[1:]]
+        forward_last = torch.func.jacfwd(torch.func.jacrev(loss))(x.detach(), *rest)
+        torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(loss))(x.detach(), *rest), forward_last)
+
+
+@gpu
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("rows,cols", [(6, 40), (9, 16384), (150, 20001), (3, 262144)])
+def test_copy_on_write_tensors_stay_shared(rows, cols, activation):
+    if not hasattr(torch, "_lazy_clone"):
+        pytest.skip("this PyTorch has no copy-on-write tensors")
+    case = random_case(rows, cols, torch.float32, "both", seed=0)
+    x, weight, bias, dy = (torch._lazy_clone(t) for t in case)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = layer_norm(x, (cols,), weight, bias, activation=activation)
+    torch.autograd.grad(y, leaves, dy)
+    assert all(torch._C._is_cow_tensor(t) for t in (*leaves, dy))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype):
+    module = nn.LayerNorm(768).cuda()
+    x = torch.randn(4, 768, device="cuda", dtype=dtype, requires_grad=True)
+    with torch.autocast("cuda", dtype=dtype):
+        expected = module(x)
+        y = replace_layer_norm(copy.deepcopy(module))(x)
+    assert y.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert x.grad.dtype == dtype
+
+
+FUNCTIONS = dict(kernels=layer_norm, pytorch=nn.functional.layer_norm)
+
+
+@gpu
+def test_functional_transforms():
+    x, weight, bias, dy = random_case(6, 8, torch.float64, "both", seed=0)
+    results = []
+    for function in FUNCTIONS.values():
+
+        def loss(x, weight, bias):
+            return (function(x, (8,), weight, bias) * dy[: x.numel() // 8].view_as(x)).sin().sum()
+
+        results.append([
+            torch.func.vmap(lambda row: function(row, (8,), weight, bias))(x),
+            *torch.func.grad(loss, argnums=(0, 1, 2))(x, weight, bias),
+            torch.func.vmap(torch.func.grad(loss, argnums=1), in_dims=(0, None, None))(x, weight, bias),
+            torch.func.jvp(lambda x: function(x, (8,), weight, bias), (x,), (dy,))[1],
+            torch.func.jacrev(lambda x: function(x, (8,), weight, bias))(x[0]),
+            torch.func.hessian(lambda x: loss(x, weight, bias))(x[0]),
+        ])  # fmt: skip
+    torch.testing.assert_close(*results)
+
+
+@pytest.fixture
+def no_vmap_fallback():
+    """vmap raises where an operation has no batching rule; else it loops over the slices and warns."""
+    if not hasattr(torch.library, "register_vmap"):
+        pytest.skip("this PyTorch cannot register a batching rule")
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+@kernels
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", 2.0)])
+@pytest.mark.parametrize(
+    "x,weight,bias,in_dims",
+    [
+        ((3, 5, 8), (8,), (8,), (0, None, None)),
+        ((5, 3, 8), (8,), None, (1, None, None)),
+        ((3, 8), None, None, (0, None, None)),
+        ((3, 8), (3, 8), (3, 8), (0, 0, 0)),
+        ((5, 8), (3, 8), (8,), (None, 0, None)),
+        ((5, 8), (8,), (8, 3), (None, None, 1)),
+        ((5, 2, 3, 8), (3, 8), (8, 3), (2, 0, 1)),
+        ((5, 4, 3, 2), (4, 2), (4, 3, 2), (2, None, 1)),
+        ((4, 2), (3, 4, 2), None, (None, 0, None)),
+    ],
+)
+def test_vmap(x, weight, bias, in_dims, activation, scale, dtype, device, no_vmap_fallback):
+    normalized_shape = (4, 2) if x[-1] == 2 else (8,)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        t and torch.randn(t, generator=generator).to(device, dtype).requires_grad_() for t in (x, weight, bias)
+    )
+    given = [t for t in (x, weight, bias) if t is not None]
+    given_dims = tuple(d for d, t in zip(in_dims, (x, weight, bias)) if t is not None)
+    results = []
+    with ops_on_the_cpu() as op:
+
+        def ours(x, weight=None, bias=None):
+            return op(x, normalized_shape, weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], scale)
+
+        def pytorch(x, weight=None, bias=None):
+            return chain(x, normalized_shape, weight, bias, 1e-5, activation, scale)
+
+        for function in (ours, pytorch):
+
+            def loss(*tensors):
+                return function(*tensors).double().sin().sum()
+
+            def mapped_loss(*tensors):
+                return torch.vmap(function, given_dims)(*tensors).double().sin().sum()
+
+            every = tuple(range(len(given)))
+            detached = [t.detach() for t in given]
+            results.append([
+                torch.vmap(function, given_dims)(*given),
+                torch.autograd.grad(mapped_loss(*given), given),
+                torch.vmap(torch.func.grad(loss, every), given_dims)(*detached),
+                torch.func.grad(mapped_loss, every)(*detached),
+                torch.vmap(lambda *t: torch.vmap(function, given_dims)(*t), (0,) * len(given))(
+                    *(torch.stack([t, 2 * t]) for t in detached)
+                ),
+            ])  # fmt: skip
+    loose = dict(atol=0.15, rtol=0.05) if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(*results, **loose)
+
+
+@kernels
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_vmap_over_backward(device, no_vmap_fallback):
+    x, weight, bias, _ = random_case(5, 8, torch.float64, "both", seed=0, device=device)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    gradients = torch.randn(3, 5, 8, dtype=x.dtype, device=device)
+    results = []
+    with ops_on_the_cpu() as op:
+        for function in (op, nn.functional.layer_norm):
+            y = function(x, (8,), weight, bias, 1e-5)
+            results.append(torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(gradients))
+    torch.testing.assert_close(*results)
+
+
+@kernels
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_vmap_checks_the_slices(device, no_vmap_fallback):
+    x, weights = torch.zeros(2, 5, device=device), torch.zeros(3, 5, device=device)
+    with ops_on_the_cpu() as op:
+        for words, call in [
+            ("normalized_shape", lambda: torch.vmap(lambda row: op(row, [2, 5], None, None, 1e-5))(x)),
+            ("weight", lambda: torch.vmap(lambda w: op(x, [5], w[:1], None, 1e-5))(weights)),
+            ("bias", lambda: torch.vmap(lambda b: op(x, [5], None, b[None], 1e-5))(weights)),
+            ("dtype|type", lambda: torch.vmap(lambda w: op(x, [5], w.double(), None, 1e-5))(weights)),
+        ]:
+            with pytest.raises(RuntimeError, match=words):
+                call()
+
+
+@gpu
+def test_forward_mode():
+    x, weight, bias, tangent = random_case(6, 8, torch.float64, "both", seed=0)
+    results = []
+    for function in FUNCTIONS.values():
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, tangent)
+            results.append(torch.autograd.forward_ad.unpack_dual(function(dual, (8,), weight, bias)))
+    torch.testing.assert_close(*results)
 
 
 class NoGradient(torch.autograd.Function):
@@ -1791,506 +2909,82 @@ def test_mixed_precision_training_step():
     torch.testing.assert_close(*gradients, atol=1e-2, rtol=1e-2)
 
 
-# ---- Hard numbers ----
+# ---- Python API: training ----
 
 
-# rstd is 316 there, so that a mean off by its last digit shows.
-@gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "rows,cols",
-    [(5, 1), (5, 7), (2207, 41), (70, 64), (2211, 255), (5, 1000), (40, 2041), (5, 4096), (180, 9000), (180, 11000),
-     (180, 6001), (180, 14335), (5, 20001), (40, 50257), (3, 262144), (3, 1200001), (4, 4194304)],
-)  # fmt: skip
-def test_constant_rows(rows, cols, dtype):
-    _, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=cols)
-    values = (0.0, 1.0, 1 / 3, 1e4, -3.7e4, 1234.567) + (() if dtype == torch.float16 else (-3.7e5,))
-    for value in values:
-        x = torch.full_like(dy, value)
-        assert layer_norm(x, (cols,)).abs().max() <= nn.functional.layer_norm(x, (cols,)).abs().max() + 1e-6, value
-        ours = run_case(layer_norm, x, weight, bias, dy)
-        theirs = run_case(nn.functional.layer_norm, x, weight, bias, dy)
-        for mine, their, exact in zip(ours[::2], theirs[::2], (bias, 0)):  # output and grad_weight
-            assert (mine - exact).abs().max() <= (their - exact).abs().max() + 1e-6, value
-        assert ours[1].isfinite().all()
+def train(model, batches, steps, replacement=None, rate=1e-3):
+    """Losses of some steps of Adam on random but fixed batches. batches: list of (input, target)."""
+    model = copy.deepcopy(model)
+    if replacement is not None:
+        replacement(model)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=rate), []
+    for step in range(steps):
+        x, target = batches[step % len(batches)]
+        loss = nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).double()
 
 
-# The same to the bit, where rstd is 10^6: in every regime, plain and with what an activation takes (a scale), from where
-# rows are aligned and one element on. Sums of float16 of 11 bits have an error from 8192 on, of float32 of 24 from 3;
-# the last slices of 194307 and 205923 columns have three.
-@gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "rows,cols",
-    [(5, 1), (5, 7), (300, 33), (2207, 41), (2211, 255), (40, 768), (40, 2041), (5, 4096), (5, 9001), (5, 11003),
-     (5, 14335), (180, 6001), (180, 9000), (180, 11000), (180, 14335), (2213, 8456), (800, 16384), (800, 18432),
-     (800, 20480), (180, 24576), (5, 20001), (40, 50257), (1, 194307), (1, 205923), (3, 262144), (1, 1 << 21),
-     (3, 1200001), (5, 3000004), (9, 4194304)],
-)  # fmt: skip
-def test_constant_rows_give_bias(rows, cols, dtype):
-    if dtype == torch.float16:
-        values = (1.0, 1 / 3, 2047.0, -1234.567, 16376.0, 65504.0)
-    else:
-        values = (1.0, 1 / 3, 100.0, 1234.567, -3.7e5, 1e20, -7.7e29)
-    for offset in (0, 1):
-        buffer = torch.empty(rows * cols + offset, device="cuda", dtype=dtype)
-        weight, bias = (torch.randn(cols, device="cuda").to(dtype).requires_grad_() for _ in "12")
-        for value in values:
-            x = buffer.fill_(value)[offset:].view(rows, cols)
-            for scale in (1.0, 2.0):
-                y = layer_norm(x, (cols,), weight, bias, 1e-12, scale=scale)
-                assert (y == scale * bias).all(), (offset, value, scale)
-        y.backward(torch.ones_like(y))
-        assert not weight.grad.any(), offset
+class OtherSummationOrder(nn.LayerNorm):
+    """LayerNorm that rounds elsewhere: what remains of two such runs' difference is noise."""
+
+    def forward(self, x):
+        mean = x.mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
+        distance = x - mean
+        variance = distance.square().mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
+        return distance / (variance + self.eps).sqrt() * self.weight + self.bias
 
 
-@gpu
-@pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0, 1e10])
-@pytest.mark.parametrize("cols", [64, 5000, 300000])
-def test_eps(eps, cols):
-    assert_no_worse_than_pytorch(random_case(5, cols, torch.float32, "both", seed=cols), eps=eps)
+def with_other_order(model):
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.__class__ = OtherSummationOrder
+
+
+class ConvNet(nn.Sequential):
+    def __init__(self):
+        layers = []
+        for i, size in enumerate((32, 16, 8)):
+            layers += [nn.Conv2d(3 if i == 0 else 16, 16, 3, stride=1 if i == 0 else 2, padding=1)]
+            layers += [nn.LayerNorm((16, size, size)), nn.GELU()]
+        super().__init__(*layers, nn.Flatten(), nn.Linear(16 * 8 * 8, 4))
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    return nn.Sequential(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.LayerNorm(64), nn.Linear(64, 4)
+    )
 
 
 @gpu
-@pytest.mark.parametrize("dtype,std", [
-    (torch.float32, 1e-39), (torch.float32, 1e15), (torch.float16, 6e-6), (torch.float16, 1e4), (torch.bfloat16, 1e15),
-])  # fmt: skip
-@pytest.mark.parametrize("cols", [64, 5000, 300000])
-def test_tiny_and_huge_numbers(cols, dtype, std):
-    assert_no_worse_than_pytorch(random_case(5, cols, dtype, "both", seed=cols, std=std))
+@pytest.mark.parametrize("make,shape,target", [
+    (transformer, (16, 24, 64), (16, 24, 4)), (ConvNet, (16, 3, 32, 32), (16, 4)),
+    (lambda: nn.Sequential(models_34(ARGUMENTS_34, "cpu")[0]), (2, 32, 3, 5, 32), (2, 64, 6, 10, 64)),
+], ids=["transformer", "convnet", "problem 34"])  # fmt: skip
+def test_training_follows_pytorch(make, shape, target):
+    def replace(model):
+        replace_layer_norm(model)
+        if isinstance(model[0], Model34):
+            original, model[0] = model[0], ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).cuda()
+            model[0].load_state_dict(original.state_dict())
+            assert model[0]._in_one_kernel(batches[0][0])
+
+    torch.manual_seed(0)
+    model = make().cuda()
+    batches = [(torch.randn(shape, device="cuda"), torch.randn(target, device="cuda")) for _ in range(4)]
+    with convolutions_in_tf32(False):
+        theirs = train(model, batches, 300)
+        noise = (train(model, batches, 300, with_other_order) - theirs).abs().max()
+        difference = (train(model, batches, 300, replace) - theirs).abs().max()
+    assert theirs[-1] < 0.9 * theirs[0], "it learns"
+    assert difference <= 5 * noise + 1e-6, f"differs by {difference:.2e}, noise is {noise:.2e}"
 
 
-@gpu
-@pytest.mark.parametrize("cols", [1000, 9000, 16392, 20001])
-def test_rstd_whose_square_overflows(cols):
-    assert_no_worse_than_pytorch(random_case(40, cols, torch.bfloat16, "both", seed=cols, std=3e-20), eps=0.0, slack=5)
-
-
-PROPERTY_CASES = int(os.environ.get("PROPERTY_CASES", 500))  # of each property test
-
-
-def property_test(test, capsys):
-    """Hypothesis drives the test; another seed each time, printed for a failure to be repeated."""
-    hypothesis = pytest.importorskip("hypothesis")
-    from hypothesis import strategies as st
-
-    seed = int(os.environ.get("PROPERTY_SEED", time.time_ns() % 10**9))
-    length = st.one_of(st.integers(1, 300), st.integers(301, 9000), st.integers(9001, 150_000))
-    strategy = dict(
-        cols=length, rows=st.integers(1, 400), dtype=st.sampled_from(FLOATS[:3]), affine=st.sampled_from(AFFINE),
-        eps=st.sampled_from([1e-12, 1e-5, 1e-1]), mean=st.sampled_from([0.0, 1.0, -300.0, 1e6]),
-        std=st.sampled_from([1e-3, 1.0, 1e3, 1e6]), offset=st.integers(0, 9), activation=st.sampled_from([None, "gelu"]),
-    )  # fmt: skip
-    settings = hypothesis.settings(max_examples=PROPERTY_CASES, deadline=None, database=None, print_blob=True)
-    with capsys.disabled():
-        print(f"PROPERTY_SEED={seed} PROPERTY_CASES={PROPERTY_CASES}")
-    return hypothesis.seed(seed)(settings(hypothesis.given(**strategy)(test)))()
-
-
-@gpu
-@pytest.mark.parametrize("part", range(4))
-def test_properties(part, capsys):
-    def check(rows, cols, dtype, affine, eps, mean, std, offset, activation):
-        rows = max(1, min(rows, 2_000_000 // cols))
-        if affine == "float32" and dtype.itemsize != 2:
-            affine = "both"
-        if dtype == torch.float16:
-            mean, std = min(mean, 1e4), min(std, 1e3)
-        x, weight, bias, dy = random_case(rows, cols, dtype, affine, seed=cols, mean=mean, std=std, offset=offset)
-
-        def fused(x, shape, weight, bias, eps):
-            return layer_norm(x, shape, weight, bias, eps, activation=activation)
-
-        def pytorch(x, shape, weight, bias, eps):
-            return chain(x, shape, weight, bias, eps, activation, 1.0)
-
-        exact = run_case(pytorch, *(None if t is None else t.double() for t in (x, weight, bias, dy)), eps)
-        same = [None if t is None else t.to(dtype) for t in (weight, bias)]
-        theirs = run_case(pytorch, x, *same, dy, eps)
-        with poisoned():
-            ours = run_case(fused, x, weight, bias, dy, eps)
-
-        # A few elements can be lucky in PyTorch's favour. So besides 1.5 times its error and one unit in the
-        # last place, what float32 cannot avoid: the rounding of a row's mean, as normalized input.
-        row_mean = x.double().mean(1)
-        rstd = (x.double().var(1, unbiased=False) + eps).rsqrt().max().item()
-        rounding = 4 * torch.finfo(torch.float32).eps * (1 + row_mean.abs().max().item() * rstd)
-        largest_dy = dy.abs().max().item() * (1 if weight is None else weight.abs().max().item()) + 1e-30
-        sizes = [1, rstd * largest_dy, rows * dy.abs().max().item(), rows * dy.abs().max().item()]
-        names = ("output", "grad_input", "grad_weight", "grad_bias")
-        for name, mine, their, reference, size in zip(names, ours, theirs, exact, sizes):
-            if reference is None:
-                continue
-            finite = their.isfinite() & (reference.abs() < 0.9 * torch.finfo(mine.dtype).max)
-            assert mine[finite].isfinite().all(), f"{name} has elements that are not finite"
-            if not finite.any():
-                continue
-            error, allowed = ((t[finite].double() - reference[finite]).abs().max().item() for t in (mine, their))
-            largest = reference[finite].abs().max().item()
-            # Through an activation, both round the gradient to input's dtype on the way.
-            ulp = torch.finfo(mine.dtype if activation is None else dtype).eps * max(
-                size * (activation is not None), largest
-            )
-            bound = 1.5 * allowed + ulp + rounding * max(size, largest)
-            assert error <= bound, f"{name}: error {error:.3e}, PyTorch's {allowed:.3e}, bound {bound:.3e}"
-
-    property_test(check, capsys)
-
-
-# ---- Streams, graphs, devices ----
-
-
-@gpu
-@pytest.mark.parametrize("rows,cols", [(64, 768), (5, 20000), (8, 262144)])
-def test_runs_on_the_current_stream(rows, cols):
-    x, weight, bias, _ = random_case(rows, cols, torch.float32, "both", seed=0)
-    late = torch.zeros_like(x)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(x)
-        y = layer_norm(late, (cols,), weight, bias)
-    stream.synchronize()
-    assert torch.equal(y, layer_norm(x, (cols,), weight, bias))
-
-
-@gpu
-@pytest.mark.parametrize(
-    "rows,cols", [(64, 768), (40, 5000), (300, 9000), (5, 20000), (8, 262144), (4, 4194304), (3, 4194304)]
-)
-def test_cuda_graph_of_a_training_step(rows, cols):
-    module = ModelNew(cols).cuda()
-    nn.init.normal_(module.weight)
-    x, dy = (torch.randn(rows, cols, device="cuda") for _ in range(2))
-    x.requires_grad_()
-
-    def step():
-        module.zero_grad(set_to_none=True)
-        x.grad = None
-        y = module(x)
-        y.backward(dy)
-        return [y.detach(), x.grad, module.weight.grad, module.bias.grad]
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(2):
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        results = [t.clone() for t in captured]
-        assert all(torch.equal(a, b) for a, b in zip(results, step()))
-
-
-@gpu
-@pytest.mark.parametrize("rows,cols", [(1000, 64), (300, 9000), (9, 262144), (4, 4194304), (3, 4194304)])
-def test_many_streams_and_threads_at_once(rows, cols):
-    import concurrent.futures
-
-    cases = [random_case(rows, cols, torch.float32, "both", seed=i) for i in range(3)]
-    expected = [run_case(layer_norm, *case) for case in cases]
-
-    def work(i):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream):
-            results = [run_case(layer_norm, *cases[i]) for _ in range(5)]
-        stream.synchronize()
-        return all(torch.equal(a, b) for result in results for a, b in zip(expected[i], result))
-
-    torch.cuda.synchronize()
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(work, range(3)))
-
-
-# Of one kernel, rows of several lengths take different amounts of shared memory.
-@gpu
-def test_threads_with_rows_of_different_lengths():
-    import concurrent.futures
-
-    single, half, brain, double = torch.float32, torch.float16, torch.bfloat16, torch.float64
-    calls = [
-        (rows, cols, dtype, activation)
-        for activation in (None, "gelu")
-        for rows, cols, dtype in [
-            (200, 64, single), (9, 4099, brain), (700, 9000, single), (700, 12288, single), (700, 16384, single),
-            (700, 18432, brain), (700, 20480, brain), (700, 9000, double), (700, 8456, half), (2213, 8456, half),
-            (2213, 9600, half), (9, 20000, single), (3, 70000, single), (9, 262144, single), (3, 20001, single),
-            (3, 50257, single), (9, 40000, brain), (3, 262144, brain), (3, 50257, half), (3, 20000, double),
-            (4, 2200004, single), (4, 2500004, single), (1, 1 << 21, brain),
-        ]
-    ]  # fmt: skip
-    cases = [random_case(rows, cols, dtype, "both", seed=i) for i, (rows, cols, dtype, _) in enumerate(calls)]
-
-    def result(i):
-        x, weight, bias, _ = cases[i]
-        return layer_norm(x, x.shape[1:], weight, bias, activation=calls[i][3])
-
-    expected = [result(i) for i in range(len(calls))]
-    torch.cuda.synchronize()
-
-    def work(thread):
-        order = torch.randperm(len(calls), generator=torch.Generator().manual_seed(thread)).tolist()
-        wrong = []
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for i in order * 8:
-                wrong.append((result(i) != expected[i]).any())
-            return torch.stack(wrong).any().item()
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert not any(pool.map(work, range(4)))
-
-
-@gpu
-@pytest.mark.parametrize("rows,cols", [(500, 4096), (16, 262144)])
-def test_beside_a_process_that_fills_the_gpu(rows, cols):
-    busy = "import torch\na = torch.randn(4096, 4096, device='cuda')\nprint('on', flush=True)\nwhile True: b = a @ a"
-    case = random_case(rows, cols, torch.float32, "both", seed=0)
-    expected = run_case(layer_norm, *case)
-    other = subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout.readline() == "on\n"
-        start = time.time()
-        for _ in range(20):
-            assert all(torch.equal(a, b) for a, b in zip(expected, run_case(layer_norm, *case)))
-        assert time.time() - start < 60
-    finally:
-        other.kill()
-        other.wait()
-
-
-@gpu
-@pytest.mark.parametrize("rows,cols", [(1 << 20, 256), (64, 1 << 22)])
-def test_out_of_memory_leaves_the_process_usable(rows, cols, tmp_path):
-    code = f"""
-        import torch, layernorm_inline
-        x = torch.randn({rows}, {cols}, device="cuda")
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((x.nbytes * 1.5) / total)
-        for _ in range(2):
-            try:
-                layernorm_inline.layer_norm(x, ({cols},))
-            except torch.OutOfMemoryError:
-                print("out of memory")
-        small = torch.randn(2, {cols}, device="cuda")
-        y, expected = (f(small, ({cols},)) for f in (layernorm_inline.layer_norm, torch.nn.functional.layer_norm))
-        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
-    """
-    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("out of memory") == 2
-
-
-# An allocator for PyTorch that surrounds every buffer, and fills it, with NaN: reading what nobody wrote
-# spoils the result, and a write beside a buffer is counted when the buffer is given back.
-GUARDS = r"""
-#include <cuda_runtime_api.h>
-#include <algorithm>
-#include <vector>
-
-static constexpr size_t kGuard = 1 << 16;
-static int damaged = 0;
-
-extern "C" void* allocate(ssize_t size, int, cudaStream_t) {
-  void* buffer = nullptr;
-  if (cudaMalloc(&buffer, size + 2 * kGuard) != cudaSuccess) return nullptr;
-  cudaMemset(buffer, 0xff, size + 2 * kGuard);
-  cudaDeviceSynchronize();
-  return static_cast<char*>(buffer) + kGuard;
-}
-
-extern "C" void release(void* pointer, ssize_t size, int, cudaStream_t) {
-  char* buffer = static_cast<char*>(pointer) - kGuard;
-  std::vector<unsigned char> guards(2 * kGuard);
-  cudaDeviceSynchronize();
-  cudaMemcpy(guards.data(), buffer, kGuard, cudaMemcpyDeviceToHost);
-  cudaMemcpy(guards.data() + kGuard, buffer + kGuard + size, kGuard, cudaMemcpyDeviceToHost);
-  damaged += std::count(guards.begin(), guards.end(), 0xff) != long(2 * kGuard);
-  cudaFree(buffer);
-}
-
-extern "C" int damaged_buffers() { return damaged; }
-extern "C" void zero(void* pointer) { cudaMemset(pointer, 0, 1); }
-"""
-
-# One small case of each regime, forward and backward; aligned, and not.
-REGIMES = """
-    import sys, torch
-    from layernorm_inline import ConvTranspose3dLayerNormGELUScaling, layer_norm
-
-    def every_regime():
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
-        double, single, half, brain = torch.float64, torch.float32, torch.float16, torch.bfloat16
-        for rows, cols, dtype, activation in [
-            (17 * sms, 64, single, None), (17 * sms, 64, brain, "gelu"), (17 * sms + 5, 65, brain, None),
-            (33, 64, single, None), (9, 768, brain, "gelu_tanh"), (7, 1000, half, None), (5, 2041, single, "gelu"),
-            (17 * sms + 5, 150, half, None), (17 * sms + 5, 101, single, "gelu"),
-            (2 * sms, 4099, brain, None), (2 * sms, 8192, single, None), (5, 9000, brain, None),
-            (sms + 8, 16384, single, None), (sms + 60, 9000, single, "gelu"), (sms + 60, 9000, double, None),
-            (sms + 8, 20000, single, None), (sms + 8, 20000, brain, "gelu"), (sms + 8, 20001, brain, None),
-            (7, 16384, single, "gelu"), (5, 40001, brain, None), (3, 65536, single, None), (3, 20000, double, None),
-            (2, 1200000, single, "gelu"), (2, 1200001, brain, None), (3, 500, double, None), (4, 2200004, single, None),
-            (4, 3200004, single, "gelu"),
-            (17 * sms, 768, brain, "gelu"), (sms + 60, 24576, brain, None), (9, 524289, half, None),
-            (sms + 8, 6001, half, None), (15 * sms, 18432, single, None), (18 * sms, 17008, brain, None),
-        ]:
-            for start in (0, 1) if rows * cols < 10**6 else (0,):
-                x, dy = (torch.randn(rows * cols + 1, device="cuda").to(dtype)[start:][: rows * cols] for _ in "12")
-                x, dy = x.view(rows, cols).requires_grad_(), dy.view(rows, cols)
-                w, b = (torch.randn(cols, device="cuda").to(dtype).requires_grad_() for _ in "12")
-                y = layer_norm(x, (cols,), w, b, activation=activation)
-                exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
-                z = torch.nn.functional.layer_norm(exact[0], (cols,), *exact[1:])
-                if activation:
-                    z = torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
-                pairs = [(y, z)]
-                if rows * cols < 3 * 10**7:  # backward of more would use the slots of a ring again (see racecheck below)
-                    y.backward(dy)
-                    z.backward(dy.double())
-                    pairs += [(t.grad, e.grad) for t, e in zip((x, w, b), exact)]
-                for mine, right in pairs:
-                    error = (mine.double() - right).abs().max()
-                    assert error <= 20 * torch.finfo(dtype).eps * max(1, right.abs().max()), (rows, cols, dtype, error)
-                del x, y, z, w, b, dy, exact, mine, right, pairs
-                yield
-        for dtype, torch.backends.cudnn.allow_tf32 in ((single, True), (single, False), (half, True), (brain, True)):
-            model = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda().to(dtype)
-            y = model(torch.randn(1, 32, 2, 3, 32, device="cuda", dtype=dtype, requires_grad=True))
-            y.sum().backward()
-            assert all(torch.isfinite(t).all() for t in (y, *(p.grad for p in model.parameters())))
-            del y, model
-            yield
-"""
-
-
-@gpu
-def test_guard_bands_around_every_buffer(tmp_path):
-    from torch.utils import cpp_extension
-
-    (tmp_path / "guards.cpp").write_text(GUARDS)
-    options = dict(build_directory=str(tmp_path), is_python_module=False, with_cuda=True)
-    cpp_extension.load("guards", [str(tmp_path / "guards.cpp")], **options)
-    library = str(tmp_path / "guards.so")
-    before = f"""
-        import ctypes, torch
-        allocator = torch.cuda.memory.CUDAPluggableAllocator({library!r}, "allocate", "release")
-        torch.cuda.memory.change_current_allocator(allocator)  # the import below allocates
-        guards = ctypes.CDLL({library!r})
-    """
-    after = """
-        for cases, _ in enumerate(every_regime(), 1):
-            assert guards.damaged_buffers() == 0
-        buffer = torch.empty(10, device="cuda")
-        guards.zero(ctypes.c_void_p(buffer.data_ptr() + buffer.nbytes))
-        del buffer
-        assert guards.damaged_buffers() == 1, "a write beside a buffer is noticed"
-        print(cases, "cases")
-    """
-    code = "".join(map(textwrap.dedent, (before, REGIMES, after)))
-    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "53 cases\n"
-
-
-@gpu
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_compute_sanitizer_finds_nothing(tmp_path, tool):
-    # Few rows of each regime: racecheck (2025.3) does not follow a ring whose slots are used again, where one lane
-    # arrives at a barrier for its warp after __syncwarp. It reports hazards in a textbook pipeline of 40 lines, too,
-    # and none where all lanes arrive.
-    script = tmp_path / "regimes.py"
-    script.write_text(textwrap.dedent(REGIMES) + "print(len(list(every_regime())), 'cases')\n")
-    (tmp_path / "layernorm_inline.py").write_text(open(SOURCE).read())
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": CACHE}
-    if tool == "memcheck":  # one allocation a tensor: memcheck then knows where each one ends
-        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    command = ["compute-sanitizer", "--tool", tool]
-    if tool != "initcheck":  # which has to see PyTorch's kernels write what ours read
-        command += ["--kernel-name", "kns=layernorm_inline"]
-    command += [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "53 cases" in done.stdout, done.stdout + done.stderr
-    assert re.search("ERROR SUMMARY: 0 errors|0 hazards displayed", done.stdout), done.stdout
-
-
-DISTRIBUTED = """
-    import os, sys, copy, torch
-    from torch import nn
-    import torch.distributed as dist
-    from layernorm_inline import ModelNew, replace_layer_norm
-
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl")
-    kind = sys.argv[1]
-
-    def losses(replace):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).cuda()
-        if replace:
-            replace_layer_norm(model)
-            assert sum(type(m) is ModelNew for m in model.modules()) == 3
-        if kind == "ddp":
-            model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
-        else:
-            from torch.distributed.fsdp import fully_shard
-            for m in model:
-                if isinstance(m, (nn.Linear, nn.LayerNorm)):
-                    fully_shard(m)
-            fully_shard(model)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        torch.manual_seed(rank + 1)
-        x, target = torch.randn(32, 64, device="cuda"), torch.randn(32, 64, device="cuda")
-        result = []
-        for _ in range(30):
-            loss = nn.functional.mse_loss(model(x), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            result.append(loss.detach())
-        return torch.stack(result)
-
-    theirs, ours = losses(False), losses(True)
-    assert theirs[-1] < theirs[0]
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    dist.destroy_process_group()
-    print("agree")
-"""
-
-
-@two_gpus
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_distributed_training(kind, tmp_path):
-    import_in_subprocess(tmp_path, "print()")
-    (tmp_path / "train.py").write_text(textwrap.dedent(DISTRIBUTED))
-    port = str(29500 + os.getpid() % 2000)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    done = subprocess.run(
-        [*command, "train.py", kind], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("agree") == 2
-
-
-@two_gpus
-def test_a_device_that_is_not_current():
-    x, weight, bias, dy = random_case(8, 262144, torch.float32, "both", seed=0)
-    expected = run_case(layer_norm, x, weight, bias, dy)
-    with torch.cuda.device(0):
-        result = run_case(layer_norm, *(t.to("cuda:1") for t in (x, weight, bias, dy)))
-    assert all(t.device.index == 1 for t in result)
-    assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, result))
-
-
-# ---- torch.compile, fake tensors ----
+# ---- Python API: torch.compile, fake tensors ----
 
 
 @kernels
@@ -2401,7 +3095,7 @@ def test_samples_of_pytorchs_own_tests():
     assert samples > 20
 
 
-# ---- The module ----
+# ---- Python API: the module, models ----
 
 
 @pytest.mark.parametrize(
@@ -2545,7 +3239,7 @@ def test_meta_device_then_materialized():
 
 
 def hugging_face(name):
-    transformers = pytest.importorskip("transformers")
+    transformers = package("transformers")
     small = dict(hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
     ids = dict(input_ids=torch.randint(0, 1000, (2, 40)))
     if name == "BERT":
@@ -2557,30 +3251,38 @@ def hugging_face(name):
 
 
 def torch_vision(name):
-    models = pytest.importorskip("torchvision").models
+    models = package("torchvision").models
     make = models.convnext_tiny if name == "ConvNeXt" else models.swin_t
     return make(num_classes=10), torch.randn(2, 3, 64, 64)
 
 
-@gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT", "ConvNeXt", "Swin"])
-def test_real_models(name):
+def test_real_models(name, device):
+    """Each gradient next to its own largest element, and to what PyTorch's float32 is off float64."""
     torch.manual_seed(0)
     model, inputs = (torch_vision if name in ("ConvNeXt", "Swin") else hugging_face)(name)
-    theirs = model.cuda().eval()
-    ours = replace_layer_norm(copy.deepcopy(theirs))
+    theirs = model.to(device).eval()
+    ours, exact = replace_layer_norm(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
     replaced = sum(type(m) is ModelNew for m in ours.modules())
     # torchvision's ConvNeXt also has a subclass for channels first, which stays as it is.
     assert replaced >= 2
     results = []
-    for network in (theirs, ours):
+    for network in (exact, theirs, ours):
+        dtype = next(network.parameters()).dtype
         if isinstance(inputs, dict):
-            y = network(**{k: v.cuda() for k, v in inputs.items()}).last_hidden_state
+            given = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+            y = network(**given).last_hidden_state
         else:
-            y = network(inputs.cuda())
+            y = network(inputs.to(device, dtype))
         y.square().mean().backward()
-        results.append([y.detach(), *(p.grad for p in network.parameters() if p.grad is not None)])
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)
+        results.append([("output", y.detach())] + [(k, p.grad) for k, p in network.named_parameters()])
+    for (key, right), (_, their), (_, mine) in zip(*results):
+        if right is None:
+            assert mine is None
+            continue
+        error, allowed = ((t.double() - right).abs().max().item() for t in (mine, their))
+        assert error <= 5 * allowed + 1e-5 * right.abs().max().item(), (key, error, allowed)
 
 
 def test_layer_norm_on_the_cpu():
@@ -2597,73 +3299,6 @@ def test_half_and_double_modules():
     assert module.half().weight.dtype == torch.float16
     if HAVE_GPU:
         assert module.cuda()(torch.randn(2, 8, device="cuda", dtype=torch.float16)).dtype == torch.float16
-
-
-# ---- Errors ----
-
-BAD = [
-    (RuntimeError, "normalized_shape", lambda d: layer_norm(torch.zeros(2, 5, device=d), (4,))),
-    (RuntimeError, "normalized_shape", lambda d: layer_norm(torch.zeros(5, device=d), (2, 5))),
-    (RuntimeError, "at least 1-dimensional", lambda d: layer_norm(torch.zeros(2, 5, device=d), ())),
-    (RuntimeError, "weight", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), torch.zeros(4, device=d))),
-    (RuntimeError, "bias", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), None, torch.zeros(1, 5, device=d))),
-    (RuntimeError, "not implemented|Long", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.int64), (5,))),
-    (RuntimeError, "not implemented|Complex", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
-    (TypeError, "list", lambda d: layer_norm([1.0, 2.0], (2,))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("error,words,call", BAD)
-def test_bad_input(error, words, call, device):
-    with pytest.raises(error, match=words):
-        call(device)
-    assert torch.isfinite(layer_norm(torch.randn(2, 5, device=device), (5,))).all()
-
-
-@pytest.mark.parametrize("call", [call for _, _, call in BAD])
-def test_errors_on_the_cpu_are_pytorchs(call, monkeypatch):
-    errors = []
-    for function in (nn.functional.layer_norm, layer_norm):
-        monkeypatch.setitem(globals(), "layer_norm", function)
-        with pytest.raises(Exception) as caught:  # noqa: B017
-            call("cpu")
-        errors.append((caught.type, str(caught.value)))
-    assert errors[0] == errors[1]
-
-
-@gpu
-def test_bad_dtypes_and_devices():
-    x, w = torch.zeros(2, 5, device="cuda"), torch.zeros(5, device="cuda")
-    for weight, bias, words in [
-        (w.half(), None, "Expected weight of dtype Float"),
-        (None, w.double(), "Expected bias of dtype Float"),
-        (w.cpu(), None, "same device"),
-    ]:
-        with pytest.raises(RuntimeError, match=words):
-            layer_norm(x, (5,), weight, bias)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        layer_norm(x.half(), (5,), w, w.half())
-
-
-@kernels
-@pytest.mark.parametrize(
-    "words,change",
-    [
-        ("input of shape \\[\\*, 32, \\*, \\*, 32\\], but got \\[1, 31, 2, 2, 32\\]", dict(input=(1, 31, 2, 2, 32))),
-        ("conv_weight of shape .* but got \\[32, 64, 3, 3, 3\\]", dict(conv_weight=(32, 64, 3, 3, 3))),
-        ("dtype Float, Half or BFloat16, but got Double", dict(dtype=torch.float64)),
-        ("conv_bias of shape \\[64\\], but got \\[63\\]", dict(conv_bias=(63,))),
-        ("Expected weight to be of same shape", dict(weight=(63,))),
-        ("Expected bias to be of same shape", dict(bias=(65,))),
-    ],
-)
-def test_bad_input_of_the_convolution(words, change):
-    shapes = dict(input=(1, 32, 2, 2, 32), conv_weight=(32, 64, 4, 4, 4), conv_bias=(64,), weight=(64,), bias=(64,))
-    dtype = change.get("dtype", torch.float32)
-    tensors = [torch.empty(change.get(k, v), device="meta", dtype=dtype) for k, v in shapes.items()]
-    with pytest.raises(RuntimeError, match=words):
-        layernorm_inline._ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
 
 
 # ---- The file: what KernelBench's static rules and its harness ask for ----
@@ -2755,6 +3390,7 @@ def test_runs_inside_the_harness_namespace():
 
 
 # ---- Build and import ----
+
 
 needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
 can_build = pytest.mark.skipif(
@@ -3249,6 +3885,9 @@ def test_missing_tools_are_named(tmp_path, missing, message):
     assert re.search(message, last)
 
 
+# ---- The script, and the commands of the README ----
+
+
 def run_script(*arguments):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, __file__, *arguments]
@@ -3295,5 +3934,63 @@ def test_plot_asks_for_matplotlib_at_once(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_row_of_a_real_model(device, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setitem(globals(), "milliseconds", lambda step, **_: step())
+    monkeypatch.setitem(globals(), "milliseconds", lambda step, **_: step() or 1.0)
     assert model_row(lambda: pair_stack(6, device))[:2] == (14, 14)
+
+
+# What the README's commands print is checked on a few small shapes.
+@gpu
+@pytest.mark.parametrize("option", ["--sweep", "--json", "--plot"])
+def test_the_sweep_of_the_readme(option, monkeypatch, tmp_path, capsys):
+    if option == "--plot":
+        package("matplotlib")
+    file = tmp_path / "out"
+    few = {"SWEEP_FORWARD": "fp32 bf16", "SWEEP_MISALIGNED": "bf16", "SWEEP_BACKWARD": "fp32", "SWEEP_GELU": "fp16"}
+    for name, dtypes in few.items():
+        monkeypatch.setitem(globals(), name, [(64, 256, dtypes)])
+    monkeypatch.setattr(sys, "argv", ["test_layernorm_inline.py", option] + [str(file)] * (option != "--sweep"))
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"64 x 256 ", out)) == 6 and "host time of a call" in out
+    if option == "--json":
+        rows = json.loads(file.read_text())["rows"]
+        assert len(rows) == 6 and all(row[k] > 0 for row in rows for k in ("floor", "eager", "compile", "ours"))
+    elif option == "--plot":
+        assert any(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+
+
+def test_plot_of_a_table(tmp_path, monkeypatch):
+    package("matplotlib")
+    monkeypatch.setitem(globals(), "versions", lambda: "a GPU")
+    table = [
+        dict(what=what, rows=2**26 // cols, cols=cols, dtype=dtype, floor=1.0, eager=4.0, compile=2.0, ours=1.1)
+        for what in ("forward", "backward") for dtype in ("fp32", "bf16") for cols in (64, 1024)
+    ]  # fmt: skip
+    plot(table, str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@gpu
+@pytest.mark.parametrize("arguments", [[], ["--problem", "34"]])
+def test_the_script_of_the_readme(arguments, monkeypatch, capsys):
+    monkeypatch.setitem(globals(), "INPUT_34", (2, 32, 2, 4, 32))
+    monkeypatch.setitem(globals(), "BATCH_SIZE", 2)
+    monkeypatch.setitem(globals(), "MINIMUM_SPEEDUP", 0.0)
+    monkeypatch.setattr(sys, "argv", ["test_layernorm_inline.py", *arguments])
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert out.count("Speedup: ") == (8 if arguments else 1) and "FAILED" not in out
+    assert torch.cuda.get_device_name() in out
+
+
+def test_the_commands_of_the_readme_are_the_scripts():
+    with open(os.path.join(os.path.dirname(SOURCE), "README.md")) as readme:
+        text = readme.read()
+    options = set(re.findall(r"test_layernorm_inline\.py\s+(--[a-z]+)", text))
+    assert {"--sweep", "--models", "--problem"} <= options
+    helped = subprocess.run([sys.executable, __file__, "--help"], capture_output=True, text=True, timeout=600).stdout
+    assert all(option in helped for option in options)
+    named = set(re.findall(r"`(test_\w+?)(?:_\.\.\.)?`", text)) - {"test_layernorm_inline"}
+    assert all(any(key.startswith(name) for key in globals()) for name in named), (
+        "README names a test that is not there"
+    )
