@@ -731,7 +731,9 @@ template <typename A>
 __device__ Moments<A> combine_means(const Moments<A>& moments, int width) {
   const Moments<A> one[1] = {moments};
   const A count = combine_lanes(moments.count, width);
-  return combine_means(one, A(__shfl_sync(~0u, moments.mean, 0, width)), max(count, A(1)), width);
+  const A first = __shfl_sync(~0u, moments.mean, 0, width);
+  const Moments<A> all = combine_means(one, first, max(count, A(1)), width);
+  return {count, all.mean, all.m2};  // of nothing 0, and not the 1 that kept it from dividing by 0
 }
 
 // The type of the numbers that X is made of.
