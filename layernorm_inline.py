@@ -710,7 +710,7 @@ __device__ Moments<A> combine_means(const Moments<A>& moments, int width) {
   const Moments<A> one[1] = {moments};
   const A count = combine_lanes(moments.count, width), first = __shfl_sync(~0u, moments.mean, 0, width);
   const Moments<A> all = combine_means(one, first, max(count, A(1)), width);
-  return {count, all.mean, all.m2};
+  return {count, all.mean, all.m2};  // of nothing: count 0
 }
 
 template <typename X>

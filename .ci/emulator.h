@@ -1,29 +1,33 @@
-// A GPU for tests on machines without one: runs the kernels of CUDA_SOURCE on the CPU, compiled by a C++ compiler.
+// A GPU for tests on machines without one: runs the kernels of CUDA_SOURCE on the CPU, compiled by g++.
 //
 // Each CUDA thread is a fiber. The fibers of a block, of all blocks in a cooperative launch, take turns in an order
-// that is shuffled anew each time around, and only where they wait: at barriers, in shuffles, when they look at
-// words of other blocks. Copies in the background arrive late, at a random moment before they are waited for. Shared
-// memory and scratch begin as NaNs. So a missing barrier, a wrong parity or a count that is off gives a wrong result
-// or a deadlock here, too. What it cannot show: instructions in the wrong form, races between instructions, memory
-// that is read beyond a tensor's end, speed.
+// that is shuffled anew each time around, and only where they wait: at barriers, in shuffles, when they look at words
+// of other blocks. Copies in the background arrive late, at a random moment before they are waited for, and until
+// then their destination is NaN. So are shared memory, scratch and outputs at first, and what lies beside every
+// tensor. So a missing barrier, a wrong parity or a count that is off gives a wrong result or a deadlock here, too.
+//
+// Every tensor, and scratch, is in memory of its own between pages that cannot be touched; nothing but outputs and
+// scratch can be written. An access that is not aligned, or an index beyond an array, ends the kernel, as do copies
+// and prefetches that are not of whole 16-byte units of a tensor, and blocks that a GPU would have no room for.
+//
+// What it cannot show: instructions in the wrong form (asm is replaced, see emulator.py), races between instructions,
+// the asynchronous products of Hopper, how kernels overlap that follow one another, speed.
 #pragma once
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <algorithm>
 #include <cmath>
+#include <csignal>
+#include <cstdint>
+#include <cstring>
 #include <functional>
-#include <stdexcept>
-#include <exception>
 #include <map>
 #include <memory>
-#include <random>
-#include <set>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
+#include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 #include <cuda_runtime_api.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -32,10 +36,94 @@ namespace emulator {
 
 [[noreturn]] inline void fail(const std::string& what) { throw std::runtime_error(what); }
 
+// ---- The GPU that host code asks about ----
+
+struct Gpu {
+  int sms, l2_bytes, shared_bytes, code;
+};
+inline Gpu gpu;
+inline cudaError_t cooperative_error = cudaSuccess;  // what cooperative launches answer
+inline bool dry = false;                             // kernels only tell that they were launched
+
+struct Random {  // splitmix64: order of threads, of copies
+  using result_type = uint64_t;
+  uint64_t state = 0;
+  static constexpr uint64_t min() { return 0; }
+  static constexpr uint64_t max() { return ~uint64_t(0); }
+  uint64_t operator()() {
+    uint64_t z = state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+  }
+};
+inline Random random_numbers;
+
+// ---- Memory of tensors ----
+
+constexpr uintptr_t kLine = 128;  // what kernels know of an address is where it lies in a line of so many bytes
+
+// A tensor, full of NaNs, that lies in a line as `like` does, and NaNs beside it to the end of its pages: at one end
+// less than a line. The pages beside those cannot be touched.
+class Guarded {
+ public:
+  Guarded(size_t bytes, const void* like) : bytes_(bytes) {
+    const size_t page = sysconf(_SC_PAGESIZE), pages = (bytes + 2 * kLine + page - 1) / page * page;
+    inner_bytes_ = pages;
+    map_bytes_ = pages + 2 * page;
+    void* map = mmap(nullptr, map_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) fail("no memory");
+    map_ = static_cast<unsigned char*>(map);
+    inner_ = map_ + page;
+    mprotect(inner_, pages, PROT_READ | PROT_WRITE);
+    memset(inner_, 0xff, pages);
+    const size_t first = uintptr_t(like) % kLine, slack = (pages - first - bytes) / kLine * kLine;
+    data_ = inner_ + first + (random_numbers() % 2 == 0 ? slack : 0);
+  }
+  Guarded(const Guarded&) = delete;
+  ~Guarded() { munmap(map_, map_bytes_); }
+
+  void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  void forbid_writes() { mprotect(inner_, inner_bytes_, PROT_READ); }
+
+  void check(const std::string& name) const {
+    const unsigned char *end = data_ + bytes_, *last = inner_ + inner_bytes_;
+    const auto is_written = [](unsigned char c) { return c != 0xff; };
+    const auto *before = std::find_if(inner_, data_, is_written), *after = std::find_if(end, last, is_written);
+    if (before == data_ && after == last) return;
+    fail("a kernel has written " + std::to_string((before < data_ ? before : after) - data_) +
+         " bytes from the beginning of " + name + ", which has " + std::to_string(bytes_));
+  }
+
+  // Whether all of it is the tensor's, or in a line with its beginning.
+  bool has(const void* p, int64_t count) const {
+    const auto* begin = static_cast<const unsigned char*>(p);
+    return begin >= data_ - uintptr_t(data_) % kLine && begin + count <= data_ + bytes_;
+  }
+
+ private:
+  unsigned char *map_, *inner_, *data_;
+  size_t map_bytes_, inner_bytes_, bytes_;
+};
+
+inline std::vector<std::unique_ptr<Guarded>> tensors;  // of a call
+
+inline void check_units(const void* p, int64_t bytes) {
+  if ((uintptr_t(p) | uintptr_t(bytes)) % 16 != 0 || bytes <= 0) fail("a copy is not of whole 16-byte units");
+}
+
+inline void check_read(const void* p, int64_t bytes) {
+  check_units(p, bytes);
+  const bool found = std::any_of(tensors.begin(), tensors.end(), [&](auto& t) { return t->has(p, bytes); });
+  if (!found) fail("a copy reads what is no tensor's");
+}
+
 // ---- Fibers ----
 
 constexpr size_t kStackBytes = 128 << 10;
 
+// Whoever waits for a phase goes on when it has another number.
 struct Barrier {  // of all threads of a warp, a block or a grid that still run
   int arrived = 0, live = 0;
   unsigned phase = 0;
@@ -43,8 +131,8 @@ struct Barrier {  // of all threads of a warp, a block or a grid that still run
 
 struct Warp {
   Barrier barrier;
-  uint64_t slots[32];
-  uint32_t operands[32][6];
+  uint64_t slots[2][32];  // of an even phase, of an odd one
+  uint32_t operands[2][32][6];
 };
 
 struct NamedBarrier {
@@ -58,8 +146,9 @@ struct Block {
   std::vector<Warp> warps;
   std::map<int, NamedBarrier> named;
   std::map<const void*, std::unique_ptr<unsigned char[]>> shared;  // by declaration
-  unsigned char* dynamic = nullptr;
+  size_t shared_bytes;                                             // static and dynamic
   std::vector<unsigned char> dynamic_memory;
+  unsigned char *dynamic, *dynamic_end;
 };
 
 struct Copy {
@@ -69,43 +158,74 @@ struct Copy {
   uint64_t* barrier;  // null: of cp.async
 };
 
+// Where a fiber, or the scheduler, goes on: for __builtin_setjmp, which other than swapcontext asks nothing of the
+// kernel.
+struct Place {
+  void* words[5];
+};
+
 struct Fiber {
-  ucontext_t context;
-  char* stack = nullptr;
+  ucontext_t begin;
+  Place place;
+  char* stack;
   uint3 thread_index;
   int linear;
   Block* block;
-  bool done = false;
+  bool started = false, done = false;
+  const unsigned* phase = nullptr;  // it waits until this is no longer `seen`
+  unsigned seen = 0;
   std::vector<Copy> copies;  // of cp.async, not waited for yet
-  std::exception_ptr error;
+  std::string error;
 };
 
 struct Grid {
   dim3 grid, block;
+  size_t dynamic_bytes;
   Barrier barrier;
-  std::vector<Fiber*> fibers;
   const std::function<void()>* kernel;
+  std::string name;
   uint64_t progress = 0;  // counts whatever lets somebody go on
 };
 
 inline Grid* grid = nullptr;
 inline Fiber* current = nullptr;
-inline ucontext_t scheduler;
-inline std::mt19937 random_numbers;
+inline Place scheduler;
 inline std::vector<char*> free_stacks;
 inline std::vector<Copy> bulk_copies;  // on their way
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+[[noreturn, gnu::noinline]] inline void go_to(Place& place) { __builtin_longjmp(place.words, 1); }
 
-inline bool passed(Barrier& b, unsigned phase) {
-  if (b.phase == phase && b.arrived > 0 && b.arrived >= b.live) b.arrived = 0, ++b.phase, ++grid->progress;
-  return b.phase != phase;
+[[gnu::noinline]] inline void yield() {
+  if (__builtin_setjmp(current->place.words) == 0) go_to(scheduler);
+}
+
+[[gnu::noinline]] inline void resume() {
+  if (__builtin_setjmp(scheduler.words) != 0) return;
+  if (current->started) go_to(current->place);
+  current->started = true;
+  setcontext(&current->begin);
+}
+
+inline void wait_for_change(const unsigned& phase, unsigned seen) {
+  current->phase = &phase, current->seen = seen;
+  while (phase == seen) yield();
+  current->phase = nullptr;
+}
+
+inline void complete(Barrier& b) {
+  if (b.arrived > 0 && b.arrived >= b.live) b.arrived = 0, ++b.phase, ++grid->progress;
 }
 
 inline void wait(Barrier& b) {
   const unsigned phase = b.phase;
   ++b.arrived;
-  while (!passed(b, phase)) yield();
+  complete(b);
+  wait_for_change(b.phase, phase);
+}
+
+inline void leave(Barrier& b) {
+  --b.live;
+  complete(b);
 }
 
 inline Warp& warp() { return current->block->warps[current->linear / 32]; }
@@ -136,7 +256,8 @@ inline void arrive(uint64_t* at, int bytes) {
 }
 
 inline void wait(uint64_t* at, int parity) {
-  while (int(mbarrier(at).phase & 1) == parity) yield();
+  const MBarrier& b = mbarrier(at);
+  while (int(b.phase & 1) == parity) wait_for_change(b.phase, b.phase);
 }
 
 inline void perform(const Copy& copy) {
@@ -153,19 +274,17 @@ inline void perform(const Copy& copy) {
   ++grid->progress;
 }
 
-inline void check_units(const void* to, const void* from, int bytes) {
-  if ((uintptr_t(to) | uintptr_t(from) | unsigned(bytes)) % 16 != 0 || bytes <= 0) {
-    fail("a copy is not of whole 16-byte units");
-  }
-}
-
 inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
-  check_units(to, from, bytes);
+  check_units(to, bytes);
+  check_read(from, bytes);
+  memset(to, 0xff, bytes);
   bulk_copies.push_back({to, from, bytes, barrier});
 }
 
 inline void copy_async(void* to, const void* from, bool exists = true) {
-  check_units(to, from, 16);
+  check_units(to, 16);
+  if (exists) check_read(from, 16);
+  memset(to, 0xff, 16);
   current->copies.push_back({to, exists ? from : nullptr, 16, nullptr});
 }
 
@@ -180,81 +299,130 @@ inline void named_barrier(int name, int threads, bool waits) {
   const unsigned phase = b.phase;
   if (++b.arrived > threads) fail("more arrivals at a named barrier than it was told");
   if (b.arrived == threads) b.arrived = 0, ++b.phase, ++grid->progress;
-  while (waits && b.phase == phase) yield();
+  if (waits) wait_for_change(b.phase, phase);
 }
 
 // ---- Running a grid ----
 
+struct End {};  // of a thread
+
 inline void run_fiber() {
   try {
     (*grid->kernel)();
-  } catch (...) {
-    current->error = std::current_exception();
+  } catch (End) {
+  } catch (const std::exception& e) {
+    current->error = e.what();
   }
   current->done = true;
-  --warp().barrier.live, --current->block->barrier.live, --grid->barrier.live;
+  leave(warp().barrier), leave(current->block->barrier), leave(grid->barrier);
   ++grid->progress;
-  swapcontext(&current->context, &scheduler);
+  go_to(scheduler);
+}
+
+// A fiber that has touched what it must not ends there.
+inline void on_signal(int number, siginfo_t* info, void*) {
+  if (current == nullptr) {  // not a kernel's
+    signal(number, SIG_DFL);
+    return;
+  }
+  if (number == SIGSEGV || number == SIGBUS) {
+    const auto* at = static_cast<const unsigned char*>(info->si_addr);
+    current->error = "an access to memory that is no tensor's, or to an input to write it";
+    for (const auto& t : tensors) {
+      const int64_t from = at - static_cast<const unsigned char*>(t->data());
+      if (from > -8192 && from < int64_t(t->bytes()) + 8192) {
+        current->error += ", " + std::to_string(from) + " bytes from the beginning of one of " + std::to_string(t->bytes());
+      }
+    }
+  } else {  // the trap of -fsanitize
+    current->error = "an access that is not aligned, or an index beyond an array";
+  }
+  current->done = true;
+  go_to(scheduler);
+}
+
+struct Signals {
+  static constexpr int kNumbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
+  struct sigaction before[4];
+  Signals() {
+    struct sigaction action = {};
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;  // as go_to does not return
+    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &action, &before[i]);
+  }
+  ~Signals() {
+    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &before[i], nullptr);
+  }
+};
+
+inline std::unique_ptr<Block> new_block(const Grid& running, uint3 index, int threads) {
+  auto block = std::make_unique<Block>();
+  block->index = index;
+  block->barrier.live = threads;
+  block->warps.resize((threads + 31) / 32);
+  block->shared_bytes = running.dynamic_bytes;
+  block->dynamic_memory.assign(running.dynamic_bytes + 2 * kLine, 0xff);
+  block->dynamic = block->dynamic_memory.data();
+  while (uintptr_t(block->dynamic) % kLine != 0) ++block->dynamic;
+  block->dynamic_end = block->dynamic + running.dynamic_bytes;
+  return block;
+}
+
+inline std::unique_ptr<Fiber> new_fiber(const Grid& running, Block& block, unsigned t) {
+  auto fiber = std::make_unique<Fiber>();
+  const dim3 size = running.block;
+  fiber->linear = t;
+  fiber->block = &block;
+  fiber->thread_index = {t % size.x, t / size.x % size.y, t / size.x / size.y};
+  ++block.warps[t / 32].barrier.live;
+  if (free_stacks.empty()) free_stacks.push_back(static_cast<char*>(malloc(kStackBytes)));
+  fiber->stack = free_stacks.back();
+  free_stacks.pop_back();
+  getcontext(&fiber->begin);
+  fiber->begin.uc_stack.ss_sp = fiber->stack;
+  fiber->begin.uc_stack.ss_size = kStackBytes;
+  fiber->begin.uc_link = nullptr;
+  makecontext(&fiber->begin, run_fiber, 0);
+  return fiber;
 }
 
 // All blocks of `indices` at once.
-inline void run_blocks(dim3 grid_size, dim3 block_size, size_t shared_bytes, const std::vector<uint3>& indices,
-                       const std::function<void()>& kernel) {
-  const int threads = block_size.x * block_size.y * block_size.z;
-  Grid running = {grid_size, block_size, {}, {}, &kernel};
-  grid = &running;
+inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
+  const int threads = running.block.x * running.block.y * running.block.z;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Fiber*> left;
   for (const uint3 index : indices) {
-    blocks.push_back(std::make_unique<Block>());
-    Block& block = *blocks.back();
-    block.index = index;
-    block.barrier.live = threads;
-    block.warps.resize((threads + 31) / 32);
-    block.dynamic_memory.assign(shared_bytes + 128, 0xff);
-    block.dynamic = block.dynamic_memory.data();
-    while (uintptr_t(block.dynamic) % 128 != 0) ++block.dynamic;
+    blocks.push_back(new_block(running, index, threads));
     for (int t = 0; t < threads; ++t) {
-      fibers.push_back(std::make_unique<Fiber>());
-      Fiber& fiber = *fibers.back();
-      fiber.linear = t;
-      fiber.block = &block;
-      fiber.thread_index = {t % block_size.x, t / block_size.x % block_size.y, t / block_size.x / block_size.y};
-      ++block.warps[t / 32].barrier.live;
-      if (free_stacks.empty()) free_stacks.push_back(static_cast<char*>(malloc(kStackBytes)));
-      fiber.stack = free_stacks.back();
-      free_stacks.pop_back();
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack;
-      fiber.context.uc_stack.ss_size = kStackBytes;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, run_fiber, 0);
-      running.fibers.push_back(&fiber);
+      fibers.push_back(new_fiber(running, *blocks.back(), t));
+      left.push_back(fibers.back().get());
     }
   }
+  running.barrier = {};
   running.barrier.live = int(fibers.size());
-  std::vector<Fiber*> left = running.fibers;
+  grid = &running;
   uint64_t progress = ~uint64_t(0);
   int idle = 0;
   std::string error;
   while (!left.empty() && error.empty()) {
     std::shuffle(left.begin(), left.end(), random_numbers);
     for (Fiber* fiber : left) {
+      if (fiber->phase != nullptr && *fiber->phase == fiber->seen) continue;
       current = fiber;
-      swapcontext(&scheduler, &fiber->context);
-      if (fiber->error) {
-        try {
-          std::rethrow_exception(fiber->error);
-        } catch (const std::exception& e) {
-          error = e.what();
-        }
+      resume();
+      current = nullptr;
+      if (!fiber->error.empty()) {
+        error = fiber->error;
         break;
       }
     }
     left.erase(std::remove_if(left.begin(), left.end(), [](Fiber* f) { return f->done; }), left.end());
     idle = running.progress == progress ? idle + 1 : 0;
     progress = running.progress;
-    if (idle > 200 && bulk_copies.empty()) error = "deadlock: all threads wait";
+    if (idle > 200 && bulk_copies.empty() && error.empty()) {
+      error = "deadlock: " + std::to_string(left.size()) + " threads wait";
+    }
     std::vector<Copy> arriving;
     arriving.swap(bulk_copies);
     for (const Copy& copy : arriving) {
@@ -266,17 +434,20 @@ inline void run_blocks(dim3 grid_size, dim3 block_size, size_t shared_bytes, con
     }
   }
   for (auto& fiber : fibers) free_stacks.push_back(fiber->stack);
-  const bool copies_left = !bulk_copies.empty();
+  if (error.empty() && !bulk_copies.empty()) error = "a block has ended before its copies arrived";
+  for (const auto& block : blocks) {
+    const unsigned char *end = block->dynamic_end, *last = &block->dynamic_memory.back();
+    if (std::any_of(end, last, [](unsigned char c) { return c != 0xff; })) {
+      error = "a block has written beyond its shared memory";
+    }
+  }
   bulk_copies.clear();
   mbarriers.clear();
-  grid = nullptr, current = nullptr;
-  if (!error.empty()) fail(error);
-  if (copies_left) fail("a block has ended before its copies arrived");
+  grid = nullptr;
+  if (!error.empty()) fail(running.name + ": " + error);
 }
 
-inline std::set<std::string> kernels_run;  // names as the compiler prints them
-
-inline void run(dim3 grid_size, dim3 block_size, size_t shared_bytes, bool together, const std::function<void()>& kernel) {
+inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, bool together, const std::function<void()>& kernel) {
   std::vector<uint3> indices;
   for (unsigned z = 0; z < grid_size.z; ++z) {
     for (unsigned y = 0; y < grid_size.y; ++y) {
@@ -284,31 +455,71 @@ inline void run(dim3 grid_size, dim3 block_size, size_t shared_bytes, bool toget
     }
   }
   if (indices.empty()) fail("a grid without blocks");
-  if (together) return run_blocks(grid_size, block_size, shared_bytes, indices, kernel);
+  if (grid_size.y > 65535 || grid_size.z > 65535) fail("a grid is too large");
+  if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a block asks for more shared memory than there is");
+  const Signals signals;
+  Grid running = {grid_size, block_size, dynamic_bytes, {}, &kernel, "a kernel"};
+  if (dry) running.block = 1, indices.resize(1);
+  if (together) return run_blocks(running, indices);
   std::shuffle(indices.begin(), indices.end(), random_numbers);
   for (size_t i = 0; i < indices.size(); i += 4) {
-    run_blocks(grid_size, block_size, shared_bytes,
-               {indices.begin() + i, indices.begin() + std::min(indices.size(), i + 4)}, kernel);
+    run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + 4)});
   }
 }
 
 template <typename T>
 T& shared(const void* declaration) {
-  auto& memory = current->block->shared[declaration];
+  Block& block = *current->block;
+  auto& memory = block.shared[declaration];
   if (memory == nullptr) {
-    memory.reset(new unsigned char[sizeof(T) + 128]);
-    memset(memory.get(), 0xff, sizeof(T) + 128);
+    block.shared_bytes += (sizeof(T) + 15) / 16 * 16;
+    if (block.shared_bytes > size_t(gpu.shared_bytes)) fail("a block has more shared memory than there is");
+    memory.reset(new unsigned char[sizeof(T) + kLine]);
+    memset(memory.get(), 0xff, sizeof(T) + kLine);
   }
-  return *reinterpret_cast<T*>((uintptr_t(memory.get()) + 127) / 128 * 128);
+  return *reinterpret_cast<T*>((uintptr_t(memory.get()) + kLine - 1) / kLine * kLine);
 }
 
-// ---- The GPU that host code asks about ----
+// ---- Which kernels there are, and which ran ----
 
-struct Gpu {
-  int sms = 8, l2_bytes = 1 << 20, shared_bytes = 227 << 10, code = 90;
+struct Kernel {
+  std::string name;
+  bool ran = false;
+
+  static std::vector<Kernel*>& all() {
+    static std::vector<Kernel*> kernels;
+    return kernels;
+  }
+  // printed: "... [with Here = emulated::{anonymous}::room::kernel<...>(parameters)::Here]"
+  explicit Kernel(const std::string& printed) {
+    const size_t from = printed.find("Here = ") + 7;
+    name = printed.substr(from, printed.find('(', from) - from);
+    for (const std::string scope : {"emulated::", "{anonymous}::"}) {
+      for (size_t at; (at = name.find(scope)) != std::string::npos;) name.erase(at, scope.size());
+    }
+    all().push_back(this);
+  }
 };
-inline Gpu gpu;
-inline cudaError_t cooperative_error = cudaSuccess;  // what cooperative launches answer
+
+// Here: a struct that is declared in the kernel. There is one for each of its instantiations in the library, whether
+// it is launched or not.
+template <typename Here>
+struct KernelOf {
+  static const char* printed() { return __PRETTY_FUNCTION__; }
+  static inline Kernel kernel{printed()};
+};
+
+// Every kernel begins with it. most_threads: of its launch bounds.
+template <typename Here>
+void begin(int most_threads, int = 0) {
+  Kernel& kernel = KernelOf<Here>::kernel;
+  if (current->linear != 0) return;
+  kernel.ran = true;
+  grid->name = kernel.name;
+  const int threads = grid->block.x * grid->block.y * grid->block.z;
+  if (threads > most_threads) fail("a block has more threads than its launch bounds");
+  if (dry) throw End();
+}
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
@@ -319,22 +530,27 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   if (together && cooperative_error != cudaSuccess) return cooperative_error;
   const dim3 g = config->gridDim;
   if (together && int(g.x * g.y * g.z) > gpu.sms) return cudaErrorCooperativeLaunchTooLarge;
-  if (config->dynamicSmemBytes > size_t(gpu.shared_bytes)) return cudaErrorInvalidValue;
   run(g, config->blockDim, config->dynamicSmemBytes, together, [=] { kernel(Parameters(arguments)...); });
   return cudaSuccess;
 }
 
 // ---- What a warp does together ----
 
+// What all lanes have given, after it.
 template <typename Value>
-inline Value of_lane(Value value, int lane) {
-  static_assert(sizeof(Value) <= 8);
+const uint64_t* exchange(Value value) {
+  static_assert(sizeof(Value) <= 8, "a lane exchanges one word");
   Warp& w = warp();
+  uint64_t* slots = w.slots[w.barrier.phase % 2];
+  memcpy(&slots[current->linear % 32], &value, sizeof(value));
   wait(w.barrier);
-  memcpy(&w.slots[current->linear % 32], &value, sizeof(value));
-  wait(w.barrier);
+  return slots;
+}
+
+template <typename Value>
+Value of_lane(Value value, int lane) {
   Value result;
-  memcpy(&result, &w.slots[lane & 31], sizeof(value));
+  memcpy(&result, &exchange(value)[lane & 31], sizeof(value));
   return result;
 }
 
@@ -342,17 +558,17 @@ inline Value of_lane(Value value, int lane) {
 template <int EACH, typename Widen>
 void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
   Warp& w = warp();
+  auto& operands = w.operands[w.barrier.phase % 2];
   const int own = current->linear % 32;
-  wait(w.barrier);
-  std::copy(a, a + 4, w.operands[own]);
-  std::copy(b, b + 2, w.operands[own] + 4);
+  std::copy(a, a + 4, operands[own]);
+  std::copy(b, b + 2, operands[own] + 4);
   wait(w.barrier);
   for (int i = 0; i < 4; ++i) {
     const int row = own / 4 + i / 2 * 8, col = own % 4 * 2 + i % 2;
     for (int k = 0; k < 8 * EACH; ++k) {
       const int half = k / (4 * EACH), lane = k / EACH % 4, part = k % EACH;
-      c[i] += widen(w.operands[row % 8 * 4 + lane][row / 8 + 2 * half], part) *
-              widen(w.operands[col * 4 + lane][4 + half], part);
+      c[i] += widen(operands[row % 8 * 4 + lane][row / 8 + 2 * half], part) *
+              widen(operands[col * 4 + lane][4 + half], part);
     }
   }
 }
@@ -443,9 +659,8 @@ template <typename T>
 inline T __shfl_xor_sync(unsigned, T x, int mask) { return emulator::of_lane(x, emulator::current->linear % 32 ^ mask); }
 inline unsigned __ballot_sync(unsigned, bool x) {
   unsigned bits = 0;
-  const auto& w = emulator::warp();
-  emulator::of_lane(uint64_t(x), 0);
-  for (int lane = 0; lane < 32; ++lane) bits |= unsigned(w.slots[lane] != 0) << lane;
+  const uint64_t* of_lanes = emulator::exchange(uint64_t(x));
+  for (int lane = 0; lane < 32; ++lane) bits |= unsigned(of_lanes[lane] != 0) << lane;
   return bits;
 }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0; }

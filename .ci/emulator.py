@@ -1,11 +1,20 @@
 """Builds and loads the kernels of CUDA_SOURCE for the CPU (see emulator.h), so that they can be tried without a GPU.
 
-from emulator import layer_norm     takes what layernorm_inline.layer_norm takes, CPU tensors, with gradients
+    gpu = Emulator(sms=4)
+    y = gpu.layer_norm(x, (cols,), weight, bias)    as layernorm_inline.layer_norm, of CPU tensors, with gradients
+    gpu.convolution(x, conv_weight, ...)            as the C++ struct Convolution
+    gpu.kernels                                     which ran
+
+The source is compiled as it is, but for what C++ does not have: kernel launches, shared memory, and functions made of
+instructions, whose bodies this file replaces. Where such a function is new or renamed, add it to BODIES.
 """
 
 import ctypes
+import fcntl
 import hashlib
+import math
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -37,7 +46,7 @@ BODIES = {
     "named_barrier_arrive": "emulator::named_barrier(name, threads, false);",
     "multiply_add": "emulator::multiply_add<T>(c, a, b);",
     "l2_policy": "return 0;",
-    "prefetch_to_l2": "",
+    "prefetch_to_l2": "emulator::check_read(global, bytes);",
 }
 STATEMENTS = {  # instructions inside of functions
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
@@ -50,35 +59,118 @@ STATEMENTS = {  # instructions inside of functions
 
 WRAPPER = r"""
 namespace ln = TORCH_EXTENSION_NAME;
-static std::string message, names;
-template <typename Call>
-static const char* emulate(const Call& call) {
-  std::vector<std::vector<unsigned char>> memory;
-  const auto allocate = [](size_t bytes, void* owner) -> void* {
-    auto& memory = *static_cast<std::vector<std::vector<unsigned char>>*>(owner);
-    memory.emplace_back(bytes + 128, 0xff);
-    return reinterpret_cast<void*>((uintptr_t(memory.back().data()) + 127) / 128 * 128);
-  };
-  message.clear();
-  try {
-    const cudaError_t error = ln::launch(call, {allocate, &memory}, nullptr);
-    if (error != cudaSuccess) message = "cudaError " + std::to_string(int(error));
-  } catch (const std::exception& e) {
-    message = e.what();
+
+// The tensors of a call, in guarded memory while it runs.
+class Tensors {
+ public:
+  void read(const void*& p, size_t bytes, const char* name) {
+    if (p == nullptr) return;
+    void* copy = add(p, bytes, name);
+    memcpy(copy, p, bytes);
+    emulator::tensors.back()->forbid_writes();
+    p = copy;
   }
-  return message.c_str();
+  template <typename T>
+  void written(T*& p, size_t bytes, const char* name) {
+    if (p == nullptr) return;
+    outputs_.push_back({p, add(p, bytes, name), bytes});
+    p = static_cast<T*>(outputs_.back().copy);
+  }
+  void* scratch(size_t bytes) {
+    if (++times_asked_ > 1) emulator::fail("scratch is asked for twice");
+    return add(nullptr, bytes, "scratch");
+  }
+  void finish() {
+    for (size_t i = 0; i < names_.size(); ++i) emulator::tensors[i]->check(names_[i]);
+    for (const Output& output : outputs_) memcpy(output.to, output.copy, output.bytes);
+  }
+  ~Tensors() { emulator::tensors.clear(); }
+
+ private:
+  struct Output {
+    void *to, *copy;
+    size_t bytes;
+  };
+  std::vector<std::string> names_;
+  std::vector<Output> outputs_;
+  int times_asked_ = 0;
+
+  void* add(const void* like, size_t bytes, const char* name) {
+    emulator::tensors.push_back(std::make_unique<emulator::Guarded>(bytes, like));
+    names_.push_back(name);
+    return emulator::tensors.back()->data();
+  }
+};
+
+static void guard(ln::Forward& call, Tensors& tensors) {
+  const size_t each = ln::size_of(call.dtype), all = call.rows * call.cols * each;
+  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * (each == 8 ? 8 : 4);
+  tensors.read(call.input, all, "input");
+  tensors.read(call.weight, of_cols, "weight");
+  tensors.read(call.bias, of_cols, "bias");
+  tensors.written(call.output, all, "output");
+  tensors.written(call.mean, of_rows, "mean");
+  tensors.written(call.rstd, of_rows, "rstd");
 }
+
+static void guard(ln::Backward& call, Tensors& tensors) {
+  const size_t each = ln::size_of(call.dtype), all = call.rows * call.cols * each;
+  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * (each == 8 ? 8 : 4);
+  tensors.read(call.grad_output, all, "grad_output");
+  tensors.read(call.input, all, "input");
+  tensors.read(call.mean, of_rows, "mean");
+  tensors.read(call.rstd, of_rows, "rstd");
+  tensors.read(call.weight, of_cols, "weight");
+  tensors.read(call.bias, of_cols, "bias");
+  tensors.written(call.grad_input, all, "grad_input");
+  tensors.written(call.grad_weight, of_cols, "grad_weight");
+  tensors.written(call.grad_bias, of_cols, "grad_bias");
+}
+
+static void guard(ln::Convolution& call, Tensors& tensors) {
+  const size_t each = ln::size_of(call.dtype), places = call.batch * call.depth * call.height;
+  const size_t affine = 64 * (call.affine_float32 ? 4 : each);
+  tensors.read(call.input, places * 32 * 32 * each, "input");
+  tensors.read(call.conv_weight, 32 * 64 * 64 * each, "conv_weight");
+  tensors.read(call.conv_bias, 64 * each, "conv_bias");
+  tensors.read(call.weight, affine, "weight");
+  tensors.read(call.bias, affine, "bias");
+  tensors.written(call.output, places * 4 * 64 * 64 * each, "output");
+  tensors.written(call.rstd, places * 4 * 64 * 4, "rstd");
+}
+
+static std::string answer;
+
+template <typename Call>
+static const char* emulate(Call call) {
+  const auto allocate = [](size_t bytes, void* owner) { return static_cast<Tensors*>(owner)->scratch(bytes); };
+  answer.clear();
+  try {
+    Tensors tensors;
+    guard(call, tensors);
+    const cudaError_t error = ln::launch(call, {allocate, &tensors}, nullptr);
+    if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
+    tensors.finish();
+  } catch (const std::exception& e) {
+    answer = e.what();
+  }
+  return answer.c_str();
+}
+
 extern "C" {
-void emulate_gpu(int sms, int shared_bytes, int code, int seed, int refuse) {
+void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool refuse, bool dry) {
   emulator::gpu = {sms, 1 << 20, shared_bytes, code};
-  emulator::random_numbers.seed(seed);
+  emulator::random_numbers.state = seed;
+  emulator::dry = dry;
   emulator::cooperative_error = refuse ? cudaErrorCooperativeLaunchTooLarge : cudaSuccess;
-  emulator::kernels_run.clear();
+  for (emulator::Kernel* kernel : emulator::Kernel::all()) kernel->ran = false;
 }
-const char* emulated_kernels() {
-  names.clear();
-  for (const auto& name : emulator::kernels_run) names += name + "\n";
-  return names.c_str();
+const char* emulated_kernels(bool all) {
+  answer.clear();
+  for (const emulator::Kernel* kernel : emulator::Kernel::all()) {
+    if (all || kernel->ran) answer += kernel->name + "\n";
+  }
+  return answer.c_str();
 }
 const char* emulate_forward(const ln::Forward* call) { return emulate(*call); }
 const char* emulate_backward(const ln::Backward* call) { return emulate(*call); }
@@ -131,23 +223,17 @@ def emulated(source):
 
     source = re.sub(r"__shared__ ([^;]+);", declarations, source)
 
-    # Kernels tell that they ran.
+    # Kernels begin by telling so, with their launch bounds.
+    kernel = re.compile(r"__global__ void (?:__launch_bounds__(?=\())?")
     position = 0
-    while match := re.compile(r"__global__ ").search(source, position):
-        declared = (
-            source.index("(", source.index(")", match.end()) + 1)
-            if "__launch_bounds__" in source[match.end() : match.end() + 30]
-            else match.end()
-        )
+    while match := kernel.search(source, position):
         position = match.end()
-        brace, semicolon = source.find("{", declared), source.find(";", declared)
+        bounds_end = end_of(source, position, "(", ")") if source[position] == "(" else position
+        brace, semicolon = source.find("{", bounds_end), source.find(";", bounds_end)
         if 0 <= semicolon < brace:
-            continue
-        source = (
-            source[: brace + 1]
-            + " if (threadIdx.x + blockIdx.x == 0) emulator::kernels_run.insert(__PRETTY_FUNCTION__);"
-            + source[brace + 1 :]
-        )
+            continue  # declared only
+        bounds = source[position:bounds_end]
+        source = f"{source[: brace + 1]} struct Here {{}}; emulator::begin<Here>{bounds};{source[brace + 1 :]}"
 
     # Launches.
     while (at := source.find("<<<")) >= 0:
@@ -174,33 +260,29 @@ def split_arguments(text):
     return [*parts, text[last:].strip()]
 
 
+FLAGS = [
+    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-w", "-DTORCH_EXTENSION_NAME=emulated",
+    "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
+    "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error",
+    "-U_FORTIFY_SOURCE",  # it takes a jump to another fiber for an error
+]  # fmt: skip
+
+
 def build():
     """The path of the library, compiled once for each source."""
     cuda_home, _ = layernorm_inline._find_cuda_home()
     text = emulated(layernorm_inline.CUDA_SOURCE)
-    key = hashlib.sha256((text + (HERE / "emulator.h").read_text()).encode()).hexdigest()[:16]
+    flags = [*FLAGS, f"-I{HERE}", f"-I{cuda_home}/include"]
+    key = hashlib.sha256("".join([text, (HERE / "emulator.h").read_text(), *flags]).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir()), "layernorm_emulator_" + key)
-    library = folder / "emulator.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "kernels.cpp").write_text(text)
-        flags = [
-            "-std=c++17",
-            "-O1",
-            "-mfma",
-            "-ffp-contract=fast",
-            "-fPIC",
-            "-shared",
-            "-Wl,-Bsymbolic",
-            "-w",
-            "-DTORCH_EXTENSION_NAME=emulated",
-        ]
-        new = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            ["g++", *flags, f"-I{HERE}", f"-I{cuda_home}/include", str(folder / "kernels.cpp"), "-o", str(new)],
-            check=True,
-        )
-        new.rename(library)
+    folder.mkdir(parents=True, exist_ok=True)
+    source, library, unfinished = folder / "kernels.cpp", folder / "emulator.so", folder / "unfinished.so"
+    with open(folder / "lock", "w") as lock:  # of several processes one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            source.write_text(text)
+            subprocess.run(["g++", *flags, str(source), "-o", str(unfinished)], check=True)
+            unfinished.rename(library)
     return library
 
 
@@ -232,11 +314,14 @@ def pointer(t):
 
 
 class Emulator:
-    """A GPU of a few SMs. The numbers are those of Hopper unless given."""
+    """A GPU of a few SMs. Numbers are those of Hopper unless given; the seed is that of all that happens by chance.
+
+    refuse: the device has no room for cooperative launches. dry: kernels end as soon as they have begun.
+    """
 
     libraries = {}  # by GPU, as the host code asks only once what it runs on
 
-    def __init__(self, sms=8, shared_bytes=227 << 10, code=90, seed=0, refuse=False):
+    def __init__(self, sms=8, shared_bytes=227 << 10, code=90, seed=0, refuse=False, dry=False):
         gpu = (sms, shared_bytes, code)
         if gpu not in self.libraries:
             library = build()
@@ -247,62 +332,88 @@ class Emulator:
             for name in ("emulate_forward", "emulate_backward", "emulate_convolution", "emulated_kernels"):
                 getattr(self.libraries[gpu], name).restype = ctypes.c_char_p
         self.library = self.libraries[gpu]
-        self.library.emulate_gpu(*gpu, seed, int(refuse))
+        self.state = (*gpu, seed, refuse, dry)
+        self.kernels = set()  # that ran, as "room::name<template arguments>"
 
     def run(self, name, call):
+        self.library.emulate_gpu(*self.state)
         message = getattr(self.library, name)(ctypes.byref(call)).decode()
+        self.kernels |= set(self.library.emulated_kernels(False).decode().split("\n")[:-1])
         if message:
             raise RuntimeError(message)
 
-    def kernels(self):
-        """The kernels that ran since this GPU was made, each as "name [with template arguments]"."""
-        return {
-            re.search(r"(\w+)\(", name)[1] + name[name.find(" [with") :].replace("emulated::{anonymous}::", "")
-            for name in self.library.emulated_kernels().decode().split("\n")[:-1]
-        }
+    def all_kernels(self):
+        """That the library has, whether they ran or not."""
+        return set(self.library.emulated_kernels(True).decode().split("\n")[:-1])
 
     def layer_norm(self, x, normalized_shape, weight=None, bias=None, eps=1e-5, activation=None, scale=1.0):
         return Function.apply(x, normalized_shape, weight, bias, eps, activation, scale, self)
 
+    def convolution(
+        self, x, conv_weight, conv_bias=None, weight=None, bias=None, eps=1e-5, scale=1.0, tf32=False, for_backward=False
+    ):
+        """(output, rstd): see Convolution in layernorm_inline.py; without for_backward, rstd is None."""
+        batch, _, depth, height, _ = x.shape
+        y = empty((batch, 64, 2 * depth, 2 * height, 64), x.dtype)
+        rstd = empty(y.shape[:-1], torch.float32) if for_backward else None
+        affine = weight if weight is not None else bias
+        self.run("emulate_convolution", Convolution(
+            input=pointer(x), conv_weight=pointer(conv_weight), conv_bias=pointer(conv_bias), weight=pointer(weight),
+            bias=pointer(bias), output=pointer(y), rstd=pointer(rstd), batch=batch, depth=depth, height=height, eps=eps,
+            scale=scale, dtype=DTYPES[x.dtype], affine_float32=affine is not None and affine.dtype == torch.float32,
+            tf32=tf32,
+        ))  # fmt: skip
+        return y, rstd
 
-def like(t):
-    """Of t's shape, its misalignment, full of NaNs."""
-    memory = torch.full((t.numel() + 64,), float("nan"), dtype=t.dtype)
-    wanted, each = t.data_ptr() % 64, t.element_size()
-    first = (wanted - memory.data_ptr()) % 64 // each
-    return memory[first : first + t.numel()].view(t.shape)
+
+LINE = 128  # bytes; what a GPU's memory is allocated in begins on one
+
+
+def empty(shape, dtype, offset=0):
+    """A tensor of NaNs that begins so many elements after a line's beginning."""
+    count, each = math.prod(shape), dtype.itemsize
+    memory = torch.full((count + offset + LINE // each,), math.nan, dtype=dtype)
+    first = -memory.data_ptr() % LINE // each + offset
+    return memory[first : first + count].view(shape)
+
+
+def placed(t, offset=0):
+    """A copy of t, as empty() places it."""
+    return None if t is None else empty(t.shape, t.dtype, offset).copy_(t)
 
 
 class Function(torch.autograd.Function):
+    """layer_norm as the binding calls the kernels: outputs begin on a line, statistics are saved for gradients."""
+
     @staticmethod
     def forward(ctx, x, shape, weight, bias, eps, activation, scale, gpu):
-        cols = 1
-        for size in shape:
-            cols *= size
+        cols = math.prod(shape)
         rows = x.numel() // cols
         affine = weight if weight is not None else bias
-        statistics = torch.full((2, rows), float("nan"), dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
-        y = like(x)
+        y = empty(x.shape, x.dtype)
         common = dict(
             rows=rows, cols=cols, dtype=DTYPES[x.dtype], activation=ACTIVATIONS[activation], scale=scale,
             affine_float32=affine is not None and affine.dtype == torch.float32,
         )  # fmt: skip
-        gpu.run("emulate_forward", Forward(
-            input=pointer(x), weight=pointer(weight), bias=pointer(bias), output=pointer(y),
-            mean=pointer(statistics[0]), rstd=pointer(statistics[1]), eps=eps, **common,
-        ))  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, statistics)
+        statistics = [empty((rows,), torch.promote_types(x.dtype, torch.float32)) for _ in "12"]
+        mean, rstd = statistics if any(ctx.needs_input_grad) else (None, None)
+        if rows > 0:
+            gpu.run("emulate_forward", Forward(
+                input=pointer(x), weight=pointer(weight), bias=pointer(bias), output=pointer(y), mean=pointer(mean),
+                rstd=pointer(rstd), eps=eps, **common,
+            ))  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, *statistics)
         ctx.common, ctx.gpu = common, gpu
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, bias, statistics = ctx.saved_tensors
+        x, weight, bias, mean, rstd = ctx.saved_tensors
         wanted = [t is not None and ctx.needs_input_grad[i] for i, t in ((0, x), (2, weight), (3, bias))]
-        grads = [like(t) if want else None for want, t in zip(wanted, (x, weight, bias))]
+        grads = [empty(t.shape, t.dtype) if want else None for want, t in zip(wanted, (x, weight, bias))]
         ctx.gpu.run("emulate_backward", Backward(
-            grad_output=pointer(dy), input=pointer(x), mean=pointer(statistics[0]), rstd=pointer(statistics[1]),
-            weight=pointer(weight), bias=pointer(bias) if ctx.common["activation"] else None,
-            grad_input=pointer(grads[0]), grad_weight=pointer(grads[1]), grad_bias=pointer(grads[2]), **ctx.common,
+            grad_output=pointer(dy), input=pointer(x), mean=pointer(mean), rstd=pointer(rstd), weight=pointer(weight),
+            bias=pointer(bias) if ctx.common["activation"] else None, grad_input=pointer(grads[0]),
+            grad_weight=pointer(grads[1]), grad_bias=pointer(grads[2]), **ctx.common,
         ))  # fmt: skip
         return grads[0], None, grads[1], grads[2], None, None, None, None

@@ -1,0 +1,432 @@
+"""Can the tests fail? Puts one bug at a time into layernorm_inline.py, and runs the tests that concern it.
+
+    python .ci/mutants.py                  all mutants; the tests run on all GPUs of this machine
+    python .ci/mutants.py --only TEXT...   those whose names contain one of the texts
+    python .ci/mutants.py --list           names, bugs, tests
+    python .ci/mutants.py --check          builds nothing: does each replacement apply, are there such tests?
+
+A mutant is built and tested in a folder of its own, beside others; a line is printed as soon as its end is known. The
+tests run without a mutant, too, and must succeed, or the rest says nothing. Exit status 0: every mutant was killed, or
+survived for the reason that the table gives.
+"""
+
+import argparse
+import contextlib
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE, TESTS = "layernorm_inline.py", "test_layernorm_inline.py"
+TESTS_PER_GPU = 8  # processes: most of their time is the host's
+QUIET, LONGEST = 120, 480  # seconds: see Mutant; all tests of a mutant
+
+# ============================================================================
+# Which tests: pytest -k, that is words in the names of tests and marks
+# ============================================================================
+
+VALUES = "test_values"  # rows in registers first; below, by the numbers of their columns
+SHARED = "test_values and (9000 or 12288 or 16392 or 18432 or 20480) or rows_between_lines"
+PIPELINE = "test_values and (8192 or 16384 or 16392 or 20001 or 50257 or 262144 or 1000003) or many_unaligned_rows"
+TOGETHER = "many_sms_hold_together"
+SPREAD = "test_values and (20001 or 1200001 or 4194304)"
+CONSTANT = "give_bias and (9001 or 11000 or 16384 or 20480 or 20001 or 50257 or 194307 or 205923)"
+ACTIVATION = "test_activation and (cpu or 768 or 9000)"
+CONVOLUTION = "test_problem_34 and not compiled"
+REPEATED = "streams_and_threads or graph_of_a_training_step and (16392 or 20001 or 262144)"
+ASKED_FOR = "asked_for and 64"
+
+
+class Mutant(NamedTuple):
+    name: str
+    old: str  # occurs exactly once; how it is broken into lines does not matter
+    new: str
+    tests: str
+    equivalent: str = ""  # why it may survive
+    quiet: int = QUIET  # seconds without a test's beginning or end, after which it hangs
+
+
+# ============================================================================
+# The bugs. To repair one whose code has changed: the shortest text that occurs once.
+# ============================================================================
+
+MUTANTS = [
+    # ---- Elements, and rows that do not start on 16-byte boundaries ----
+    Mutant("cut: element before the first boundary left out", "thread < begin ? thread : -1", "thread + 1 < begin ? thread : -1", VALUES),
+    Mutant("cut: last single element left out", "(end + thread - unit < cols ?", "(end + thread - unit < cols - 1 ?", VALUES),
+    Mutant("unaligned: odd start ignored", "words[w + 1], 16 * odd", "words[w + 1], 0 * odd", VALUES),
+    Mutant("unaligned: bias taken to lie as weight does", "(reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin)) % 16", "reinterpret_cast<uintptr_t>(w + begin) % 16", VALUES),
+    Mutant("pack size: bias not asked, forward", "{call.input, call.weight, call.bias, call.output}", "{call.input, call.weight, call.output}", VALUES),
+    Mutant("pack size: bias not asked, backward", "call.weight, call.bias, call.grad_input}", "call.weight, call.grad_input}", VALUES),
+    Mutant("pack size: grad_output not asked", "{call.grad_output, call.input, call.weight,", "{call.input, call.weight,", VALUES),
+    # ---- Statistics ----
+    Mutant("combine: share of the wrong partner", "share = b.count / count;", "share = a.count / count;", SPREAD),
+    Mutant("combine: count of a part left out", "moments[n].m2 + moments[n].count * delta * delta", "moments[n].m2 + delta * delta", PIPELINE),
+    Mutant("block's reduction: barrier left out", "__syncthreads(); const int slot = threadIdx.x % WARPS;", "const int slot = threadIdx.x % WARPS;", VALUES),
+    Mutant("rounded sum of equal float16 numbers", "std::is_same_v<T, __half> && cols > 8192", "false", CONSTANT),
+    Mutant("rstd of equal 16-bit numbers", "m2 == 0 ? rstd * 0 : rstd", "m2 == 0 ? rstd : rstd", CONSTANT),
+    # ---- Epilogue ----
+    Mutant("scale dropped, forward", "z[v] *= epilogue.scale", "z[v] *= 1", ACTIVATION),
+    Mutant("scale dropped, backward", "grad[v] *= epilogue.scale", "grad[v] *= 1", ACTIVATION),
+    Mutant("derivative of GELU's tanh form without the factor 3", "A(0.21406444881780076)", "A(0.07135481627260025)", ACTIVATION),
+    # ---- Rows in registers, forward ----
+    Mutant("registers: eps dropped", "settle(spread[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "settle(spread[r], mean[r], constants.per_col) * constants.per_col", VALUES),
+    Mutant("registers: RMS norm in 16 bits", "mean[r] = quotient(mean[r], A(cols), constants.per_col);", "mean[r] = 0;", VALUES),
+    Mutant("registers: a thread's last row not written", "if (r == 0 || live_row(r))", "if (r == 0 || live_row(r + 1))", VALUES),
+    Mutant("registers: last incomplete group of rows left out", "ceil_div(call.rows, step * p.rows) * step", "std::max<int64_t>(1, call.rows / (step * p.rows)) * step", VALUES),
+    Mutant("registers: one pack too many", "live_pack = first_col + i * pack_step < end;", "live_pack = first_col + i * pack_step <= end;", VALUES),
+    Mutant("registers: mean of a thread's first row saved for all", "r * step] = mean[r];", "r * step] = mean[0];", VALUES),
+    Mutant("registers: a row past the end is written", "if (live_row(r)) narrow(y[0], output[cut.extra", "narrow(y[0], output[cut.extra", "guard_bands"),
+    Mutant("registers: offset of 32 bits", "static_cast<const T*>(call.input) + block_row * cols", "static_cast<const T*>(call.input) + int(block_row * cols)", "2_to_the_31"),
+    # ---- Rows in shared memory ----
+    Mutant("shared memory: eps dropped", "rsqrt(m2 * constants.per_col + constants.eps)", "rsqrt(m2 * constants.per_col)", SHARED),
+    Mutant("shared memory: RMS norm in 16 bits", "mean[r] = quotient(sum[r], A(cols), constants.per_col)", "mean[r] = 0", SHARED),
+    Mutant("shared memory: row taken to start on a line", "reinterpret_cast<const T*>(held + early)", "reinterpret_cast<const T*>(held)", SHARED),
+    Mutant("shared memory: copy not waited for", "__syncthreads(); barrier_wait(&loaded, 0);", "__syncthreads();", SHARED),
+    # ---- Long rows in a pipeline ----
+    Mutant("pipeline: parity kept where the ring wraps", "index = 0, parity ^= 1;", "index = 0;", PIPELINE),
+    Mutant("pipeline: loader does not wait for a free stage", "barrier_wait(&control.applied[slot.index], slot.parity ^ 1)", "barrier_wait(&control.applied[slot.index], slot.parity)", PIPELINE),
+    Mutant("pipeline: eps dropped", "per_col + float(call.eps)", "per_col", PIPELINE),
+    Mutant("pipeline: RMS norm", "const float mean = base + row_total.mean", "const float mean = 0", PIPELINE),
+    Mutant("pipeline: last block's statistics left out", "if (peer < sharers) stats[i]", "if (peer + 1 < sharers) stats[i]", PIPELINE),
+    Mutant("pipeline: last column left out", "min(int64_t(s.slice), cols - int64_t(rank) * s.slice)", "min(int64_t(s.slice), cols - 1 - int64_t(rank) * s.slice)", PIPELINE),
+    Mutant("pipeline: base of a part that may have no columns", "measured[first_part].x", "measured[0].x", CONSTANT),
+    Mutant("pipeline: reads past the tensor's end", "tensor_ends = row == call.rows - 1 && rank == sharers - 1;", "tensor_ends = false;", "memcheck", quiet=LONGEST),
+    Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
+    Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMostSharers);", "kMostSharers;", SPREAD),
+    Mutant("pipeline, backward: mean and rstd of the group's first row", "given = Pass::given(call, row);", "given = Pass::given(call, group);", PIPELINE),
+    Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
+    Mutant("pipeline, backward: mean(wdy) dropped, float32", "dy[v]) - mean_wdy - xhat * mean_wdy_xhat", "dy[v]) - xhat * mean_wdy_xhat", PIPELINE),
+    # ---- What blocks that share a row tell one another ----
+    Mutant("words: of an earlier call", "words[row * words_per_row(sharers) + rank] = kUnpublished;", ";", REPEATED),
+    Mutant("words: rows overlap where more than 16 blocks share one", "(group + 15) / 16 * 16", "16", PIPELINE),
+    # ---- Rows that many SMs hold together ----
+    Mutant("joint: last pack of a slice not written", "j * kJointThreads + thread < last_packs", "j * kJointThreads + thread < last_packs - 1", TOGETHER),
+    Mutant("joint: measures the stage before", "measuring = slot_after(stages + kJointAhead)", "measuring = slot_after(stages + kJointAhead - 1)", TOGETHER),
+    Mutant("joint: statistics of the group's first row", "peer < sharers ? words + row * words_per_row(sharers)", "peer < sharers ? words + blockIdx.y * words_per_row(sharers)", TOGETHER),
+    Mutant("joint: statistics begin with those of the row before", "count = mean = m2 = 0;", "", TOGETHER),
+    # ---- Rows spread over the GPU ----
+    Mutant("spread: eps dropped", "m2 / A(call.cols) + A(call.eps)", "m2 / A(call.cols)", SPREAD),
+    Mutant("spread: distances between pieces left out", "m2 += moments[piece].m2 + moments[piece].count * delta * delta;", "m2 += moments[piece].m2;", SPREAD),
+    Mutant("spread: count where a row ends", "combine(moments, Moments<A>{A(count), mean, m2})", "combine(moments, Moments<A>{A(V * PACKS), mean, m2})", SPREAD),
+    Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const Moments<A>*", "const int64_t row = blockIdx.x; const Moments<A>*", SPREAD),
+    Mutant("spread: statistics of a block's first row", "mean = row_stats[row][0], rstd = row_stats[row][1]", "mean = row_stats[first_row][0], rstd = row_stats[first_row][1]", SPREAD),
+    Mutant("spread, backward: mean(wdy) dropped", "- means.wdy - xhat[v] * means.wdy_xhat", "- xhat[v] * means.wdy_xhat", SPREAD),
+    # ---- Backward: rows in registers, sums over rows ----
+    Mutant("backward: mean(wdy) dropped", "wdy - mean_wdy - xhat[r][i][v] * mean_wdy_xhat", "wdy - xhat[r][i][v] * mean_wdy_xhat", VALUES),
+    Mutant("backward: last row left out of grad_weight", "grad_weight[i][v] += grad[v] * xhat[r][i][v];", "if (row + r * blockDim.y < call.rows - 1) grad_weight[i][v] += grad[v] * xhat[r][i][v];", VALUES),
+    Mutant("backward: barrier left out of the sum of a block's rows", "__syncthreads(); if (threadIdx.y >= half) continue;", "if (threadIdx.y >= half) continue;", VALUES),
+    Mutant("backward: last block's sums left out", "terms[i] = row + i * blockDim.y < partial_rows", "terms[i] = row + i * blockDim.y < partial_rows - 1", VALUES),
+    Mutant("backward: barrier left out of the sum of all blocks", "__syncthreads(); if (threadIdx.y != 0 || col >= call.cols) return;", "if (threadIdx.y != 0 || col >= call.cols) return;", VALUES),
+    Mutant("backward: gradients of no rows not written", "store_gradients<T>(call, col, zero, zero);", "", "no_rows"),
+    # ---- Convolution ----
+    Mutant("convolution: taps in another order", "taps = 7 - i / 2 / kChunks", "taps = i / 2 / kChunks", CONVOLUTION),
+    Mutant("convolution: no padding before the first depth", "d >= 0 && d < call.depth", "d < call.depth", CONVOLUTION),
+    Mutant("convolution: no padding below the last line", "h + line < call.height", "h + line <= call.height", CONVOLUTION),
+    Mutant("convolution: last line not written", "line_of(row / 2) < call.height - p.h", "line_of(row / 2) < call.height - 1 - p.h", CONVOLUTION),
+    Mutant("convolution: eps dropped", "(1.0f / kConvOut) + eps", "(1.0f / kConvOut)", CONVOLUTION),
+    Mutant("convolution: input replaced while it is read", "if (round > 0) named_barrier_wait(was_read(to), kTwoGroups);", "", CONVOLUTION),
+    Mutant("convolution: rstd of a thread's first row saved for all", "kConvOut] = rstd[row];", "kConvOut] = rstd[0];", CONVOLUTION),
+    Mutant("convolution: float32 always in TF32", "call.tf32 = tf32_allowed(&at::Context::allowTF32CuDNN)", "call.tf32 = true", CONVOLUTION),
+    # ---- Binding ----
+    Mutant("binding: weight's strides ignored, forward", "const Tensor x = input.contiguous(); const OptionalTensor w = contiguous(weight)", "const Tensor x = input.contiguous(); const OptionalTensor w = weight", "stride"),
+    Mutant("binding: weight's strides ignored, backward", ", x = input.contiguous(); const OptionalTensor w = contiguous(weight)", ", x = input.contiguous(); const OptionalTensor w = weight", "stride"),
+    Mutant("binding: grad_output's strides ignored", "dy = grad_output.contiguous()", "dy = grad_output", "stride"),
+    Mutant("binding: float32 bias without weight", "present(w) ? w : b; Forward call", "w; Forward call", VALUES),
+    Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); const Outputs outputs", "const Outputs outputs", "not_current"),
+    Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); if (!fits_convolution(input))", "if (!fits_convolution(input))", "not_current"),
+    Mutant("binding: default stream", "write(scratch), c10::cuda::getCurrentCUDAStream()", "write(scratch), nullptr", "current_stream and (64 or 768)"),
+    Mutant("binding: bias saved in weight's place", "node.weight = {weight, false}; node.bias = {bias, false}; node.dims", "node.weight = {bias, false}; node.bias = {bias, false}; node.dims", "vmap or " + ASKED_FOR),
+    Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(1), task_should_compute_output(2)", "task_should_compute_output(2), task_should_compute_output(1)", ASKED_FOR),
+    Mutant("binding: gradient of bias alone", "has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias))", "has(input) || (present(weight) && has(*weight))", ASKED_FOR),
+    Mutant("binding: input not cast under autocast", "at::autocast::cached_cast(at::kFloat, input), normalized_shape", "input, normalized_shape", "autocast"),
+    Mutant("binding: weight on another device", "affine->device() == input.device()", "true", "bad_dtypes_and_devices"),
+    Mutant("binding: copies what is copied on write", "return t.const_data_ptr();", "return t.data_ptr();", "copy_on_write"),
+    Mutant("binding: gradients of the batch's last part only", "sums[i].add_(added[i])", "sums[i].copy_(added[i])", CONVOLUTION),
+    Mutant("binding: convolution's input taken to be aligned", "% 16 == 0 ? x : x.clone()", "% 16 == 0 ? x : x", CONVOLUTION),
+    Mutant("meta: strides of input", "at::empty_symint(sizes, like.options().dtype(dtype))", "at::empty_like(like, like.options().dtype(dtype))", "fake"),
+    Mutant("meta: depth and height swapped", "input.sym_size(2) * 2, input.sym_size(3) * 2", "input.sym_size(3) * 2, input.sym_size(2) * 2", "one_kernel"),
+    # ---- Build ----
+    Mutant("build: newer code for an older GPU of its family", "number // 10 == gpu // 10 and number <= gpu", "number // 10 == gpu // 10", "code_for"),
+    Mutant("build: sm_90 instead of sm_90a", 'f"sm_{g}a" if g == 90 else', 'f"sm_{g}" if g == 90 else', "code_for or own_code"),
+    Mutant("build: CUDA 11 for Hopper", "if _number(code) >= 90 else", "if _number(code) > 90 else", "code_for"),
+    Mutant("build: Turing left out", "if _number(code) >= _OLDEST_CODE", "if _number(code) > _OLDEST_CODE", "code_for"),
+    Mutant("build: PTX for the GPUs that the list excludes", "elif len(chosen) < len(gpus):", "elif len(chosen) > len(gpus):", "code_for"),
+    Mutant("build: one name for all architectures", "*_CPP_FLAGS, *codes, *platform", "*_CPP_FLAGS, *platform", "another_library"),
+    Mutant("build: library cut short is loaded", 'size.read() == b"%d" % os.path.getsize(library)', "bool(size.read())", "cut_short"),
+    Mutant("build: library that a group can write is loaded", "status.st_mode & 0o022", "status.st_mode & 0o002", "others_can_write"),
+    Mutant("build: folder that others can write", "os.makedirs(directory, 0o755", "os.makedirs(directory, 0o777", "umask"),
+    Mutant("build: a container's library not looked for", "for c in (codes, _codes([], arch_list))", "for c in (codes,)", "container"),
+    Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit"),
+    # ---- Python ----
+    Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
+    Mutant("Python: the two forms of GELU swapped", '"gelu": 1, "gelu_tanh": 2', '"gelu": 2, "gelu_tanh": 1', ACTIVATION),
+    Mutant("Python: vmap's weights along the wrong dimension", "[1] * (none_of_x.dim() - 1 - len(normalized_shape))", "[1] * (none_of_x.dim() - len(normalized_shape))", "vmap"),
+    Mutant("Python: subclasses replaced, too", "if type(child) in types:", "if isinstance(child, tuple(types)):", "replace_layer_norm"),
+    Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))", "", "one_kernel"),
+    Mutant("Python: hooks left out", "and not any(map(_has_hooks, (conv, norm)))", "", "one_kernel or hooks"),
+]  # fmt: skip
+
+
+# ============================================================================
+# Applying
+# ============================================================================
+
+
+def mutated(mutant, source):
+    """The source with the bug. ValueError or SyntaxError: the replacement does not apply."""
+    found = list(re.finditer(r"\s+".join(map(re.escape, mutant.old.split())), source))
+    if len(found) != 1:
+        raise ValueError(f"occurs {len(found)} times: {mutant.old}")
+    text = source[: found[0].start()] + mutant.new + source[found[0].end() :]
+    compile(text, SOURCE, "exec")
+    return text
+
+
+def compiled_sources(text):
+    return re.findall(r'r"""(.*?)"""', text, re.S)
+
+
+def check(mutants):
+    """Prints what is wrong with the table; returns how many mutants that concerns."""
+    source, tests = (ROOT / SOURCE).read_text(), (ROOT / TESTS).read_text()
+    wrong = 0
+    for mutant in mutants:
+        try:
+            mutated(mutant, source)
+            words = set(re.findall(r"\w+", mutant.tests)) - {"and", "or", "not"}
+            unknown = sorted(word for word in words if word not in tests)
+            if unknown:
+                raise ValueError(f"{TESTS} has no {', '.join(unknown)}")
+        except (ValueError, SyntaxError) as error:
+            print(f"{mutant.name} | does not apply: {error}")
+            wrong += 1
+    print(f"{len(mutants)} mutants, {wrong} do not apply")
+    return wrong
+
+
+# ============================================================================
+# Building and testing
+# ============================================================================
+
+RUNNING = set()  # processes, each the leader of a group
+
+
+def run(command, folder, environment, quiet, longest):
+    """(exit status, output). The status is "hangs" without output for so long, "slow" without an end for so long."""
+    began = changed = time.time()
+    size = 0
+    with open(folder / "output", "w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        RUNNING.add(process)
+        status = None
+        while status is None:
+            time.sleep(0.2)
+            status, now, before = process.poll(), time.time(), size
+            size = os.fstat(output.fileno()).st_size
+            changed = now if size != before else changed
+            if status is None and (now - changed > quiet or now - began > longest):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = "hangs" if now - changed > quiet else "slow"
+        RUNNING.remove(process)
+        output.seek(0)
+        return status, output.read()
+
+
+def verdict(status, output):
+    """("killed", by what), ("survived", ""), or ("not tried", why), of pytest's exit status and output."""
+    test = r"\S+::(\w+(?:\[.*?\])?)"
+    failed = re.search(rf"^(?:FAILED|ERROR) {test}(?: - (.*))?", output, re.M)
+    started = re.findall(rf"^{test} (PASSED|SKIPPED)?", output, re.M)
+    if failed and "out of memory" in (failed[2] or ""):
+        return "not tried", "out of memory"  # beside the tests of other mutants
+    if failed:
+        return "killed", f"{failed[1]}: {(failed[2] or 'fails')[:120]}"
+    if status == 0:
+        passed = any(outcome == "PASSED" for _, outcome in started)
+        return ("survived", "") if passed else ("not tried", "its tests are skipped here")
+    if status == "slow":
+        return "not tried", f"its tests take more than {LONGEST} s"
+    if started and not started[-1][1]:
+        return "killed", f"{started[-1][0]}: " + (status if status == "hangs" else f"exit status {status}")
+    return "not tried", "no such tests" if status == 5 else output.strip().split("\n")[-1][:200]
+
+
+def visible_gpus():
+    """As CUDA_VISIBLE_DEVICES names them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    return [str(i) for i in range(listed.count("UUID: GPU-"))]
+
+
+class Runner:
+    def __init__(self, work, jobs):
+        self.work = work
+        self.source = (ROOT / SOURCE).read_text()
+        self.builds = threading.BoundedSemaphore(jobs)
+        self.gpus = gpus = visible_gpus()
+        self.places = queue.Queue()  # where tests run: CUDA_VISIBLE_DEVICES, this place's GPU first
+        for _ in range(TESTS_PER_GPU if gpus else max(1, jobs // 2)):
+            for i in range(max(1, len(gpus))):
+                self.places.put(",".join(gpus[i:] + gpus[:i]))
+        self.environment = {**os.environ, "COLUMNS": "250"}
+        if gpus:
+            self.environment.pop("TORCH_CUDA_ARCH_LIST", None)  # their own architecture only
+        self.built = threading.Event()  # the source without a bug
+
+    def folder(self, name, text):
+        folder = self.work / re.sub(r"\W+", "_", name)
+        folder.mkdir()
+        for path in ROOT.iterdir():
+            if path.is_file() and path.name != ".git":
+                shutil.copy(path, folder)
+        (folder / SOURCE).write_text(text)
+        return folder
+
+    def build(self, folder):
+        """What the compiler says where it fails, else nothing."""
+        environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+        with self.builds:
+            command = ["nice", sys.executable, "-c", "import layernorm_inline"]
+            status, output = run(command, folder, environment, LONGEST, LONGEST)
+        errors = re.findall(r"^.*\berror\b.*$", output, re.M | re.I) or [output.strip().split("\n")[-1]]
+        return "" if status == 0 else errors[0][-200:]
+
+    def test(self, folder, expression, quiet, *options):
+        devices = self.places.get()
+        environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rfE", "-p", "no:cacheprovider", *options]
+        command += ["--rootdir=.", f"--basetemp={folder / 'temp'}", TESTS, "-k", expression]
+        result = run(command, folder, environment, quiet, LONGEST)
+        self.places.put(devices)
+        return result
+
+    def without(self):
+        """Builds the source as it is."""
+        self.unchanged = self.folder("without a bug", self.source)
+        error = self.build(self.unchanged)
+        self.built.set()
+        return error
+
+    def copy_library(self, folder):
+        self.built.wait()
+        if (self.unchanged / "cache").exists():
+            shutil.copytree(self.unchanged / "cache", folder / "cache")
+
+    def baseline(self, part, expression):
+        """The tests of the expression without a bug: ("green", what ran) or ("red", what fails)."""
+        folder = self.folder(f"baseline {part}", self.source)
+        self.copy_library(folder)
+        status, output = self.test(folder, expression, LONGEST)
+        if status == 5:
+            return "green", "none left"
+        last = output.strip().split("\n")[-1].strip("= ")
+        failed = verdict(status, output)[1]
+        return ("green", last) if status == 0 else ("red", f"{failed} ({last})")
+
+    def mutant(self, mutant):
+        """(what became of it, how)."""
+        try:
+            text = mutated(mutant, self.source)
+        except (ValueError, SyntaxError) as error:
+            return "does not apply", str(error)
+        folder = self.folder(mutant.name, text)
+        if compiled_sources(text) == compiled_sources(self.source):
+            self.copy_library(folder)
+        if error := self.build(folder):
+            return "does not build", error
+        end, how = verdict(*self.test(folder, mutant.tests, mutant.quiet, "-x"))
+        shutil.rmtree(folder)
+        if end == "survived" and mutant.equivalent:
+            return "equivalent", mutant.equivalent
+        if end == "survived" and not self.gpus:
+            return "not tried", "there is no GPU here, and the other tests do not see it"
+        return end, how
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
+    parser.add_argument("--list", action="store_true", help="print names, bugs and tests")
+    parser.add_argument("--check", action="store_true", help="build nothing: does each replacement apply?")
+    parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() // 2), help="builds at once")
+    parser.add_argument("--output", metavar="FILE", help="where the lines are written, too")
+    arguments = parser.parse_args()
+    mutants = [m for m in MUTANTS if not arguments.only or any(text in m.name for text in arguments.only)]
+    if arguments.list:
+        for mutant in mutants:
+            print(f"{mutant.name}\n    {mutant.old}\n    {mutant.new or '(nothing)'}\n    -k '{mutant.tests}'")
+        return 0
+    if arguments.check:
+        return check(mutants) > 0
+
+    began = time.time()
+    mutants.sort(key=lambda mutant: -mutant.quiet)  # what takes longest first
+    work = Path(tempfile.mkdtemp(prefix="mutants_"))
+
+    def stop(*_):
+        # ninja ends its compilers at the first signal, a test that hangs only at the second.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in list(RUNNING):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            time.sleep(1)
+        shutil.rmtree(work, ignore_errors=True)
+        os._exit(1)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+    lines = []
+
+    def tell(line):
+        print(line, flush=True)
+        lines.append(line)
+        if arguments.output:
+            Path(arguments.output).write_text("\n".join(lines) + "\n")
+
+    runner = Runner(work, arguments.jobs)
+    expressions = sorted({m.tests for m in mutants}, key=len, reverse=True)  # what is narrow first: a test runs once
+    ends = []
+    with ThreadPoolExecutor(1 + len(expressions) + len(mutants)) as pool:
+        unchanged = pool.submit(runner.without)
+        futures = {}
+        for i, expression in enumerate(expressions):
+            rest = " and not ".join(f"({e})" for e in [expression, *expressions[:i]])
+            futures[pool.submit(runner.baseline, i, rest)] = f"without a bug: {expression}"
+        for mutant in mutants:
+            futures[pool.submit(runner.mutant, mutant)] = mutant.name
+        for future in as_completed(futures):
+            end, how = future.result()
+            ends.append(end)
+            tell(f"{futures[future]} | {end}" + (f" | {how}" if how else ""))
+    shutil.rmtree(work)
+    if unchanged.result():
+        tell(f"without a bug | does not build | {unchanged.result()}")
+    counts = ", ".join(f"{ends.count(end)} {end}" for end in dict.fromkeys(sorted(ends)) if end not in ("green", "red"))
+    green = "red" not in ends and not unchanged.result()
+    baseline = "the tests succeed without a bug" if green else "the tests FAIL WITHOUT A BUG: this says nothing"
+    tell(f"{len(mutants)} mutants: {counts}; {baseline}; {time.time() - began:.0f} s")
+    return not green or any(end not in ("green", "killed", "equivalent") for end in ends)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
