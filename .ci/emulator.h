@@ -34,6 +34,14 @@
 
 namespace emulator {
 
+template <typename To, typename From>
+inline To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof(y));
+  return y;
+}
+
 [[noreturn]] inline void fail(const std::string& what) { throw std::runtime_error(what); }
 
 // ---- The GPU that host code asks about ----
@@ -129,10 +137,14 @@ struct Barrier {  // of all threads of a warp, a block or a grid that still run
   unsigned phase = 0;
 };
 
+struct Operands {  // of a matrix product
+  float a[16][16], b[8][16];
+};
+
 struct Warp {
   Barrier barrier;
   uint64_t slots[2][32];  // of an even phase, of an odd one
-  uint32_t operands[2][32][6];
+  Operands operands[2];
 };
 
 struct NamedBarrier {
@@ -554,40 +566,33 @@ Value of_lane(Value value, int lane) {
   return result;
 }
 
-// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers, EACH numbers in a register.
-template <int EACH, typename Widen>
-void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
-  Warp& w = warp();
-  auto& operands = w.operands[w.barrier.phase % 2];
-  const int own = current->linear % 32;
-  std::copy(a, a + 4, operands[own]);
-  std::copy(b, b + 2, operands[own] + 4);
-  wait(w.barrier);
-  for (int i = 0; i < 4; ++i) {
-    const int row = own / 4 + i / 2 * 8, col = own % 4 * 2 + i % 2;
-    for (int k = 0; k < 8 * EACH; ++k) {
-      const int half = k / (4 * EACH), lane = k / EACH % 4, part = k % EACH;
-      c[i] += widen(operands[row % 8 * 4 + lane][row / 8 + 2 * half], part) *
-              widen(operands[col * 4 + lane][4 + half], part);
-    }
-  }
-}
-
+// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers. Of 16 bits two numbers are in one; of
+// TF32 the last 13 bits are ignored.
 template <typename T>
 void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (std::is_same_v<T, float>) {  // tensor cores ignore the last 13 bits
-    multiply_add<1>(c, a, b, [](uint32_t x, int) {
-      x &= 0xffffe000u;
-      float f;
-      memcpy(&f, &x, 4);
-      return f;
-    });
-  } else {
-    multiply_add<2>(c, a, b, [](uint32_t x, int part) {
-      T pair[2];
-      memcpy(pair, &x, 4);
-      return float(pair[part]);
-    });
+  constexpr int kEach = 4 / sizeof(T), kHalf = 4 * kEach;  // half of the numbers that are multiplied for a sum
+  const int lane = current->linear % 32, lane_row = lane / 4, lane_col = lane % 4;
+  Warp& w = warp();
+  Operands& all = w.operands[w.barrier.phase % 2];
+  for (int i = 0; i < 6; ++i) {
+    const uint32_t bits = i < 4 ? a[i] : b[i - 4];
+    T numbers[kEach];
+    memcpy(numbers, &bits, 4);
+    for (int k = 0; k < kEach; ++k) {
+      float number = float(numbers[k]);
+      if constexpr (sizeof(T) == 4) number = bits_of<float>(bits & 0xffffe000u);
+      const int place = lane_col * kEach + k;
+      if (i < 4) {
+        all.a[lane_row + i % 2 * 8][i / 2 * kHalf + place] = number;
+      } else {
+        all.b[lane_row][(i - 4) * kHalf + place] = number;
+      }
+    }
+  }
+  wait(w.barrier);
+  for (int i = 0; i < 4; ++i) {
+    const float *row = all.a[lane_row + i / 2 * 8], *col = all.b[lane_col * 2 + i % 2];
+    for (int k = 0; k < 2 * kHalf; ++k) c[i] += row[k] * col[k];
   }
 }
 
@@ -623,16 +628,9 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::abs;
 using std::isnan;
 
-template <typename To, typename From>
-inline To bits_of(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To y;
-  memcpy(&y, &x, sizeof(y));
-  return y;
-}
-inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
-inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
-inline int __float_as_int(float x) { return bits_of<int>(x); }
+inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
+inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
+inline int __float_as_int(float x) { return emulator::bits_of<int>(x); }
 // Not fused with what follows.
 [[gnu::noinline]] inline float __fmul_rn(float a, float b) { return a * b; }
 [[gnu::noinline]] inline double __dmul_rn(double a, double b) { return a * b; }
