@@ -45,6 +45,7 @@ BODIES = {
     "named_barrier_wait": "emulator::named_barrier(name, threads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, threads, false);",
     "multiply_add": "emulator::multiply_add<T>(c, a, b);",
+    "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
     "prefetch_to_l2": "emulator::check_read(global, bytes);",
 }
@@ -246,7 +247,7 @@ def emulated(source):
         arguments = source[close + 3 : arguments_end].strip()
         parts = split_arguments(configuration)
         source = (
-            f"{source[:start]}emulator::run({parts[0]}, {parts[1]}, {parts[2]}, false, [&] {{ {kernel}{arguments}; }})"
+            f"{source[:start]}emulator::run({parts[0]}, {parts[1]}, {parts[2]}, emulator::Launch::Plain, [&] {{ {kernel}{arguments}; }})"
             + source[arguments_end:]
         )
     return '#include "emulator.h"\n' + source + WRAPPER
