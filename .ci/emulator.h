@@ -10,8 +10,10 @@
 // scratch can be written. An access that is not aligned, or an index beyond an array, ends the kernel, as do copies
 // and prefetches that are not of whole 16-byte units of a tensor, and blocks that a GPU would have no room for.
 //
+// A kernel that may begin before the one before it has ended finds NaNs in scratch until it has waited for that.
+//
 // What it cannot show: instructions in the wrong form (asm is replaced, see emulator.py), races between instructions,
-// the asynchronous products of Hopper, how kernels overlap that follow one another, speed.
+// the asynchronous products of Hopper, speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -33,6 +35,14 @@
 #include <cuda_fp16.h>
 
 namespace emulator {
+
+template <typename To, typename From>
+inline To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof(y));
+  return y;
+}
 
 [[noreturn]] inline void fail(const std::string& what) { throw std::runtime_error(what); }
 
@@ -61,7 +71,8 @@ inline Random random_numbers;
 
 // ---- Memory of tensors ----
 
-constexpr uintptr_t kLine = 128;  // what kernels know of an address is where it lies in a line of so many bytes
+constexpr uint16_t kNan = 0xffc0;  // of any type if repeated, and not the NaNs of words that are not published
+constexpr uintptr_t kLine = 128;   // what kernels know of an address is where it lies in a line of so many bytes
 
 // A tensor, full of NaNs, that lies in a line as `like` does, and NaNs beside it to the end of its pages: at one end
 // less than a line. The pages beside those cannot be touched.
@@ -76,7 +87,7 @@ class Guarded {
     map_ = static_cast<unsigned char*>(map);
     inner_ = map_ + page;
     mprotect(inner_, pages, PROT_READ | PROT_WRITE);
-    memset(inner_, 0xff, pages);
+    std::fill_n(reinterpret_cast<uint16_t*>(inner_), pages / 2, kNan);
     const size_t first = uintptr_t(like) % kLine, slack = (pages - first - bytes) / kLine * kLine;
     data_ = inner_ + first + (random_numbers() % 2 == 0 ? slack : 0);
   }
@@ -88,12 +99,14 @@ class Guarded {
   void forbid_writes() { mprotect(inner_, inner_bytes_, PROT_READ); }
 
   void check(const std::string& name) const {
-    const unsigned char *end = data_ + bytes_, *last = inner_ + inner_bytes_;
-    const auto is_written = [](unsigned char c) { return c != 0xff; };
-    const auto *before = std::find_if(inner_, data_, is_written), *after = std::find_if(end, last, is_written);
-    if (before == data_ && after == last) return;
-    fail("a kernel has written " + std::to_string((before < data_ ? before : after) - data_) +
-         " bytes from the beginning of " + name + ", which has " + std::to_string(bytes_));
+    const auto at = [](unsigned char* p) { return reinterpret_cast<const uint16_t*>(p); };
+    const auto is_written = [](uint16_t x) { return x != kNan; };
+    const uint16_t *begin = at(data_), *last = at(inner_ + inner_bytes_);
+    const uint16_t* found = std::find_if(at(inner_), begin, is_written);
+    if (found == begin) found = std::find_if(at(data_ + bytes_), last, is_written);
+    if (found == last) return;
+    fail("a kernel has written " + std::to_string(2 * (found - begin)) + " bytes from the beginning of " + name +
+         ", which has " + std::to_string(bytes_));
   }
 
   // Whether all of it is the tensor's, or in a line with its beginning.
@@ -107,7 +120,7 @@ class Guarded {
   size_t map_bytes_, inner_bytes_, bytes_;
 };
 
-inline std::vector<std::unique_ptr<Guarded>> tensors;  // of a call
+inline std::vector<std::unique_ptr<Guarded>> tensors;  // of a call, scratch last
 
 inline void check_units(const void* p, int64_t bytes) {
   if ((uintptr_t(p) | uintptr_t(bytes)) % 16 != 0 || bytes <= 0) fail("a copy is not of whole 16-byte units");
@@ -129,10 +142,14 @@ struct Barrier {  // of all threads of a warp, a block or a grid that still run
   unsigned phase = 0;
 };
 
+struct Operands {  // of a matrix product
+  float a[16][16], b[8][16];
+};
+
 struct Warp {
   Barrier barrier;
   uint64_t slots[2][32];  // of an even phase, of an odd one
-  uint32_t operands[2][32][6];
+  Operands operands[2];
 };
 
 struct NamedBarrier {
@@ -182,8 +199,10 @@ struct Grid {
   dim3 grid, block;
   size_t dynamic_bytes;
   Barrier barrier;
+  bool early;  // begins while the kernel before it still runs
   const std::function<void()>* kernel;
   std::string name;
+  std::vector<unsigned char> scratch;  // what the kernel before leaves, until all threads have waited for it
   uint64_t progress = 0;  // counts whatever lets somebody go on
 };
 
@@ -304,6 +323,21 @@ inline void named_barrier(int name, int threads, bool waits) {
 
 // ---- Running a grid ----
 
+// A kernel that begins early finds NaNs in scratch until it has waited for the one before.
+inline void hide_scratch() {
+  auto* data = static_cast<unsigned char*>(tensors.back()->data());
+  grid->scratch.assign(data, data + tensors.back()->bytes());
+  std::fill_n(reinterpret_cast<uint16_t*>(data), grid->scratch.size() / 2, kNan);
+}
+
+inline void wait_for_previous() {
+  if (!grid->early) return;
+  wait(grid->barrier);
+  if (grid->scratch.empty()) return;
+  memcpy(tensors.back()->data(), grid->scratch.data(), grid->scratch.size());
+  grid->scratch.clear();
+}
+
 struct End {};  // of a thread
 
 inline void run_fiber() {
@@ -402,6 +436,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   running.barrier = {};
   running.barrier.live = int(fibers.size());
   grid = &running;
+  if (running.early) hide_scratch();
   uint64_t progress = ~uint64_t(0);
   int idle = 0;
   std::string error;
@@ -447,7 +482,9 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   if (!error.empty()) fail(running.name + ": " + error);
 }
 
-inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, bool together, const std::function<void()>& kernel) {
+enum class Launch { Plain, Together, Early };
+
+inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch how, const std::function<void()>& kernel) {
   std::vector<uint3> indices;
   for (unsigned z = 0; z < grid_size.z; ++z) {
     for (unsigned y = 0; y < grid_size.y; ++y) {
@@ -458,9 +495,9 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, bool toge
   if (grid_size.y > 65535 || grid_size.z > 65535) fail("a grid is too large");
   if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a block asks for more shared memory than there is");
   const Signals signals;
-  Grid running = {grid_size, block_size, dynamic_bytes, {}, &kernel, "a kernel"};
+  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, &kernel, "a kernel"};
   if (dry) running.block = 1, indices.resize(1);
-  if (together) return run_blocks(running, indices);
+  if (how == Launch::Together) return run_blocks(running, indices);
   std::shuffle(indices.begin(), indices.end(), random_numbers);
   for (size_t i = 0; i < indices.size(); i += 4) {
     run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + 4)});
@@ -523,14 +560,18 @@ void begin(int most_threads, int = 0) {
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
-  bool together = false;
+  Launch how = Launch::Plain;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
-    if (config->attrs[i].id == cudaLaunchAttributeCooperative) together = config->attrs[i].val.cooperative;
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative) how = Launch::Together;
+    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) how = Launch::Early;
   }
-  if (together && cooperative_error != cudaSuccess) return cooperative_error;
   const dim3 g = config->gridDim;
-  if (together && int(g.x * g.y * g.z) > gpu.sms) return cudaErrorCooperativeLaunchTooLarge;
-  run(g, config->blockDim, config->dynamicSmemBytes, together, [=] { kernel(Parameters(arguments)...); });
+  if (how == Launch::Together) {
+    if (cooperative_error != cudaSuccess) return cooperative_error;
+    if (int(g.x * g.y * g.z) > gpu.sms) return cudaErrorCooperativeLaunchTooLarge;
+  }
+  run(g, config->blockDim, config->dynamicSmemBytes, how, [=] { kernel(Parameters(arguments)...); });
   return cudaSuccess;
 }
 
@@ -554,40 +595,33 @@ Value of_lane(Value value, int lane) {
   return result;
 }
 
-// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers, EACH numbers in a register.
-template <int EACH, typename Widen>
-void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
-  Warp& w = warp();
-  auto& operands = w.operands[w.barrier.phase % 2];
-  const int own = current->linear % 32;
-  std::copy(a, a + 4, operands[own]);
-  std::copy(b, b + 2, operands[own] + 4);
-  wait(w.barrier);
-  for (int i = 0; i < 4; ++i) {
-    const int row = own / 4 + i / 2 * 8, col = own % 4 * 2 + i % 2;
-    for (int k = 0; k < 8 * EACH; ++k) {
-      const int half = k / (4 * EACH), lane = k / EACH % 4, part = k % EACH;
-      c[i] += widen(operands[row % 8 * 4 + lane][row / 8 + 2 * half], part) *
-              widen(operands[col * 4 + lane][4 + half], part);
-    }
-  }
-}
-
+// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers. Of 16 bits two numbers are in one; of
+// TF32 the last 13 bits are ignored.
 template <typename T>
 void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (std::is_same_v<T, float>) {  // tensor cores ignore the last 13 bits
-    multiply_add<1>(c, a, b, [](uint32_t x, int) {
-      x &= 0xffffe000u;
-      float f;
-      memcpy(&f, &x, 4);
-      return f;
-    });
-  } else {
-    multiply_add<2>(c, a, b, [](uint32_t x, int part) {
-      T pair[2];
-      memcpy(pair, &x, 4);
-      return float(pair[part]);
-    });
+  constexpr int kEach = 4 / sizeof(T), kHalf = 4 * kEach;  // half of the numbers that are multiplied for a sum
+  const int lane = current->linear % 32, lane_row = lane / 4, lane_col = lane % 4;
+  Warp& w = warp();
+  Operands& all = w.operands[w.barrier.phase % 2];
+  for (int i = 0; i < 6; ++i) {
+    const uint32_t bits = i < 4 ? a[i] : b[i - 4];
+    T numbers[kEach];
+    memcpy(numbers, &bits, 4);
+    for (int k = 0; k < kEach; ++k) {
+      float number = float(numbers[k]);
+      if constexpr (sizeof(T) == 4) number = bits_of<float>(bits & 0xffffe000u);
+      const int place = lane_col * kEach + k;
+      if (i < 4) {
+        all.a[lane_row + i % 2 * 8][i / 2 * kHalf + place] = number;
+      } else {
+        all.b[lane_row][(i - 4) * kHalf + place] = number;
+      }
+    }
+  }
+  wait(w.barrier);
+  for (int i = 0; i < 4; ++i) {
+    const float *row = all.a[lane_row + i / 2 * 8], *col = all.b[lane_col * 2 + i % 2];
+    for (int k = 0; k < 2 * kHalf; ++k) c[i] += row[k] * col[k];
   }
 }
 
@@ -623,16 +657,9 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::abs;
 using std::isnan;
 
-template <typename To, typename From>
-inline To bits_of(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To y;
-  memcpy(&y, &x, sizeof(y));
-  return y;
-}
-inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
-inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
-inline int __float_as_int(float x) { return bits_of<int>(x); }
+inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
+inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
+inline int __float_as_int(float x) { return emulator::bits_of<int>(x); }
 // Not fused with what follows.
 [[gnu::noinline]] inline float __fmul_rn(float a, float b) { return a * b; }
 [[gnu::noinline]] inline double __dmul_rn(double a, double b) { return a * b; }

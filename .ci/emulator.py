@@ -45,6 +45,7 @@ BODIES = {
     "named_barrier_wait": "emulator::named_barrier(name, threads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, threads, false);",
     "multiply_add": "emulator::multiply_add<T>(c, a, b);",
+    "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
     "prefetch_to_l2": "emulator::check_read(global, bytes);",
 }
@@ -76,8 +77,10 @@ class Tensors {
     outputs_.push_back({p, add(p, bytes, name), bytes});
     p = static_cast<T*>(outputs_.back().copy);
   }
+  // The piece before, if there is one, is given back: it can no longer be touched.
   void* scratch(size_t bytes) {
-    if (++times_asked_ > 1) emulator::fail("scratch is asked for twice");
+    if (has_scratch_) emulator::tensors.pop_back(), names_.pop_back();
+    has_scratch_ = true;
     return add(nullptr, bytes, "scratch");
   }
   void finish() {
@@ -93,7 +96,7 @@ class Tensors {
   };
   std::vector<std::string> names_;
   std::vector<Output> outputs_;
-  int times_asked_ = 0;
+  bool has_scratch_ = false;
 
   void* add(const void* like, size_t bytes, const char* name) {
     emulator::tensors.push_back(std::make_unique<emulator::Guarded>(bytes, like));
@@ -244,7 +247,7 @@ def emulated(source):
         arguments = source[close + 3 : arguments_end].strip()
         parts = split_arguments(configuration)
         source = (
-            f"{source[:start]}emulator::run({parts[0]}, {parts[1]}, {parts[2]}, false, [&] {{ {kernel}{arguments}; }})"
+            f"{source[:start]}emulator::run({parts[0]}, {parts[1]}, {parts[2]}, emulator::Launch::Plain, [&] {{ {kernel}{arguments}; }})"
             + source[arguments_end:]
         )
     return '#include "emulator.h"\n' + source + WRAPPER

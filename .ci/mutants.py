@@ -3,6 +3,7 @@
     python .ci/mutants.py                  all mutants; the tests run on all GPUs of this machine
     python .ci/mutants.py --only TEXT...   those whose names contain one of the texts
     python .ci/mutants.py --list           names, bugs, tests
+    python .ci/mutants.py --cpu            bugs of the kernels are looked for by .ci/test_kernels.py, on the CPU
     python .ci/mutants.py --check          builds nothing: does each replacement apply, are there such tests?
 
 A mutant is built and tested in a folder of its own, beside others; a line is printed as soon as its end is known. The
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE, TESTS = "layernorm_inline.py", "test_layernorm_inline.py"
+SOURCE, TESTS, CPU_TESTS = "layernorm_inline.py", "test_layernorm_inline.py", ".ci/test_kernels.py"
 TESTS_PER_GPU = 8  # processes: most of their time is the host's
 QUIET, LONGEST = 120, 480  # seconds: see Mutant; all tests of a mutant
 
@@ -46,6 +47,23 @@ CONVOLUTION = "test_problem_34 and not compiled"
 REPEATED = "streams_and_threads or graph_of_a_training_step and (16392 or 20001 or 262144)"
 ASKED_FOR = "asked_for and 64"
 
+# The same of .ci/test_kernels.py, whose tests are named after emulated GPUs and their SMs. None: nothing there sees it.
+ON_THE_CPU = {
+    VALUES: "test_values and not any_call and hopper_2 and not (9000 or 16392 or 16384 or 8200 or 6000 or 8192 or 40000) or no_rows",
+    SHARED: "test_values and not any_call and (ampere or ada or hopper_2 and (9000 or 16392)) or test_large_mean and (9000 or 16392)",
+    PIPELINE: "test_values and not any_call and (hopper_4 or hopper_8 or hopper_20 or blackwell or 8200 or 8192) and not 20000",
+    TOGETHER: "test_values and (200004 or 200000 or 131136)",
+    SPREAD: "test_values and not any_call and (turing or refusing or 70000 or 40000) and not 200004 or test_eps and turing",
+    CONSTANT: "give_bias",
+    ACTIVATION: "test_values and (40x64 or 5x104 or 41x65 or 3x9000)",
+    CONVOLUTION: "test_convolution",
+    REPEATED: "test_values and hopper_8 and not 20000",
+    "guard_bands": "test_values and 41",
+    "memcheck": "test_values and (20001 or 7001)",
+    "no_rows": "no_rows",
+    "2_to_the_31": None,
+}  # fmt: skip
+
 
 class Mutant(NamedTuple):
     name: str
@@ -54,6 +72,7 @@ class Mutant(NamedTuple):
     tests: str
     equivalent: str = ""  # why it may survive
     quiet: int = QUIET  # seconds without a test's beginning or end, after which it hangs
+    file: str = TESTS  # where the tests are
 
 
 # ============================================================================
@@ -65,15 +84,16 @@ MUTANTS = [
     Mutant("cut: element before the first boundary left out", "thread < begin ? thread : -1", "thread + 1 < begin ? thread : -1", VALUES),
     Mutant("cut: last single element left out", "(end + thread - unit < cols ?", "(end + thread - unit < cols - 1 ?", VALUES),
     Mutant("unaligned: odd start ignored", "words[w + 1], 16 * odd", "words[w + 1], 0 * odd", VALUES),
-    Mutant("unaligned: bias taken to lie as weight does", "(reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin)) % 16", "reinterpret_cast<uintptr_t>(w + begin) % 16", VALUES),
+    Mutant("unaligned: bias taken to lie as weight does", "reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin)", "reinterpret_cast<uintptr_t>(w + begin)", VALUES),
     Mutant("pack size: bias not asked, forward", "{call.input, call.weight, call.bias, call.output}", "{call.input, call.weight, call.output}", VALUES),
     Mutant("pack size: bias not asked, backward", "call.weight, call.bias, call.grad_input}", "call.weight, call.grad_input}", VALUES),
     Mutant("pack size: grad_output not asked", "{call.grad_output, call.input, call.weight,", "{call.input, call.weight,", VALUES),
     # ---- Statistics ----
-    Mutant("combine: share of the wrong partner", "share = b.count / count;", "share = a.count / count;", SPREAD),
+    Mutant("combine: share of the wrong partner", "share = all.count * fast_reciprocal(", "share = count * fast_reciprocal(", SPREAD),
     Mutant("combine: count of a part left out", "moments[n].m2 + moments[n].count * delta * delta", "moments[n].m2 + delta * delta", PIPELINE),
+    Mutant("combine: warps without columns count", "return {count, all.mean, all.m2};", "return all;", SPREAD),
     Mutant("block's reduction: barrier left out", "__syncthreads(); const int slot = threadIdx.x % WARPS;", "const int slot = threadIdx.x % WARPS;", VALUES),
-    Mutant("rounded sum of equal float16 numbers", "std::is_same_v<T, __half> && cols > 8192", "false", CONSTANT),
+    Mutant("rounded sum of equal float16 numbers", "std::is_same_v<T, __half> ? 8192 : 65536", "65536", CONSTANT),
     Mutant("rstd of equal 16-bit numbers", "m2 == 0 ? rstd * 0 : rstd", "m2 == 0 ? rstd : rstd", CONSTANT),
     # ---- Epilogue ----
     Mutant("scale dropped, forward", "z[v] *= epilogue.scale", "z[v] *= 1", ACTIVATION),
@@ -90,16 +110,16 @@ MUTANTS = [
     Mutant("registers: offset of 32 bits", "static_cast<const T*>(call.input) + block_row * cols", "static_cast<const T*>(call.input) + int(block_row * cols)", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "rsqrt(m2 * constants.per_col + constants.eps)", "rsqrt(m2 * constants.per_col)", SHARED),
-    Mutant("shared memory: RMS norm in 16 bits", "mean[r] = quotient(sum[r], A(cols), constants.per_col)", "mean[r] = 0", SHARED),
-    Mutant("shared memory: row taken to start on a line", "reinterpret_cast<const T*>(held + early)", "reinterpret_cast<const T*>(held)", SHARED),
-    Mutant("shared memory: copy not waited for", "__syncthreads(); barrier_wait(&loaded, 0);", "__syncthreads();", SHARED),
+    Mutant("shared memory: RMS norm in 16 bits", "float mean = quotient(sum[0], float(cols), constants.per_col)", "float mean = 0", SHARED),
+    Mutant("shared memory: last pack of some threads left out", "(cols - first_col + pack_step - 1) / pack_step", "(cols - first_col) / pack_step", SHARED),
+    Mutant("shared memory: copy not waited for", "wait_for_copies(); const int packs", "const int packs", SHARED),
     # ---- Long rows in a pipeline ----
     Mutant("pipeline: parity kept where the ring wraps", "index = 0, parity ^= 1;", "index = 0;", PIPELINE),
     Mutant("pipeline: loader does not wait for a free stage", "barrier_wait(&control.applied[slot.index], slot.parity ^ 1)", "barrier_wait(&control.applied[slot.index], slot.parity)", PIPELINE),
     Mutant("pipeline: eps dropped", "per_col + float(call.eps)", "per_col", PIPELINE),
-    Mutant("pipeline: RMS norm", "const float mean = base + row_total.mean", "const float mean = 0", PIPELINE),
+    Mutant("pipeline: RMS norm", "row_stats_of(base, row_total.mean, applied", "row_stats_of(0.f, 0.f, applied", PIPELINE),
     Mutant("pipeline: last block's statistics left out", "if (peer < sharers) stats[i]", "if (peer + 1 < sharers) stats[i]", PIPELINE),
-    Mutant("pipeline: last column left out", "min(int64_t(s.slice), cols - int64_t(rank) * s.slice)", "min(int64_t(s.slice), cols - 1 - int64_t(rank) * s.slice)", PIPELINE),
+    Mutant("pipeline: last column left out", "min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice)", "min(int64_t(pipe.slice), cols - 1 - int64_t(rank) * pipe.slice)", PIPELINE),
     Mutant("pipeline: base of a part that may have no columns", "measured[first_part].x", "measured[0].x", CONSTANT),
     Mutant("pipeline: reads past the tensor's end", "tensor_ends = row == call.rows - 1 && rank == sharers - 1;", "tensor_ends = false;", "memcheck", quiet=LONGEST),
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
@@ -111,16 +131,16 @@ MUTANTS = [
     Mutant("words: of an earlier call", "words[row * words_per_row(sharers) + rank] = kUnpublished;", ";", REPEATED),
     Mutant("words: rows overlap where more than 16 blocks share one", "(group + 15) / 16 * 16", "16", PIPELINE),
     # ---- Rows that many SMs hold together ----
-    Mutant("joint: last pack of a slice not written", "j * kJointThreads + thread < last_packs", "j * kJointThreads + thread < last_packs - 1", TOGETHER),
-    Mutant("joint: measures the stage before", "measuring = slot_after(stages + kJointAhead)", "measuring = slot_after(stages + kJointAhead - 1)", TOGETHER),
+    Mutant("joint: last pack of a slice not written", "j * kThreads + thread < last_packs", "j * kThreads + thread < last_packs - 1", TOGETHER),
+    Mutant("joint: measures the stage before", "measuring = slot_after(stages + kAhead)", "measuring = slot_after(stages + kAhead - 1)", TOGETHER),
     Mutant("joint: statistics of the group's first row", "peer < sharers ? words + row * words_per_row(sharers)", "peer < sharers ? words + blockIdx.y * words_per_row(sharers)", TOGETHER),
-    Mutant("joint: statistics begin with those of the row before", "count = mean = m2 = 0;", "", TOGETHER),
+    Mutant("joint: statistics begin with those of the row before", "measured_part = {}; if (lane == 0)", "if (lane == 0)", TOGETHER),
     # ---- Rows spread over the GPU ----
     Mutant("spread: eps dropped", "m2 / A(call.cols) + A(call.eps)", "m2 / A(call.cols)", SPREAD),
     Mutant("spread: distances between pieces left out", "m2 += moments[piece].m2 + moments[piece].count * delta * delta;", "m2 += moments[piece].m2;", SPREAD),
-    Mutant("spread: count where a row ends", "combine(moments, Moments<A>{A(count), mean, m2})", "combine(moments, Moments<A>{A(V * PACKS), mean, m2})", SPREAD),
+    Mutant("spread: count where a row ends", "add_moments(moments, A(count), mean, m2)", "add_moments(moments, A(V * PACKS), mean, m2)", SPREAD),
     Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const Moments<A>*", "const int64_t row = blockIdx.x; const Moments<A>*", SPREAD),
-    Mutant("spread: statistics of a block's first row", "mean = row_stats[row][0], rstd = row_stats[row][1]", "mean = row_stats[first_row][0], rstd = row_stats[first_row][1]", SPREAD),
+    Mutant("spread: statistics of a block's first row", "RowStats<A> stats = row_stats[row];", "RowStats<A> stats = row_stats[first_row];", SPREAD),
     Mutant("spread, backward: mean(wdy) dropped", "- means.wdy - xhat[v] * means.wdy_xhat", "- xhat[v] * means.wdy_xhat", SPREAD),
     # ---- Backward: rows in registers, sums over rows ----
     Mutant("backward: mean(wdy) dropped", "wdy - mean_wdy - xhat[r][i][v] * mean_wdy_xhat", "wdy - xhat[r][i][v] * mean_wdy_xhat", VALUES),
@@ -128,7 +148,7 @@ MUTANTS = [
     Mutant("backward: barrier left out of the sum of a block's rows", "__syncthreads(); if (threadIdx.y >= half) continue;", "if (threadIdx.y >= half) continue;", VALUES),
     Mutant("backward: last block's sums left out", "terms[i] = row + i * blockDim.y < partial_rows", "terms[i] = row + i * blockDim.y < partial_rows - 1", VALUES),
     Mutant("backward: barrier left out of the sum of all blocks", "__syncthreads(); if (threadIdx.y != 0 || col >= call.cols) return;", "if (threadIdx.y != 0 || col >= call.cols) return;", VALUES),
-    Mutant("backward: gradients of no rows not written", "store_gradients<T>(call, col, zero, zero);", "", "no_rows"),
+    Mutant("backward: gradients of no rows not written", "const cudaError_t error = cudaMemsetAsync(grad, 0, bytes, stream);", "const cudaError_t error = cudaSuccess;", "no_rows"),
     # ---- Convolution ----
     Mutant("convolution: taps in another order", "taps = 7 - i / 2 / kChunks", "taps = i / 2 / kChunks", CONVOLUTION),
     Mutant("convolution: no padding before the first depth", "d >= 0 && d < call.depth", "d < call.depth", CONVOLUTION),
@@ -145,9 +165,9 @@ MUTANTS = [
     Mutant("binding: float32 bias without weight", "present(w) ? w : b; Forward call", "w; Forward call", VALUES),
     Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); const Outputs outputs", "const Outputs outputs", "not_current"),
     Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); if (!fits_convolution(input))", "if (!fits_convolution(input))", "not_current"),
-    Mutant("binding: default stream", "write(scratch), c10::cuda::getCurrentCUDAStream()", "write(scratch), nullptr", "current_stream and (64 or 768)"),
-    Mutant("binding: bias saved in weight's place", "node.weight = {weight, false}; node.bias = {bias, false}; node.dims", "node.weight = {bias, false}; node.bias = {bias, false}; node.dims", "vmap or " + ASKED_FOR),
-    Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(1), task_should_compute_output(2)", "task_should_compute_output(2), task_should_compute_output(1)", ASKED_FOR),
+    Mutant("binding: default stream", "{allocate, &owner}, c10::cuda::getCurrentCUDAStream()", "{allocate, &owner}, nullptr", "current_stream and (64 or 768)"),
+    Mutant("binding: bias saved in weight's place", "{{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}}", "{{{input, false}, {bias, false}, {bias, false}, {statistics, false}, {}}}", "vmap or " + ASKED_FOR),
+    Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(i);", "task_should_compute_output(i == 0 || i > 2 ? i : 3 - i);", ASKED_FOR),
     Mutant("binding: gradient of bias alone", "has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias))", "has(input) || (present(weight) && has(*weight))", ASKED_FOR),
     Mutant("binding: input not cast under autocast", "at::autocast::cached_cast(at::kFloat, input), normalized_shape", "input, normalized_shape", "autocast"),
     Mutant("binding: weight on another device", "affine->device() == input.device()", "true", "bad_dtypes_and_devices"),
@@ -195,6 +215,18 @@ def mutated(mutant, source):
 
 def compiled_sources(text):
     return re.findall(r'r"""(.*?)"""', text, re.S)
+
+
+def is_of_the_kernels(mutant, source):
+    """Whether the bug is in CUDA_SOURCE: all compiled sources but the last."""
+    return compiled_sources(mutated(mutant, source))[:-1] != compiled_sources(source)[:-1]
+
+
+def on_the_cpu(mutant, source):
+    """The mutant with tests that need no GPU; those of bugs elsewhere than in the kernels are as they are."""
+    if not is_of_the_kernels(mutant, source):
+        return mutant
+    return mutant._replace(tests=ON_THE_CPU[mutant.tests], file=CPU_TESTS)
 
 
 def check(mutants):
@@ -296,33 +328,43 @@ class Runner:
         for path in ROOT.iterdir():
             if path.is_file() and path.name != ".git":
                 shutil.copy(path, folder)
+        shutil.copytree(ROOT / ".ci", folder / ".ci", ignore=shutil.ignore_patterns("__pycache__"))
         (folder / SOURCE).write_text(text)
         return folder
 
-    def build(self, folder):
-        """What the compiler says where it fails, else nothing."""
+    def environment_of(self, folder, file):
         environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+        if file == CPU_TESTS:  # nothing is compiled for a GPU
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+            environment.pop("TORCH_CUDA_ARCH_LIST", None)
+        return environment
+
+    def build(self, folder, file):
+        """What the compiler says where it fails, else nothing."""
+        code = "import layernorm_inline"
+        if file == CPU_TESTS:
+            code = "import sys; sys.path.insert(0, '.ci'); import emulator; emulator.build()"
         with self.builds:
-            command = ["nice", sys.executable, "-c", "import layernorm_inline"]
-            status, output = run(command, folder, environment, LONGEST, LONGEST)
+            command = ["nice", sys.executable, "-c", code]
+            status, output = run(command, folder, self.environment_of(folder, file), LONGEST, LONGEST)
         errors = re.findall(r"^.*\berror\b.*$", output, re.M | re.I) or [output.strip().split("\n")[-1]]
         return "" if status == 0 else errors[0][-200:]
 
-    def test(self, folder, expression, quiet, *options):
+    def test(self, folder, file, expression, quiet, *options):
         devices = self.places.get()
-        environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-        if devices:
+        environment = self.environment_of(folder, file)
+        if devices and file == TESTS:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rfE", "-p", "no:cacheprovider", *options]
-        command += ["--rootdir=.", f"--basetemp={folder / 'temp'}", TESTS, "-k", expression]
+        command += ["--rootdir=.", f"--basetemp={folder / 'temp'}", file, "-k", expression]
         result = run(command, folder, environment, quiet, LONGEST)
         self.places.put(devices)
         return result
 
-    def without(self):
-        """Builds the source as it is."""
+    def without(self, files):
+        """Builds the source as it is, for tests in these files."""
         self.unchanged = self.folder("without a bug", self.source)
-        error = self.build(self.unchanged)
+        error = "".join(self.build(self.unchanged, file) for file in files)
         self.built.set()
         return error
 
@@ -331,11 +373,11 @@ class Runner:
         if (self.unchanged / "cache").exists():
             shutil.copytree(self.unchanged / "cache", folder / "cache")
 
-    def baseline(self, part, expression):
+    def baseline(self, part, file, expression):
         """The tests of the expression without a bug: ("green", what ran) or ("red", what fails)."""
         folder = self.folder(f"baseline {part}", self.source)
         self.copy_library(folder)
-        status, output = self.test(folder, expression, LONGEST)
+        status, output = self.test(folder, file, expression, LONGEST)
         if status == 5:
             return "green", "none left"
         last = output.strip().split("\n")[-1].strip("= ")
@@ -348,16 +390,18 @@ class Runner:
             text = mutated(mutant, self.source)
         except (ValueError, SyntaxError) as error:
             return "does not apply", str(error)
+        if mutant.tests is None:
+            return "not tried", "needs a GPU"
         folder = self.folder(mutant.name, text)
         if compiled_sources(text) == compiled_sources(self.source):
             self.copy_library(folder)
-        if error := self.build(folder):
+        if error := self.build(folder, mutant.file):
             return "does not build", error
-        end, how = verdict(*self.test(folder, mutant.tests, mutant.quiet, "-x"))
+        end, how = verdict(*self.test(folder, mutant.file, mutant.tests, mutant.quiet, "-x"))
         shutil.rmtree(folder)
         if end == "survived" and mutant.equivalent:
             return "equivalent", mutant.equivalent
-        if end == "survived" and not self.gpus:
+        if end == "survived" and mutant.file == TESTS and not self.gpus:
             return "not tried", "there is no GPU here, and the other tests do not see it"
         return end, how
 
@@ -365,12 +409,15 @@ class Runner:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
+    parser.add_argument("--cpu", action="store_true", help="bugs of the kernels: tests on emulated GPUs")
     parser.add_argument("--list", action="store_true", help="print names, bugs and tests")
     parser.add_argument("--check", action="store_true", help="build nothing: does each replacement apply?")
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() // 2), help="builds at once")
     parser.add_argument("--output", metavar="FILE", help="where the lines are written, too")
     arguments = parser.parse_args()
     mutants = [m for m in MUTANTS if not arguments.only or any(text in m.name for text in arguments.only)]
+    if arguments.cpu:
+        mutants = [on_the_cpu(mutant, (ROOT / SOURCE).read_text()) for mutant in mutants]
     if arguments.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {mutant.old}\n    {mutant.new or '(nothing)'}\n    -k '{mutant.tests}'")
@@ -404,14 +451,16 @@ def main():
             Path(arguments.output).write_text("\n".join(lines) + "\n")
 
     runner = Runner(work, arguments.jobs)
-    expressions = sorted({m.tests for m in mutants}, key=len, reverse=True)  # what is narrow first: a test runs once
+    # What is narrow first: a test runs once.
+    expressions = sorted({(m.file, m.tests) for m in mutants if m.tests}, key=lambda e: len(e[1]), reverse=True)
     ends = []
     with ThreadPoolExecutor(1 + len(expressions) + len(mutants)) as pool:
-        unchanged = pool.submit(runner.without)
+        unchanged = pool.submit(runner.without, sorted({file for file, _ in expressions}))
         futures = {}
-        for i, expression in enumerate(expressions):
-            rest = " and not ".join(f"({e})" for e in [expression, *expressions[:i]])
-            futures[pool.submit(runner.baseline, i, rest)] = f"without a bug: {expression}"
+        for i, (file, expression) in enumerate(expressions):
+            before = [e for of, e in expressions[:i] if of == file]
+            rest = " and not ".join(f"({e})" for e in [expression, *before])
+            futures[pool.submit(runner.baseline, i, file, rest)] = f"without a bug: {file} -k '{expression}'"
         for mutant in mutants:
             futures[pool.submit(runner.mutant, mutant)] = mutant.name
         for future in as_completed(futures):
