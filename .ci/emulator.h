@@ -1,19 +1,22 @@
 // A GPU for tests on machines without one: runs the kernels of CUDA_SOURCE on the CPU, compiled by g++.
 //
-// Each CUDA thread is a fiber. The fibers of a block, of all blocks in a cooperative launch, take turns in an order
-// that is shuffled anew each time around, and only where they wait: at barriers, in shuffles, when they look at words
-// of other blocks. Copies in the background arrive late, at a random moment before they are waited for, and until
-// then their destination is NaN. So are shared memory, scratch and outputs at first, and what lies beside every
-// tensor. So a missing barrier, a wrong parity or a count that is off gives a wrong result or a deadlock here, too.
+// Each CUDA thread is a fiber. The fibers of a block, of all blocks in a cooperative launch, take turns in an
+// order that is shuffled anew each time around, and only where they wait: at barriers, in shuffles, when they
+// look at words of other blocks. Copies in the background arrive late, at a random moment before they are
+// waited for, and until then their destination is NaN. So are shared memory, scratch and outputs at first,
+// and what lies beside every tensor. So a missing barrier, a wrong parity or a count that is off gives a
+// wrong result or a deadlock here, too.
 //
-// Every tensor, and scratch, is in memory of its own between pages that cannot be touched; nothing but outputs and
-// scratch can be written. An access that is not aligned, or an index beyond an array, ends the kernel, as do copies
-// and prefetches that are not of whole 16-byte units of a tensor, and blocks that a GPU would have no room for.
+// Every tensor, and scratch, is in memory of its own between pages that cannot be touched; nothing but
+// outputs and scratch can be written. An access that is not aligned, or an index beyond an array, ends the
+// kernel, as do copies and prefetches that are not of whole 16-byte units of a tensor, and blocks that a GPU
+// would have no room for.
 //
-// A kernel that may begin before the one before it has ended finds NaNs in scratch until it has waited for that.
+// A kernel that may begin before the one before it has ended finds NaNs in scratch until it has waited for
+// that.
 //
-// What it cannot show: instructions in the wrong form (asm is replaced, see emulator.py), races between instructions,
-// the asynchronous products of Hopper, speed.
+// What it cannot show: instructions in the wrong form (asm is replaced, see emulator.py), races between
+// instructions, the asynchronous products of Hopper, speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -71,11 +74,13 @@ inline Random random_numbers;
 
 // ---- Memory of tensors ----
 
-constexpr uint16_t kNan = 0xffc0;  // of any type if repeated, and not the NaNs of words that are not published
-constexpr uintptr_t kLine = 128;   // what kernels know of an address is where it lies in a line of so many bytes
+// A NaN of any type if repeated, and not those of words that are not published.
+constexpr uint16_t kNan = 0xffc0;
+// What kernels know of an address is where it lies in a line of so many bytes.
+constexpr uintptr_t kLine = 128;
 
-// A tensor, full of NaNs, that lies in a line as `like` does, and NaNs beside it to the end of its pages: at one end
-// less than a line. The pages beside those cannot be touched.
+// A tensor, full of NaNs, that lies in a line as `like` does, and NaNs beside it to the end of its pages: at
+// one end less than a line. The pages beside those cannot be touched.
 class Guarded {
  public:
   Guarded(size_t bytes, const void* like) : bytes_(bytes) {
@@ -105,8 +110,8 @@ class Guarded {
     const uint16_t* found = std::find_if(at(inner_), begin, is_written);
     if (found == begin) found = std::find_if(at(data_ + bytes_), last, is_written);
     if (found == last) return;
-    fail("a kernel has written " + std::to_string(2 * (found - begin)) + " bytes from the beginning of " + name +
-         ", which has " + std::to_string(bytes_));
+    fail("a kernel has written " + std::to_string(2 * (found - begin)) + " bytes from the beginning of " +
+         name + ", which has " + std::to_string(bytes_));
   }
 
   // Whether all of it is the tensor's, or in a line with its beginning.
@@ -175,8 +180,8 @@ struct Copy {
   uint64_t* barrier;  // null: of cp.async
 };
 
-// Where a fiber, or the scheduler, goes on: for __builtin_setjmp, which other than swapcontext asks nothing of the
-// kernel.
+// Where a fiber, or the scheduler, goes on: for __builtin_setjmp, which other than swapcontext asks nothing
+// of the kernel.
 struct Place {
   void* words[5];
 };
@@ -203,7 +208,7 @@ struct Grid {
   const std::function<void()>* kernel;
   std::string name;
   std::vector<unsigned char> scratch;  // what the kernel before leaves, until all threads have waited for it
-  uint64_t progress = 0;  // counts whatever lets somebody go on
+  uint64_t progress = 0;               // counts whatever lets somebody go on
 };
 
 inline Grid* grid = nullptr;
@@ -365,7 +370,8 @@ inline void on_signal(int number, siginfo_t* info, void*) {
     for (const auto& t : tensors) {
       const int64_t from = at - static_cast<const unsigned char*>(t->data());
       if (from > -8192 && from < int64_t(t->bytes()) + 8192) {
-        current->error += ", " + std::to_string(from) + " bytes from the beginning of one of " + std::to_string(t->bytes());
+        current->error +=
+            ", " + std::to_string(from) + " bytes from the beginning of one of " + std::to_string(t->bytes());
       }
     }
   } else {  // the trap of -fsanitize
@@ -484,7 +490,8 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
 
 enum class Launch { Plain, Together, Early };
 
-inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch how, const std::function<void()>& kernel) {
+inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch how,
+                const std::function<void()>& kernel) {
   std::vector<uint3> indices;
   for (unsigned z = 0; z < grid_size.z; ++z) {
     for (unsigned y = 0; y < grid_size.y; ++y) {
@@ -538,8 +545,8 @@ struct Kernel {
   }
 };
 
-// Here: a struct that is declared in the kernel. There is one for each of its instantiations in the library, whether
-// it is launched or not.
+// Here: a struct that is declared in the kernel. There is one for each of its instantiations in the library,
+// whether it is launched or not.
 template <typename Here>
 struct KernelOf {
   static const char* printed() { return __PRETTY_FUNCTION__; }
@@ -595,11 +602,12 @@ Value of_lane(Value value, int lane) {
   return result;
 }
 
-// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers. Of 16 bits two numbers are in one; of
-// TF32 the last 13 bits are ignored.
+// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers. Of 16 bits two numbers are
+// in one; of TF32 the last 13 bits are ignored.
 template <typename T>
 void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  constexpr int kEach = 4 / sizeof(T), kHalf = 4 * kEach;  // half of the numbers that are multiplied for a sum
+  constexpr int kEach = 4 / sizeof(T),
+                kHalf = 4 * kEach;  // half of the numbers that are multiplied for a sum
   const int lane = current->linear % 32, lane_row = lane / 4, lane_col = lane % 4;
   Warp& w = warp();
   Operands& all = w.operands[w.barrier.phase % 2];
@@ -635,15 +643,16 @@ void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #define __noinline__ __attribute__((noinline))
 
 // An index that is looked up when it is read.
-#define EMULATED_INDEX(name, of)                                       \
-  inline const struct {                                                \
-    struct {                                                           \
-      operator unsigned() const { return emulator::of.x; }             \
-    } x;                                                               \
-    struct {                                                           \
-      operator unsigned() const { return emulator::of.y; }             \
-    } y;                                                               \
-  } name {}
+#define EMULATED_INDEX(name, of)                           \
+  inline const struct {                                    \
+    struct {                                               \
+      operator unsigned() const { return emulator::of.x; } \
+    } x;                                                   \
+    struct {                                               \
+      operator unsigned() const { return emulator::of.y; } \
+    } y;                                                   \
+  } name {                                                 \
+  }
 EMULATED_INDEX(threadIdx, current->thread_index);
 EMULATED_INDEX(blockIdx, current->block->index);
 EMULATED_INDEX(blockDim, grid->block);
@@ -674,7 +683,9 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   return result;
 }
 template <typename T>
-inline void __stcs(T* p, T x) { *p = x; }
+inline void __stcs(T* p, T x) {
+  *p = x;
+}
 
 inline void __syncthreads() { emulator::wait(emulator::current->block->barrier); }
 inline void __syncwarp() { emulator::wait(emulator::warp().barrier); }
@@ -683,7 +694,9 @@ inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {
   return emulator::of_lane(x, emulator::current->linear % 32 / width * width + lane % width);
 }
 template <typename T>
-inline T __shfl_xor_sync(unsigned, T x, int mask) { return emulator::of_lane(x, emulator::current->linear % 32 ^ mask); }
+inline T __shfl_xor_sync(unsigned, T x, int mask) {
+  return emulator::of_lane(x, emulator::current->linear % 32 ^ mask);
+}
 inline unsigned __ballot_sync(unsigned, bool x) {
   unsigned bits = 0;
   const uint64_t* of_lanes = emulator::exchange(uint64_t(x));
@@ -728,6 +741,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)
   return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel));
 }
 template <typename... Parameters, typename... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments... arguments) {
   return emulator::launch(config, kernel, arguments...);
 }

@@ -275,8 +275,7 @@ def build():
     """The path of the library, compiled once for each source."""
     cuda_home, _ = layernorm_inline._find_cuda_home()
     text = emulated(layernorm_inline.CUDA_SOURCE)
-    flags = [*FLAGS, f"-I{HERE}", f"-I{cuda_home}/include"]
-    key = hashlib.sha256("".join([text, (HERE / "emulator.h").read_text(), *flags]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("".join([text, (HERE / "emulator.h").read_text(), *FLAGS]).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir()), "layernorm_emulator_" + key)
     folder.mkdir(parents=True, exist_ok=True)
     source, library, unfinished = folder / "kernels.cpp", folder / "emulator.so", folder / "unfinished.so"
@@ -284,7 +283,8 @@ def build():
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             source.write_text(text)
-            subprocess.run(["g++", *flags, str(source), "-o", str(unfinished)], check=True)
+            includes = [f"-I{HERE}", f"-I{cuda_home}/include"]
+            subprocess.run(["g++", *FLAGS, *includes, str(source), "-o", str(unfinished)], check=True)
             unfinished.rename(library)
     return library
 
@@ -352,9 +352,7 @@ class Emulator:
     def layer_norm(self, x, normalized_shape, weight=None, bias=None, eps=1e-5, activation=None, scale=1.0):
         return Function.apply(x, normalized_shape, weight, bias, eps, activation, scale, self)
 
-    def convolution(
-        self, x, conv_weight, conv_bias=None, weight=None, bias=None, eps=1e-5, scale=1.0, tf32=False, for_backward=False
-    ):
+    def convolution(self, x, conv_weight, conv_bias, weight, bias, *, eps, scale=1.0, tf32=False, for_backward=False):
         """(output, rstd): see Convolution in layernorm_inline.py; without for_backward, rstd is None."""
         batch, _, depth, height, _ = x.shape
         y = empty((batch, 64, 2 * depth, 2 * height, 64), x.dtype)

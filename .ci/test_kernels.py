@@ -17,7 +17,7 @@ from emulator import Emulator, empty, placed
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from test_layernorm_inline import (  # noqa: E402, F401
+from test_layernorm_inline import (  # noqa: E402, F401, I001
     AFFINE, EPS, FLOATS, FORMS, TYPES, activated, compare_with_float64, random_case, run_case, terminal, time_limit,
 )  # fmt: skip
 
@@ -178,7 +178,9 @@ def run(case, tensors, seed=0, eps=EPS, wanted=(1, 1, 1)):
 
 
 def same_bits(a, b):
-    return all(x is y or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b))
+    return all(
+        x is y or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b)
+    )
 
 
 @every_case
@@ -222,7 +224,7 @@ def test_every_kernel_is_launched():
         launched |= gpu.kernels
     for form in FORMS_34:
         gpu = Emulator(4, dry=True)
-        gpu.convolution(*convolution_case((1, 1, 1), form)[:5], tf32=form == "tf32")
+        gpu.convolution(*convolution_case((1, 1, 1), form), eps=EPS, tf32=form == "tf32")
         launched |= gpu.kernels
     assert gpu.all_kernels() - launched == set()
 
@@ -346,7 +348,9 @@ def to_tf32(t):
 
 def convolution_in(number, x, conv_weight, conv_bias, weight, bias, eps, scale, rounded=lambda t: t):
     """(output, distances from the mean, rstd), computed in a dtype, rounded after each of PyTorch's operations."""
-    x, conv_weight, conv_bias, weight, bias = (t if t is None else t.to(number) for t in (x, conv_weight, conv_bias, weight, bias))
+    x, conv_weight, conv_bias, weight, bias = (
+        t if t is None else t.to(number) for t in (x, conv_weight, conv_bias, weight, bias)
+    )
     y = rounded(nn.functional.conv_transpose3d(x, conv_weight, None, 2, 1))
     if conv_bias is not None:
         y = rounded(y + conv_bias.view(-1, 1, 1, 1))
@@ -360,7 +364,13 @@ def convolution_in(number, x, conv_weight, conv_bias, weight, bias, eps, scale, 
 @pytest.mark.parametrize("form", FORMS_34)
 @pytest.mark.parametrize(
     "sms,places,affine",
-    [(4, (1, 1, 1), "both"), (4, (2, 1, 5), "both"), (8, (1, 2, 4), "none"), (13, (2, 1, 9), "float32"), (4, (1, 3, 3), "both")],
+    [
+        (4, (1, 1, 1), "both"),
+        (4, (2, 1, 5), "both"),
+        (8, (1, 2, 4), "none"),
+        (13, (2, 1, 9), "float32"),
+        (4, (1, 3, 3), "both"),
+    ],
 )
 def test_convolution(sms, places, affine, form, for_backward):
     """No further from float64 than 1.5 times PyTorch's operations, plus rounding; the same bits in another order."""
