@@ -153,6 +153,7 @@ struct Operands {  // of a matrix product
 
 struct Warp {
   Barrier barrier;
+  bool polls = false;     // it has looked at words of other blocks
   uint64_t slots[2][32];  // of an even phase, of an odd one
   Operands operands[2];
 };
@@ -206,7 +207,7 @@ struct Grid {
   Barrier barrier;
   bool early;  // begins while the kernel before it still runs
   const std::function<void()>* kernel;
-  std::string name;
+  const std::string* name;
   std::vector<unsigned char> scratch;  // what the kernel before leaves, until all threads have waited for it
   uint64_t progress = 0;               // counts whatever lets somebody go on
 };
@@ -236,8 +237,10 @@ inline void wait_for_change(const unsigned& phase, unsigned seen) {
   current->phase = nullptr;
 }
 
-inline void complete(Barrier& b) {
-  if (b.arrived > 0 && b.arrived >= b.live) b.arrived = 0, ++b.phase, ++grid->progress;
+inline bool complete(Barrier& b) {
+  if (b.arrived == 0 || b.arrived < b.live) return false;
+  b.arrived = 0, ++b.phase, ++grid->progress;
+  return true;
 }
 
 inline void wait(Barrier& b) {
@@ -253,6 +256,24 @@ inline void leave(Barrier& b) {
 }
 
 inline Warp& warp() { return current->block->warps[current->linear / 32]; }
+
+// A warp in step. One that looks again and again does not get on by that.
+inline void wait(Warp& w) {
+  const uint64_t before = grid->progress;
+  const unsigned phase = w.barrier.phase;
+  ++w.barrier.arrived;
+  if (complete(w.barrier) && w.polls) grid->progress = before;
+  wait_for_change(w.barrier.phase, phase);
+}
+
+// Before a look at words of other blocks, which must get on meanwhile.
+inline void poll() {
+  warp().polls = true;
+  yield();
+}
+
+// What arithmetic yields on a GPU: of all NaNs one.
+inline uint32_t bits_of_arithmetic(float x) { return std::isnan(x) ? 0x7fffffff : bits_of<uint32_t>(x); }
 
 // ---- mbarriers and copies ----
 
@@ -485,7 +506,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   bulk_copies.clear();
   mbarriers.clear();
   grid = nullptr;
-  if (!error.empty()) fail(running.name + ": " + error);
+  if (!error.empty()) fail(*running.name + ": " + error);
 }
 
 enum class Launch { Plain, Together, Early };
@@ -502,7 +523,7 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch ho
   if (grid_size.y > 65535 || grid_size.z > 65535) fail("a grid is too large");
   if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a block asks for more shared memory than there is");
   const Signals signals;
-  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, &kernel, "a kernel"};
+  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, &kernel, nullptr};
   if (dry) running.block = 1, indices.resize(1);
   if (how == Launch::Together) return run_blocks(running, indices);
   std::shuffle(indices.begin(), indices.end(), random_numbers);
@@ -557,9 +578,8 @@ struct KernelOf {
 template <typename Here>
 void begin(int most_threads, int = 0) {
   Kernel& kernel = KernelOf<Here>::kernel;
-  if (current->linear != 0) return;
   kernel.ran = true;
-  grid->name = kernel.name;
+  grid->name = &kernel.name;
   const int threads = grid->block.x * grid->block.y * grid->block.z;
   if (threads > most_threads) fail("a block has more threads than its launch bounds");
   if (dry) throw End();
@@ -591,7 +611,7 @@ const uint64_t* exchange(Value value) {
   Warp& w = warp();
   uint64_t* slots = w.slots[w.barrier.phase % 2];
   memcpy(&slots[current->linear % 32], &value, sizeof(value));
-  wait(w.barrier);
+  wait(w);
   return slots;
 }
 
@@ -626,7 +646,7 @@ void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
       }
     }
   }
-  wait(w.barrier);
+  wait(w);
   for (int i = 0; i < 4; ++i) {
     const float *row = all.a[lane_row + i / 2 * 8], *col = all.b[lane_col * 2 + i % 2];
     for (int k = 0; k < 2 * kHalf; ++k) c[i] += row[k] * col[k];
@@ -688,7 +708,7 @@ inline void __stcs(T* p, T x) {
 }
 
 inline void __syncthreads() { emulator::wait(emulator::current->block->barrier); }
-inline void __syncwarp() { emulator::wait(emulator::warp().barrier); }
+inline void __syncwarp() { emulator::wait(emulator::warp()); }
 template <typename T>
 inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {
   return emulator::of_lane(x, emulator::current->linear % 32 / width * width + lane % width);

@@ -54,7 +54,10 @@ STATEMENTS = {  # instructions inside of functions
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r'asm volatile\("and\.b32.*?\)\)\);': "first = first_part(x) & 0xffffe000u;",
     r'asm volatile\("" : "\+r"\(activation\)\);': "",
-    r"bool complete = true;": "bool complete = true; emulator::yield();",  # look: others must get on meanwhile
+    r"bool complete = true;": "bool complete = true; emulator::poll();",
+    r"uint64_t\(__float_as_uint\(pair.y\)\) << 32 \| __float_as_uint\(pair.x\)": (
+        "uint64_t(emulator::bits_of_arithmetic(pair.y)) << 32 | emulator::bits_of_arithmetic(pair.x)"
+    ),
     r"#include <cooperative_groups.h>": "",
 }
 
@@ -283,7 +286,8 @@ def build():
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             source.write_text(text)
-            includes = [f"-I{HERE}", f"-I{cuda_home}/include"]
+            folders = [HERE, *Path(cuda_home).glob("include"), *Path(cuda_home).glob("targets/*/include")]
+            includes = [f"-I{folder}" for folder in folders]
             subprocess.run(["g++", *FLAGS, *includes, str(source), "-o", str(unfinished)], check=True)
             unfinished.rename(library)
     return library
