@@ -1146,9 +1146,9 @@ __global__ void sum_partials(Backward call, const Acc<T>* partials, int partial_
 
 struct Device {
   std::once_flag asked;
-  int sms, l2_bytes, shared_bytes;  // shared_bytes: of a block, at most
+  int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
-  int code;
+  int code = 0;
   mutable std::mutex mutex;
   mutable std::set<const void*> roomy;  // kernels after allow_shared_memory
 };
@@ -1834,8 +1834,8 @@ constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
 // may be a small one (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
-// Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 have 1536 threads.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900
+// Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
+#if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ == 1100)
 constexpr int kFloatBlocks = 1;
 #else
 constexpr int kFloatBlocks = kRowBlocks - 1;
@@ -2671,9 +2671,9 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   const int early = starts_on_lines(call) ? 0 : kLineBytes;
   p.pipe.slice_bytes = ceil_div(p.pipe.slice * kBytes + early, kLineBytes) * kLineBytes;
   const int stage_bytes = Pass::kTensors * p.pipe.slice_bytes;
-  const bool spares = !kForward && Pass::kAligned;
-  const int control_bytes = std::max(kControlBytes<Pass>, spares ? kBackwardControlBytes : 0);
-  p.pipe.stages = std::min(kMaxStages, (device.shared_bytes - control_bytes) / stage_bytes);
+  const int room = device.shared_bytes - kControlBytes<Pass>, three = std::min(3, room / stage_bytes);
+  const int spared = !kForward && Pass::kAligned ? kBackwardControlBytes - kControlBytes<Pass> : 0;
+  p.pipe.stages = std::min(kMaxStages, std::max(three, (room - spared) / stage_bytes));
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.pipe.flight =
       std::max(1, std::min(p.pipe.stages - 1, flight_bytes / (Pass::kTensors * p.pipe.slice * kBytes)));
@@ -2713,7 +2713,8 @@ template <typename T, int V, bool FUSED>
 cudaError_t launch(const Backward& call, const Context& context) {
   using Pass = BackwardPass<T, V, FUSED>;
   const Plan p = plan<Pass>(call, context.device);
-  const int64_t partial_rows = partials_of(p.groups), sums = 2 * partial_rows * call.cols;
+  const int64_t partial_rows = partials_of(p.groups);
+  const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // words begin on a line
   const int64_t bytes = 4 * sums + 8 * call.rows * words_per_row(p.sharers);
   auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
   const cudaError_t error =
@@ -2886,7 +2887,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                            (values[i][2] * values[i][2] + values[i][3] * values[i][3])
                      : 0;
     }
-    add_moments(measured_part, here, stage_mean, squares);
+    if (!kLast || here > 0) add_moments(measured_part, here, stage_mean, squares);
   };
 
   // A row is measured: the last warp tells the group what this block has of it,
@@ -4049,11 +4050,12 @@ template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
   constexpr bool kAligned = V > 1, kAsks = FUSED || !kAligned;
-  bool in_registers = registers::takes(call, !kAligned);
+  const bool in_registers = registers::takes(call, !kAligned);
+  bool pipeline_is_faster = false;
   if constexpr (!std::is_same_v<T, double> && !kAligned) {
-    if (pipeline::is_faster_than_registers<T>(call, FUSED, device)) in_registers = false;
+    pipeline_is_faster = pipeline::is_faster_than_registers<T>(call, FUSED, device);
   }
-  if (in_registers) return registers::launch<T, !kAligned, FUSED>(call, context);
+  if (in_registers && !pipeline_is_faster) return registers::launch<T, !kAligned, FUSED>(call, context);
   if constexpr (kAligned) {
     if (shared::takes(call, device)) return shared::launch<T, FUSED>(call, context);
   }
@@ -4069,6 +4071,7 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
       if (!refused(error)) return error;
     }
   }
+  if (in_registers) return registers::launch<T, !kAligned, FUSED>(call, context);
   return spread::launch<T, V, kAsks>(call, context);
 }
 
