@@ -1146,7 +1146,7 @@ __global__ void sum_partials(Backward call, const Acc<T>* partials, int partial_
 
 struct Device {
   std::once_flag asked;
-  int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most
+  int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most; 1 KB less than an SM has
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code = 0;
   mutable std::mutex mutex;
@@ -1959,6 +1959,10 @@ namespace pipeline {
 //
 // Warps 0 to 15 measure and apply. One warp loads; one combines what lanes have measured and publishes it;
 // others gather what the group has published, several rows at a look.
+//
+// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66
+// groups. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are in flight, each is applied 3 after it
+// is measured.
 
 [[maybe_unused]] constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
 constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
