@@ -118,6 +118,7 @@ TABLE = [
     ("hopper 2", "2x40000", "fp32 bf16", "plain", "", "both"),
     ("refusing 8", "5x20000 3x20001", "fp32 bf16", "plain gelu", "", "both"),
     ("refusing 8", "5x200004", "fp32", "plain", "", "both"),
+    ("refusing 8", "9x9001", "fp16 bf16", "plain", "", "both"),  # registers hold them
 ]  # fmt: skip
 
 
