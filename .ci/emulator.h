@@ -131,10 +131,19 @@ inline void check_units(const void* p, int64_t bytes) {
   if ((uintptr_t(p) | uintptr_t(bytes)) % 16 != 0 || bytes <= 0) fail("a copy is not of whole 16-byte units");
 }
 
+inline bool is_tensors(const void* p, int64_t bytes) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](auto& t) { return t->has(p, bytes); });
+}
+
 inline void check_read(const void* p, int64_t bytes) {
   check_units(p, bytes);
-  const bool found = std::any_of(tensors.begin(), tensors.end(), [&](auto& t) { return t->has(p, bytes); });
-  if (!found) fail("a copy reads what is no tensor's");
+  if (!is_tensors(p, bytes)) fail("a copy reads what is no tensor's");
+}
+
+// It may go on to the end of a unit, as nobody sees what it brings.
+inline void check_prefetch(const void* p, int64_t bytes) {
+  check_units(p, bytes);
+  if (!is_tensors(p, bytes - 15)) fail("a prefetch is of what is no tensor's");
 }
 
 // ---- Fibers ----

@@ -47,7 +47,7 @@ BODIES = {
     "multiply_add": "emulator::multiply_add<T>(c, a, b);",
     "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
-    "prefetch_to_l2": "emulator::check_read(global, bytes);",
+    "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
 }
 STATEMENTS = {  # instructions inside of functions
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
