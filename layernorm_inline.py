@@ -2451,7 +2451,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         before.advance(pipe.stages);
       }
       if (Pass::kGiven) control.given[slot.index] = given;
-      const bool tensor_ends = row == call.rows - 1 && rank == sharers - 1;
+      // Also in a unit that ends the last slice but one, where the last slice is shorter than a unit.
+      const bool tensor_ends = row == call.rows - 1 && call.cols - first - columns < 16 / int(sizeof(T));
       for (int t = 0; t < Pass::kTensors; ++t) {
         bytes[t] = Pass::kAligned
                        ? wanted[t]

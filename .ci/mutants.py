@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant("pipeline: last block's statistics left out", "if (peer < sharers) stats[i]", "if (peer + 1 < sharers) stats[i]", PIPELINE),
     Mutant("pipeline: last column left out", "min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice)", "min(int64_t(pipe.slice), cols - 1 - int64_t(rank) * pipe.slice)", PIPELINE),
     Mutant("pipeline: base of a part that may have no columns", "measured[first_part].x", "measured[0].x", CONSTANT),
-    Mutant("pipeline: reads past the tensor's end", "tensor_ends = row == call.rows - 1 && rank == sharers - 1;", "tensor_ends = false;", "memcheck", quiet=LONGEST),
+    Mutant("pipeline: reads past the tensor's end", "tensor_ends = row == call.rows - 1 && call.cols", "tensor_ends = false && call.cols", "memcheck", quiet=LONGEST),
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMostSharers);", "kMostSharers;", SPREAD),
     Mutant("pipeline, backward: mean and rstd of the group's first row", "given = Pass::given(call, row);", "given = Pass::given(call, group);", PIPELINE),
