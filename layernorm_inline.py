@@ -240,15 +240,15 @@ __device__ inline uint64_t l2_policy(bool keep) {
   return policy;
 }
 
-// Takes whole 16-byte units; does nothing before sm_90. Check the machine code of a call under a condition:
-// ptxas 13.0 took `bytes` from a register that was set in one case only, and four times as many came.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Takes whole 16-byte units. Check the machine code of a call under a condition: ptxas 13.0 took `bytes` from
+// a register that was set in one case only, and four times as many came.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes),
                "l"(policy)
                : "memory");
-#endif
 }
+#endif
 
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p, uint64_t policy) {
@@ -1125,8 +1125,32 @@ struct RowConstants {
   bool keep_input;  // see l2_policy
 };
 
+// Threads that call prefetch_units: from sm_90 on a block's first one asks for all, before each for sectors.
+__device__ inline bool prefetches() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return __CUDA_ARCH__ >= 800;
+#else
+  return threadIdx.x + threadIdx.y == 0;
+#endif
+}
+
+// Brings whole 16-byte units to L2 (sm_80 and up), with l2_policy's priority (without it float32 rows of 16
+// to 8192 lose 4%).
+__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  prefetch_to_l2(global, bytes, policy);
+#elif __CUDA_ARCH__ >= 800
+  constexpr int kSectorBytes = 32;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  for (int at = thread * kSectorBytes; at < bytes; at += blockDim.x * blockDim.y * kSectorBytes) {
+    asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(static_cast<const char*>(global) + at));
+  }
+#endif
+}
+
 // Each block prefetches to L2 the rows of a block that starts later: an SM has registers for few blocks, and
-// they wait for their rows (bf16 rows of 2041: 0.92 of copy speed -> 0.97, of 6001: 0.75 -> 0.88).
+// they wait for their rows (bf16 rows of 2041: 0.92 of copy speed -> 0.97, of 6001: 0.75 -> 0.88; code for
+// sm_80, float32 rows of 16384: 0.87 -> 0.955, bf16 rows of 12288: 0.82 -> 0.94).
 struct Later {
   const char* begin;     // of what block 0 prefetches, on a 16-byte boundary
   const char* end;       // of input
@@ -1136,7 +1160,7 @@ struct Later {
 __device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) {
   const char* begin = later.begin + uint64_t(blockIdx.x) * later.block_bytes / 16 * 16;
   const unsigned bytes = (later.block_bytes + 31) / 16 * 16;  // its ends may be of other blocks' rows
-  if (begin + bytes <= later.end) prefetch_to_l2(begin, bytes, policy);
+  if (begin + bytes <= later.end) prefetch_units(begin, bytes, policy);
 }
 
 // ---- Device: the GPU and the call ----
@@ -1146,7 +1170,8 @@ __global__ void sum_partials(Backward call, const Acc<T>* partials, int partial_
 
 struct Device {
   std::once_flag asked;
-  int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most; 1 KB less than an SM has
+  int sms = 1, l2_bytes = 0, sm_threads = 0;
+  int shared_bytes = 0;  // of a block, at most; 1 KB less than an SM has
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code = 0;
   mutable std::mutex mutex;
@@ -1166,6 +1191,7 @@ const Device& current_device() {
   std::call_once(device.asked, [&] {  // now: cudaFuncGetAttributes asks about the current device
     cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, d);
     cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, d);
+    cudaDeviceGetAttribute(&device.sm_threads, cudaDevAttrMaxThreadsPerMultiProcessor, d);
     cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
     cudaFuncAttributes attributes = {};
     cudaFuncGetAttributes(&attributes, sum_partials<float>);
@@ -1447,7 +1473,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
   for (int r = 0; r < ROWS; ++r) {
     if (has_extra && live_row(r)) extra_x[r] = widen(input[cut.extra + r * row_step]);
   }
-  if (threadIdx.x + threadIdx.y == 0) prefetch_later_rows(later, policy);
+  if (prefetches()) prefetch_later_rows(later, policy);
 
   A mean[ROWS], rstd[ROWS], off[ROWS];
   Spread spread[ROWS];
@@ -1673,10 +1699,11 @@ __global__ void __launch_bounds__(kBackwardThreads)
     // The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice
     // the bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
     if constexpr (sizeof(T) == 2 && V > 1 && !FUSED) {
-      const bool whole = row + row_stride + ROWS * blockDim.y <= call.rows;
-      if (threadIdx.x + threadIdx.y == 0 && whole) {
-        prefetch_to_l2(x_at, ROWS * row_step * int(sizeof(T)), policy);
-        prefetch_to_l2(dy_at, ROWS * row_step * int(sizeof(T)), policy);
+      const bool whole = row - threadIdx.y + row_stride + ROWS * blockDim.y <= call.rows;
+      if (prefetches() && whole) {
+        const int before = threadIdx.y * cols + threadIdx.x * V, bytes = ROWS * row_step * int(sizeof(T));
+        prefetch_units(x_at - before, bytes, policy);
+        prefetch_units(dy_at - before, bytes, policy);
       }
     }
   };
@@ -1822,10 +1849,14 @@ namespace shared {
 // where the pipeline takes longer ones, only those of which an SM holds several. A thread loads all its packs
 // of the row at once, so that as much is in flight as fits an SM, however few threads it has, and only reads
 // what it has copied itself. Shared memory, unlike registers, lets a thread have many loads of a long row.
+// Fractions of copy speed before Hopper are those of code for sm_80 on an H200.
 
 // An SM holds few long float32 rows: more threads each (16384: 0.94 of copy speed with 512, 0.967 with 1024).
+constexpr int kMostThreads = 1024;
+// 16-bit rows of which an SM holds three; two have more (bf16 rows of 49152: 0.65 -> 0.80).
+constexpr int kThreads16Bits = 512, kTwoRowsThreads16Bits = 768;
 template <typename T>
-constexpr int kThreads = sizeof(T) == 4 ? 1024 : 512;
+constexpr int kThreads = sizeof(T) == 4 ? kMostThreads : kTwoRowsThreads16Bits;
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
 // Rows that an SM must hold where there is a pipeline: of fewer too little loads while it computes (bf16 rows
 // of 24576: 0.89 of copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975).
@@ -1834,6 +1865,9 @@ constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
 // may be a small one (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
+// Of a next row, what comes to L2 while an SM that holds one row is busy with it (float32 rows of 32768: 0.70
+// with nothing, 0.79; with twice as much 0.71).
+[[maybe_unused]] constexpr int kAheadBytes = 64 << 10;
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ == 1100)
 constexpr int kFloatBlocks = 1;
@@ -1841,84 +1875,210 @@ constexpr int kFloatBlocks = 1;
 constexpr int kFloatBlocks = kRowBlocks - 1;
 #endif
 
-template <typename T, bool FUSED>
-__global__ void __launch_bounds__(kThreads<T>, sizeof(T) == 2 ? kRowBlocks : kFloatBlocks)
+// ALONE: an SM holds one row (before Hopper). The kernel is persistent: each thread, as soon as it has
+// written a pack, copies that of the next row to its place (0.76 -> 0.79; rows of 49152: 0.65 -> 0.68).
+template <typename T, bool FUSED, bool ALONE>
+__global__ void __launch_bounds__(ALONE ? kMostThreads : kThreads<T>, ALONE            ? 1
+                                                                      : sizeof(T) == 2 ? kRowBlocks - 1
+                                                                                       : kFloatBlocks)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (ALONE) return;  // never launched
+#endif
   using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
-  constexpr int V = 16 / sizeof(T), kWarps = kThreads<T> / 32;
+  constexpr int V = 16 / sizeof(T), kWarps = kMostThreads / 32;
   extern __shared__ __align__(128) unsigned char held[];
   __shared__ float sum_slots[kWarps][1], off_slots[kWarps][1];
   __shared__ Spread spread_slots[kWarps][1];
   const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const int64_t row = blockIdx.x;
+  int64_t row = blockIdx.x;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   T* output = static_cast<T*>(call.output) + row * cols;
   T* x = reinterpret_cast<T*>(held);
 
   const uint64_t policy = l2_policy(constants.keep_input);
   for (int col = first_col; col < cols; col += pack_step) copy_async(x + col, input + col, policy);
-  if (threadIdx.x == 0) prefetch_later_rows(later, policy);
-  wait_for_copies();
+  if (!ALONE && prefetches()) prefetch_later_rows(later, policy);
 
-  const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
-  float sum[1] = {}, off[1];
-#pragma unroll(kLoads)
-  for (int i = 0; i < packs; ++i) {
-    float values[V], here = 0;  // short sums first, independent of one another
-    unpack(load<T, V>(x + first_col + i * pack_step), values);
-#pragma unroll
-    for (int v = 0; v < V; ++v) here += values[v];
-    sum[0] += here;
-  }
-  off[0] = sum[0];
-  combine_row<kWarps>(sum, sum_slots);
-  float mean = quotient(sum[0], float(cols), constants.per_col);
-  if (sum_is_rounded<T, INT_MAX>(cols)) {
-    off[0] = fma(float(-packs * V), mean, off[0]);
-    combine_row<kWarps>(off, off_slots);
-    mean += off[0] * constants.per_col;
-  }
-  Spread spread[1] = {};
-#pragma unroll(kLoads)
-  for (int i = 0; i < packs; ++i) {
-    float values[V];
-    Spread here = {};
-    unpack(load<T, V>(x + first_col + i * pack_step), values);
-#pragma unroll
-    for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
-    spread[0] = combine(spread[0], here);
-  }
-  combine_row<kWarps>(spread, spread_slots);
-  const float m2 = settle(spread[0], mean, constants.per_col);
-  const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
-  if (call.mean != nullptr && threadIdx.x == 0) {
-    static_cast<float*>(call.mean)[row] = mean;
-    static_cast<float*>(call.rstd)[row] = rstd;
-  }
+  for (;;) {
+    const bool has_next = ALONE && row + gridDim.x < call.rows;
+    if constexpr (ALONE) {
+      input += int64_t(gridDim.x) * cols;
+      if (has_next && prefetches()) prefetch_units(input, min(cols * int(sizeof(T)), kAheadBytes), policy);
+    }
+    wait_for_copies();
 
-  const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
-  with_usual_affine<T>(call, [&](auto usual_affine) {
-  // Weight and bias of two packs at once (16-bit rows of 32768: 0.87 of copy speed -> 0.90).
+    const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
+    float sum[1] = {}, off[1];
+#pragma unroll(kLoads)
+    for (int i = 0; i < packs; ++i) {
+      float values[V], here = 0;  // short sums first, independent of one another
+      unpack(load<T, V>(x + first_col + i * pack_step), values);
+#pragma unroll
+      for (int v = 0; v < V; ++v) here += values[v];
+      sum[0] += here;
+    }
+    off[0] = sum[0];
+    combine_row<kWarps>(sum, sum_slots);
+    float mean = quotient(sum[0], float(cols), constants.per_col);
+    if (sum_is_rounded<T, INT_MAX>(cols)) {
+      off[0] = fma(float(-packs * V), mean, off[0]);
+      combine_row<kWarps>(off, off_slots);
+      mean += off[0] * constants.per_col;
+    }
+    Spread spread[1] = {};
+#pragma unroll(kLoads)
+    for (int i = 0; i < packs; ++i) {
+      float values[V];
+      Spread here = {};
+      unpack(load<T, V>(x + first_col + i * pack_step), values);
+#pragma unroll
+      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
+      spread[0] = combine(spread[0], here);
+    }
+    combine_row<kWarps>(spread, spread_slots);
+    const float m2 = settle(spread[0], mean, constants.per_col);
+    const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
+    if (call.mean != nullptr && threadIdx.x == 0) {
+      static_cast<float*>(call.mean)[row] = mean;
+      static_cast<float*>(call.rstd)[row] = rstd;
+    }
+
+    const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
+    with_usual_affine<T>(call, [&](auto usual_affine) {
+    // Weight and bias of two packs at once (16-bit rows of 32768: 0.87 of copy speed -> 0.90).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
+      constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
 #else
     constexpr int kAtOnce = 2;
 #endif
 #pragma unroll(kAtOnce)
-    for (int i = 0; i < packs; ++i) {
-      const int col = first_col + i * pack_step;
-      float weight[V], bias[V], y[V];
-      load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight, bias, call, col, 0);
-      unpack(load<T, V>(x + col), y);
+      for (int i = 0; i < packs; ++i) {
+        const int col = first_col + i * pack_step;
+        float weight[V], bias[V], y[V];
+        load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight, bias, call, col, 0);
+        unpack(load<T, V>(x + col), y);
 #pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
-      store<T, V>(output + col, y);
-    }
-  });
+        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
+        apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
+        store<T, V>(output + col, y);
+        if (has_next) copy_async(x + col, input + col, policy);
+      }
+    });
+    if (!has_next) return;
+    row += gridDim.x;
+    output += int64_t(gridDim.x) * cols;
+  }
 #else
   __trap();  // takes() keeps calls away from code without these instructions
+#endif
+}
+
+// ---- Rows in shared memory, backward (sm_80 to sm_89) ----
+// Takes aligned rows too long for registers of which a block holds input and grad_output. As in registers,
+// the kernel is persistent and grad_weight and grad_bias gather in registers; a thread has 16 columns, which
+// with 64 registers are as many as fit. As ALONE, the next row takes the place of what has been used.
+
+constexpr int kBackwardColumns = 16, kBackwardThreads = 1024;
+
+template <typename T, bool FUSED>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    layer_norm_backward_shared_rows(Backward call, float* partials, bool keep_input) {
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900)
+  constexpr int V = 16 / sizeof(T), PACKS = kBackwardColumns / V, kWarps = kBackwardThreads / 32;
+  constexpr int W = FUSED ? 4 : V;  // at once: 16-bit packs with an activation would spill
+  extern __shared__ __align__(128) unsigned char held[];
+  __shared__ Sums<float> slots[2][kWarps][1];
+  const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
+  const int ahead = min(cols * int(sizeof(T)), kAheadBytes / 2);  // of each tensor
+  const float per_col = 1 / float(cols);
+  T *x = reinterpret_cast<T*>(held), *dy = x + cols;
+  float grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
+
+  const uint64_t policy = l2_policy(keep_input);
+  int64_t offset = int64_t(blockIdx.x) * cols;  // of the next row to fetch
+  const auto fetch = [&](int col) {
+    copy_async(x + col, static_cast<const T*>(call.input) + offset + col, policy);
+    copy_async(dy + col, static_cast<const T*>(call.grad_output) + offset + col, policy);
+  };
+  for (int col = first_col; col < cols; col += pack_step) fetch(col);
+  int turn = 0;  // of the two sets of slots: one barrier a row is enough
+  for (int row = blockIdx.x; row < call.rows; row += gridDim.x, turn ^= 1) {
+    T* grad_input = static_cast<T*>(call.grad_input) + offset;
+    offset += int64_t(gridDim.x) * cols;
+    const bool has_next = row + gridDim.x < call.rows;
+    const float mean = static_cast<const float*>(call.mean)[row];
+    const float rstd = static_cast<const float*>(call.rstd)[row];
+    if (has_next && prefetches()) {
+      prefetch_units(static_cast<const T*>(call.input) + offset, ahead, policy);
+      prefetch_units(static_cast<const T*>(call.grad_output) + offset, ahead, policy);
+    }
+    wait_for_copies();
+
+    Sums<float> sums[1] = {{0, 0}};
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int col = first_col + i * pack_step;
+      if (col >= cols) continue;
+#pragma unroll
+      for (int part = 0; part < V; part += W) {
+        float xhat[W], grad[W], weight[W];
+        unpack(load<T, W>(x + col + part), xhat);
+        Pack<T, W> pack = load<T, W>(dy + col + part);
+        load_affine<T, W>(weight, call.weight, call.affine_float32, col + part, 1);
+#pragma unroll
+        for (int v = 0; v < W; ++v) xhat[v] = (xhat[v] - mean) * rstd;
+        if constexpr (FUSED) {
+          float bias[W];
+          load_affine<T, W>(bias, call.bias, call.affine_float32, col + part, 0);
+          apply_derivative<T>(pack, xhat, weight, bias, call);
+          *reinterpret_cast<Pack<T, W>*>(dy + col + part) = pack;
+        }
+        unpack(pack, grad);
+#pragma unroll
+        for (int v = 0; v < W; ++v) {
+          const float wdy = product(weight[v], grad[v]);
+          sums[0].wdy += wdy;
+          sums[0].wdy_xhat += wdy * xhat[v];
+          grad_weight[i][part + v] += grad[v] * xhat[v];
+          grad_bias[i][part + v] += grad[v];
+        }
+      }
+    }
+    combine_row<kWarps>(sums, slots[turn]);
+    const float mean_wdy = sums[0].wdy * per_col, mean_wdy_xhat = sums[0].wdy_xhat * per_col;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      const int col = first_col + i * pack_step;
+      if (col >= cols) continue;
+      if (call.grad_input != nullptr) {
+        float xhat[V], dx[V], weight[V];
+        unpack(load<T, V>(x + col), xhat);
+        unpack(load<T, V>(dy + col), dx);
+        load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          xhat[v] = (xhat[v] - mean) * rstd;
+          dx[v] = rstd * (product(weight[v], dx[v]) - mean_wdy - xhat[v] * mean_wdy_xhat);
+        }
+        store<T, V>(grad_input + col, dx);
+      }
+      if (has_next) fetch(col);
+    }
+  }
+
+  if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
+  float* partial = partials + int64_t(blockIdx.x) * cols;
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int col = first_col + i * pack_step;
+    if (col >= cols) continue;
+    store_sums(partial + col, grad_weight[i]);
+    store_sums(partial + int64_t(gridDim.x) * cols + col, grad_bias[i]);
+  }
+#else
+  __trap();
 #endif
 }
 
@@ -1932,15 +2092,44 @@ bool takes(const Forward& call, const Device& device) {
   return device.code >= 80 && held >= least && call.rows >= least_rows;
 }
 
+bool takes(const Backward& call, const Device& device) {
+  const int64_t bytes = 2 * call.cols * size_of(call.dtype);
+  return device.code >= 80 && device.code < 90 && call.cols <= kBackwardColumns * kBackwardThreads &&
+         bytes + kControlBytes <= device.shared_bytes && call.rows >= device.sms;
+}
+
 template <typename T, bool FUSED>
 cudaError_t launch(const Forward& call, const Context& context) {
-  const auto kernel = layer_norm_shared_rows<T, FUSED>;
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
+  const Device& device = context.device;
+  const int64_t bytes = call.cols * sizeof(T);
+  const int fit = device.shared_bytes / (bytes + kControlBytes);
+  const int most = sizeof(T) == 2 && fit > 2 ? kThreads16Bits : kThreads<T>;
+  int threads = std::min(most, row_threads(bytes / 16, kLoads));
+  const bool alone = device.code < 90 && std::min(fit, device.sm_threads / threads) < 2;
+  if (alone) threads = std::min(kMostThreads, row_threads(bytes / 16, kLoads));
+  const auto kernel =
+      alone ? layer_norm_shared_rows<T, FUSED, true> : layer_norm_shared_rows<T, FUSED, false>;
+  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
   if (error != cudaSuccess) return error;
-  const int threads = std::min(kThreads<T>, row_threads(call.cols * sizeof(T) / 16, kLoads));
-  kernel<<<call.rows, threads, call.cols * sizeof(T), context.stream>>>(
-      call, row_constants<float>(call, context.device), later_rows(call, 1, context.device));
+  const int64_t blocks = alone ? std::min<int64_t>(call.rows, device.sms) : call.rows;
+  kernel<<<blocks, threads, bytes, context.stream>>>(call, row_constants<float>(call, device),
+                                                     later_rows(call, 1, device));
   return cudaGetLastError();
+}
+
+template <typename T, bool FUSED>
+cudaError_t launch(const Backward& call, const Context& context) {
+  const Device& device = context.device;
+  const int64_t row_bytes = call.cols * sizeof(T), loads = row_bytes / 16;
+  const auto kernel = layer_norm_backward_shared_rows<T, FUSED>;
+  cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = std::min<int64_t>(call.rows, device.sms);
+  auto* partials = static_cast<float*>(context.allocate(2 * blocks * call.cols * sizeof(float)));
+  const int threads = row_threads(loads, ceil_div(loads, kBackwardThreads));
+  kernel<<<blocks, threads, 2 * row_bytes, context.stream>>>(call, partials, exceeds_l2(call, 3, device));
+  error = cudaGetLastError();
+  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, blocks, context);
 }
 
 }  // namespace shared
@@ -4093,6 +4282,9 @@ cudaError_t dispatch(const Backward& call, const Context& context) {
     }
   }
   if (in_registers) return registers::launch<T, V, FUSED>(call, context);
+  if constexpr (V > 1) {
+    if (shared::takes(call, context.device)) return shared::launch<T, FUSED>(call, context);
+  }
   return spread::launch<T, V, kAsks>(call, context);
 }
 

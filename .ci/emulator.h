@@ -53,6 +53,7 @@ inline To bits_of(From x) {
 
 struct Gpu {
   int sms, l2_bytes, shared_bytes, code;
+  int sm_threads() const { return code < 80 ? 1024 : shared_bytes < 100 << 10 ? 1536 : 2048; }
 };
 inline Gpu gpu;
 inline cudaError_t cooperative_error = cudaSuccess;  // what cooperative launches answer
@@ -751,6 +752,7 @@ cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   *value = what == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
            : what == cudaDevAttrL2CacheSize       ? emulator::gpu.l2_bytes
+           : what == cudaDevAttrMaxThreadsPerMultiProcessor ? emulator::gpu.sm_threads()
                                                   : emulator::gpu.shared_bytes;
   return cudaSuccess;
 }

@@ -87,7 +87,11 @@ TABLE = [
     ("hopper 2", "31x16392", "fp16 bf16", "plain", "", "both"),
     ("ampere 2", "3x9000 3x40000", "fp32", "plain gelu", "", "both none"),
     ("ampere 2", "3x16392 2x65544", "fp16 bf16", "plain tanh", "", "both"),
+    ("ampere 2", "5x12288 3x16384", "fp32 fp16 bf16", "plain gelu", "", "both"),  # backward, too
+    ("ampere 2", "5x12288 3x9000", "bf16", "plain tanh", "", "weight float32 none"),
+    ("ampere 2", "3x50000", "fp16", "plain", "", "both"),  # an SM holds two rows
     ("ada 2", "3x16392", "bf16", "plain", "", "weight"),
+    ("ada 2", "7x10000 5x16384", "fp32", "plain gelu", "", "both"),
     # Long rows in a pipeline: a block a row, several, many; rings that wrap around; rows that are not aligned, in groups
     # of the same shift and not.
     ("hopper 2", "5x16384 40x8200", "fp32", "plain gelu", "", "both"),
@@ -153,6 +157,7 @@ SOME = [
         ("hopper 2", 3, 9000, "fp32"),
         ("ampere 2", 3, 9000, "fp32"),
         ("ampere 2", 3, 16392, "fp16 bf16"),
+        ("ampere 2", 5, 12288, "fp32 fp16 bf16"),
         ("hopper 4", 5, 16392, "fp32 fp16 bf16"),
         ("hopper 4", 9, 7001, "fp32 fp16 bf16"),
         ("hopper 8", 5, 20001, "fp32 fp16 bf16"),
