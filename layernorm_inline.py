@@ -35,7 +35,7 @@ Reading it
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
            _REGISTERS     rows of up to 32 KB (unaligned on Hopper: 11 to 28), backward 8 KB (before Hopper: 16)
-           _SHARED        aligned rows of up to 73 KB (16-bit: 43; before Hopper all that a block holds), forward
+           _SHARED        aligned rows of up to 73 KB (16-bit: 43), forward; before Hopper all that fit, and backward
            _PIPELINE      longer rows on Hopper and newer, forward and backward
            _JOINT         float32 rows of more than a million columns on Hopper and newer, forward
            _SPREAD        all other rows, forward and backward
@@ -1125,7 +1125,8 @@ struct RowConstants {
   bool keep_input;  // see l2_policy
 };
 
-// Threads that call prefetch_units: from sm_90 on a block's first one asks for all, before each for sectors.
+// Threads that call prefetch_units. From sm_90 on one instruction of one thread prefetches everything;
+// before, every thread of a block takes sectors. sm_75 does not prefetch.
 __device__ inline bool prefetches() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return __CUDA_ARCH__ >= 800;
@@ -1134,8 +1135,8 @@ __device__ inline bool prefetches() {
 #endif
 }
 
-// Brings whole 16-byte units to L2 (sm_80 and up), with l2_policy's priority (without it float32 rows of 16
-// to 8192 lose 4%).
+// Brings whole 16-byte units to L2. Before sm_90 always with the highest priority: with the normal one
+// float32 rows of 16 to 8192 lose 4% (see l2_policy).
 __device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   prefetch_to_l2(global, bytes, policy);
@@ -1170,8 +1171,7 @@ __global__ void sum_partials(Backward call, const Acc<T>* partials, int partial_
 
 struct Device {
   std::once_flag asked;
-  int sms = 1, l2_bytes = 0, sm_threads = 0;
-  int shared_bytes = 0;  // of a block, at most; 1 KB less than an SM has
+  int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most; 1 KB less than an SM has
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code = 0;
   mutable std::mutex mutex;
@@ -1191,7 +1191,6 @@ const Device& current_device() {
   std::call_once(device.asked, [&] {  // now: cudaFuncGetAttributes asks about the current device
     cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, d);
     cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, d);
-    cudaDeviceGetAttribute(&device.sm_threads, cudaDevAttrMaxThreadsPerMultiProcessor, d);
     cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
     cudaFuncAttributes attributes = {};
     cudaFuncGetAttributes(&attributes, sum_partials<float>);
@@ -1306,12 +1305,13 @@ RowConstants<A> row_constants(const Forward& call, const Device& device) {
 
 // How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
 // of copy speed with 32 KB, 0.969 with 40, 0.951 with 80), and 48 KB make inputs of 12 to 64 MB 2% slower.
+// No more than an eighth of L2.
 constexpr int kLaterBytes = 40 << 10;
 
 Later later_rows(const Forward& call, int block_rows, const Device& device) {
   const int64_t row_bytes = call.cols * size_of(call.dtype);
   const char* input = static_cast<const char*>(call.input);
-  const char* begin = input + int64_t(kLaterBytes) * device.sms;
+  const char* begin = input + std::min<int64_t>(int64_t(kLaterBytes) * device.sms, device.l2_bytes / 8);
   return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
           unsigned(block_rows * row_bytes)};
 }
@@ -1849,15 +1849,14 @@ namespace shared {
 // where the pipeline takes longer ones, only those of which an SM holds several. A thread loads all its packs
 // of the row at once, so that as much is in flight as fits an SM, however few threads it has, and only reads
 // what it has copied itself. Shared memory, unlike registers, lets a thread have many loads of a long row.
-// Fractions of copy speed before Hopper are those of code for sm_80 on an H200.
+// Before Hopper there are three cases: an SM holds several rows, two, or one, whose block is persistent and
+// makes room for its next row as it writes this one. Figures for them are of code for sm_80 on an H200.
 
-// An SM holds few long float32 rows: more threads each (16384: 0.94 of copy speed with 512, 0.967 with 1024).
-constexpr int kMostThreads = 1024;
-// 16-bit rows of which an SM holds three; two have more (bf16 rows of 49152: 0.65 -> 0.80).
-constexpr int kThreads16Bits = 512, kTwoRowsThreads16Bits = 768;
-template <typename T>
-constexpr int kThreads = sizeof(T) == 4 ? kMostThreads : kTwoRowsThreads16Bits;
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
+// Threads of a row, at most. An SM holds few long float32 rows: more threads each (16384: 0.94 of copy speed
+// with 512, 0.967 with 1024). So it does 16-bit rows of which only two fit (49152: 0.65 with 512, 0.80 with
+// 768), or one.
+constexpr int kMostThreads = 1024, kThreads16Bits = 512, kTwoRowsThreads16Bits = 768;
 // Rows that an SM must hold where there is a pipeline: of fewer too little loads while it computes (bf16 rows
 // of 24576: 0.89 of copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975).
 constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
@@ -1865,9 +1864,9 @@ constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
 // may be a small one (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
-// Of a next row, what comes to L2 while an SM that holds one row is busy with it (float32 rows of 32768: 0.70
-// with nothing, 0.79; with twice as much 0.71).
-[[maybe_unused]] constexpr int kAheadBytes = 64 << 10;
+// Of a block's next row, what comes to L2 while it is busy with this one (float32 rows of 32768: 0.77 with
+// nothing, 0.79 with 64 KB, 0.71 with 128).
+constexpr int kAheadBytes = 64 << 10;
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ == 1100)
 constexpr int kFloatBlocks = 1;
@@ -1875,16 +1874,34 @@ constexpr int kFloatBlocks = 1;
 constexpr int kFloatBlocks = kRowBlocks - 1;
 #endif
 
-// ALONE: an SM holds one row (before Hopper). The kernel is persistent: each thread, as soon as it has
-// written a pack, copies that of the next row to its place (0.76 -> 0.79; rows of 49152: 0.65 -> 0.68).
+template <typename T, bool ALONE>
+constexpr int most_threads() {
+  return ALONE || sizeof(T) == 4 ? kMostThreads : kTwoRowsThreads16Bits;
+}
+template <typename T, bool ALONE>
+constexpr int least_blocks() {  // of so many threads, on an SM
+  return ALONE ? 1 : sizeof(T) == 4 ? kFloatBlocks : kRowBlocks - 1;
+}
+// Weight and bias of so many packs at once (16-bit rows of 32768: 0.87 of copy speed with one, 0.90 with
+// two).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <typename T>
+constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
+#else
+template <typename T>
+constexpr int kAtOnce = 2;
+#endif
+
+// ALONE: an SM holds one row, before Hopper. As soon as a thread has written a pack, it copies that of the
+// block's next row to its place (float32 rows of 32768: 0.76 -> 0.79, of 49152: 0.65 -> 0.68, bf16 rows of
+// 65536: 0.72 -> 0.74), of which `ahead` bytes are brought to L2.
 template <typename T, bool FUSED, bool ALONE>
-__global__ void __launch_bounds__(ALONE ? kMostThreads : kThreads<T>, ALONE            ? 1
-                                                                      : sizeof(T) == 2 ? kRowBlocks - 1
-                                                                                       : kFloatBlocks)
-    layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
+__global__ void __launch_bounds__(most_threads<T, ALONE>(), least_blocks<T, ALONE>())
+    layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later, int ahead) {
+  // takes and launch keep calls away from code without these instructions, or that has a pipeline.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (ALONE) return;  // never launched
+  if constexpr (ALONE) return __trap();
 #endif
   using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
   constexpr int V = 16 / sizeof(T), kWarps = kMostThreads / 32;
@@ -1892,6 +1909,7 @@ __global__ void __launch_bounds__(ALONE ? kMostThreads : kThreads<T>, ALONE     
   __shared__ float sum_slots[kWarps][1], off_slots[kWarps][1];
   __shared__ Spread spread_slots[kWarps][1];
   const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
+  const int64_t stride = int64_t(gridDim.x) * cols;
   int64_t row = blockIdx.x;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   T* output = static_cast<T*>(call.output) + row * cols;
@@ -1903,10 +1921,8 @@ __global__ void __launch_bounds__(ALONE ? kMostThreads : kThreads<T>, ALONE     
 
   for (;;) {
     const bool has_next = ALONE && row + gridDim.x < call.rows;
-    if constexpr (ALONE) {
-      input += int64_t(gridDim.x) * cols;
-      if (has_next && prefetches()) prefetch_units(input, min(cols * int(sizeof(T)), kAheadBytes), policy);
-    }
+    const T* next_input = input + stride;
+    if (has_next && prefetches()) prefetch_units(next_input, ahead, policy);
     wait_for_copies();
 
     const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
@@ -1947,13 +1963,7 @@ __global__ void __launch_bounds__(ALONE ? kMostThreads : kThreads<T>, ALONE     
 
     const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
     with_usual_affine<T>(call, [&](auto usual_affine) {
-    // Weight and bias of two packs at once (16-bit rows of 32768: 0.87 of copy speed -> 0.90).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-      constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
-#else
-    constexpr int kAtOnce = 2;
-#endif
-#pragma unroll(kAtOnce)
+#pragma unroll(kAtOnce<T>)
       for (int i = 0; i < packs; ++i) {
         const int col = first_col + i * pack_step;
         float weight[V], bias[V], y[V];
@@ -1963,35 +1973,79 @@ __global__ void __launch_bounds__(ALONE ? kMostThreads : kThreads<T>, ALONE     
         for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
         apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
         store<T, V>(output + col, y);
-        if (has_next) copy_async(x + col, input + col, policy);
+        if (has_next) copy_async(x + col, next_input + col, policy);
       }
     });
     if (!has_next) return;
-    row += gridDim.x;
-    output += int64_t(gridDim.x) * cols;
+    row += gridDim.x, input += stride, output += stride;
   }
 #else
-  __trap();  // takes() keeps calls away from code without these instructions
+  __trap();
 #endif
 }
 
-// ---- Rows in shared memory, backward (sm_80 to sm_89) ----
-// Takes aligned rows too long for registers of which a block holds input and grad_output. As in registers,
-// the kernel is persistent and grad_weight and grad_bias gather in registers; a thread has 16 columns, which
-// with 64 registers are as many as fit. As ALONE, the next row takes the place of what has been used.
+// ---- Rows in shared memory, forward: host side ----
 
+bool takes(const Forward& call, const Device& device) {
+  const bool has_pipeline = device.code >= 90, is_16_bit = size_of(call.dtype) == 2;
+  const int64_t held = device.shared_bytes / (call.cols * size_of(call.dtype) + kControlBytes);
+  const int least = !has_pipeline ? 1 : is_16_bit ? kHeldRows16Bits : kHeldRows;
+  const int64_t least_rows = int64_t(has_pipeline && !is_fused(call) ? kRowsForEachSm : 1) * device.sms;
+  return device.code >= 80 && held >= least && call.rows >= least_rows;
+}
+
+// What comes to L2 for the next row of each SM's block, where that leaves L2 to the rows themselves.
+int ahead_bytes(int64_t row_bytes, const Device& device) {
+  return std::min<int64_t>({row_bytes, kAheadBytes, device.l2_bytes / (4 * device.sms) / 32 * 32});
+}
+
+template <typename Kernel>
+int blocks_on_an_sm(Kernel kernel, int threads, int64_t bytes) {
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, bytes);
+  return blocks;
+}
+
+template <typename T, bool FUSED>
+cudaError_t launch(const Forward& call, const Context& context) {
+  const Device& device = context.device;
+  const int64_t bytes = call.cols * sizeof(T), fit = device.shared_bytes / (bytes + kControlBytes);
+  const int most = sizeof(T) == 4 ? kMostThreads : fit > 2 ? kThreads16Bits : kTwoRowsThreads16Bits;
+  auto kernel = layer_norm_shared_rows<T, FUSED, false>;
+  int threads = std::min(most, row_threads(bytes / 16, kLoads));
+  int64_t blocks = call.rows;
+  cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
+  if (error != cudaSuccess) return error;
+  if (device.code < 90 && blocks_on_an_sm(kernel, threads, bytes) < 2) {
+    kernel = layer_norm_shared_rows<T, FUSED, true>;
+    threads = std::min(kMostThreads, row_threads(bytes / 16, kLoads));
+    blocks = device.sms;
+    error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<blocks, threads, bytes, context.stream>>>(call, row_constants<float>(call, device),
+                                                     later_rows(call, 1, device), ahead_bytes(bytes, device));
+  return cudaGetLastError();
+}
+
+// ---- Rows in shared memory, backward (sm_80 to sm_89) ----
+// Takes aligned rows too long for registers of which a block holds both tensors (code for sm_80 on an H200,
+// against rows spread: float32 rows of 8192 0.57 -> 0.88, of 16384 0.57 -> 0.92; bf16 rows of 16384 0.53 ->
+// 0.72). As in registers, the kernel is persistent, and grad_weight and grad_bias gather in registers. Each
+// thread copies the next row's packs to where it has used this row's.
+
+// With 64 registers a thread has no room for more columns than 16.
 constexpr int kBackwardColumns = 16, kBackwardThreads = 1024;
 
 template <typename T, bool FUSED>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_shared_rows(Backward call, float* partials, bool keep_input) {
+    layer_norm_backward_shared_rows(Backward call, float* partials, bool keep_input, int ahead) {
 #if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900)
   constexpr int V = 16 / sizeof(T), PACKS = kBackwardColumns / V, kWarps = kBackwardThreads / 32;
   constexpr int W = FUSED ? 4 : V;  // at once: 16-bit packs with an activation would spill
   extern __shared__ __align__(128) unsigned char held[];
   __shared__ Sums<float> slots[2][kWarps][1];
   const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const int ahead = min(cols * int(sizeof(T)), kAheadBytes / 2);  // of each tensor
   const float per_col = 1 / float(cols);
   T *x = reinterpret_cast<T*>(held), *dy = x + cols;
   float grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
@@ -2005,7 +2059,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   for (int col = first_col; col < cols; col += pack_step) fetch(col);
   int turn = 0;  // of the two sets of slots: one barrier a row is enough
   for (int row = blockIdx.x; row < call.rows; row += gridDim.x, turn ^= 1) {
-    T* grad_input = static_cast<T*>(call.grad_input) + offset;
+    const int64_t row_offset = offset;
     offset += int64_t(gridDim.x) * cols;
     const bool has_next = row + gridDim.x < call.rows;
     const float mean = static_cast<const float*>(call.mean)[row];
@@ -2046,7 +2100,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       }
     }
-    combine_row<kWarps>(sums, slots[turn]);
+    if (call.grad_input != nullptr) combine_row<kWarps>(sums, slots[turn]);
     const float mean_wdy = sums[0].wdy * per_col, mean_wdy_xhat = sums[0].wdy_xhat * per_col;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
@@ -2062,7 +2116,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           xhat[v] = (xhat[v] - mean) * rstd;
           dx[v] = rstd * (product(weight[v], dx[v]) - mean_wdy - xhat[v] * mean_wdy_xhat);
         }
-        store<T, V>(grad_input + col, dx);
+        store<T, V>(static_cast<T*>(call.grad_input) + row_offset + col, dx);
       }
       if (has_next) fetch(col);
     }
@@ -2078,43 +2132,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     store_sums(partial + int64_t(gridDim.x) * cols + col, grad_bias[i]);
   }
 #else
-  __trap();
+  __trap();  // see takes
 #endif
 }
 
-// ---- Rows in shared memory: host side ----
-
-bool takes(const Forward& call, const Device& device) {
-  const bool has_pipeline = device.code >= 90, is_16_bit = size_of(call.dtype) == 2;
-  const int64_t held = device.shared_bytes / (call.cols * size_of(call.dtype) + kControlBytes);
-  const int least = !has_pipeline ? 1 : is_16_bit ? kHeldRows16Bits : kHeldRows;
-  const int64_t least_rows = int64_t(has_pipeline && !is_fused(call) ? kRowsForEachSm : 1) * device.sms;
-  return device.code >= 80 && held >= least && call.rows >= least_rows;
-}
+// ---- Rows in shared memory, backward: host side ----
 
 bool takes(const Backward& call, const Device& device) {
   const int64_t bytes = 2 * call.cols * size_of(call.dtype);
   return device.code >= 80 && device.code < 90 && call.cols <= kBackwardColumns * kBackwardThreads &&
          bytes + kControlBytes <= device.shared_bytes && call.rows >= device.sms;
-}
-
-template <typename T, bool FUSED>
-cudaError_t launch(const Forward& call, const Context& context) {
-  const Device& device = context.device;
-  const int64_t bytes = call.cols * sizeof(T);
-  const int fit = device.shared_bytes / (bytes + kControlBytes);
-  const int most = sizeof(T) == 2 && fit > 2 ? kThreads16Bits : kThreads<T>;
-  int threads = std::min(most, row_threads(bytes / 16, kLoads));
-  const bool alone = device.code < 90 && std::min(fit, device.sm_threads / threads) < 2;
-  if (alone) threads = std::min(kMostThreads, row_threads(bytes / 16, kLoads));
-  const auto kernel =
-      alone ? layer_norm_shared_rows<T, FUSED, true> : layer_norm_shared_rows<T, FUSED, false>;
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
-  if (error != cudaSuccess) return error;
-  const int64_t blocks = alone ? std::min<int64_t>(call.rows, device.sms) : call.rows;
-  kernel<<<blocks, threads, bytes, context.stream>>>(call, row_constants<float>(call, device),
-                                                     later_rows(call, 1, device));
-  return cudaGetLastError();
 }
 
 template <typename T, bool FUSED>
@@ -2124,12 +2151,12 @@ cudaError_t launch(const Backward& call, const Context& context) {
   const auto kernel = layer_norm_backward_shared_rows<T, FUSED>;
   cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = std::min<int64_t>(call.rows, device.sms);
-  auto* partials = static_cast<float*>(context.allocate(2 * blocks * call.cols * sizeof(float)));
+  auto* partials = static_cast<float*>(context.allocate(2 * int64_t(device.sms) * call.cols * sizeof(float)));
   const int threads = row_threads(loads, ceil_div(loads, kBackwardThreads));
-  kernel<<<blocks, threads, 2 * row_bytes, context.stream>>>(call, partials, exceeds_l2(call, 3, device));
+  kernel<<<device.sms, threads, 2 * row_bytes, context.stream>>>(call, partials, exceeds_l2(call, 3, device),
+                                                                 ahead_bytes(2 * row_bytes, device) / 2);
   error = cudaGetLastError();
-  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, blocks, context);
+  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, device.sms, context);
 }
 
 }  // namespace shared

@@ -53,7 +53,6 @@ inline To bits_of(From x) {
 
 struct Gpu {
   int sms, l2_bytes, shared_bytes, code;
-  int sm_threads() const { return code < 80 ? 1024 : shared_bytes < 100 << 10 ? 1536 : 2048; }
 };
 inline Gpu gpu;
 inline cudaError_t cooperative_error = cudaSuccess;  // what cooperative launches answer
@@ -752,7 +751,6 @@ cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   *value = what == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
            : what == cudaDevAttrL2CacheSize       ? emulator::gpu.l2_bytes
-           : what == cudaDevAttrMaxThreadsPerMultiProcessor ? emulator::gpu.sm_threads()
                                                   : emulator::gpu.shared_bytes;
   return cudaSuccess;
 }
@@ -770,6 +768,13 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Parameters...)) {
   return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel));
+}
+// As few registers as threads allow: what sm_80 and sm_86 have for them.
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int threads, size_t bytes) {
+  const int sm_threads = emulator::gpu.shared_bytes < 100 << 10 ? 1536 : 2048;
+  *blocks = std::min<int>(sm_threads / threads, (emulator::gpu.shared_bytes + 1024) / (bytes + 2048));
+  return cudaSuccess;
 }
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),

@@ -46,6 +46,7 @@ ACTIVATION = "test_activation and (cpu or 768 or 9000)"
 CONVOLUTION = "test_problem_34 and not compiled"
 REPEATED = "streams_and_threads or graph_of_a_training_step and (16392 or 20001 or 262144)"
 ASKED_FOR = "asked_for and 64"
+BEFORE_HOPPER = "older_architecture"
 
 # The same of .ci/test_kernels.py, whose tests are named after emulated GPUs and their SMs. None: nothing there sees it.
 ON_THE_CPU = {
@@ -58,6 +59,7 @@ ON_THE_CPU = {
     ACTIVATION: "test_values and (40x64 or 5x104 or 41x65 or 3x9000)",
     CONVOLUTION: "test_convolution",
     REPEATED: "test_values and hopper_8 and not 20000",
+    BEFORE_HOPPER: "test_values and not any_call and (ampere or ada)",
     "guard_bands": "test_values and 41",
     "memcheck": "test_values and (20001 or 7001)",
     "no_rows": "no_rows",
@@ -113,6 +115,11 @@ MUTANTS = [
     Mutant("shared memory: RMS norm in 16 bits", "float mean = quotient(sum[0], float(cols), constants.per_col)", "float mean = 0", SHARED),
     Mutant("shared memory: last pack of some threads left out", "(cols - first_col + pack_step - 1) / pack_step", "(cols - first_col) / pack_step", SHARED),
     Mutant("shared memory: copy not waited for", "wait_for_copies(); const int packs", "const int packs", SHARED),
+    Mutant("shared memory, alone: the same row again", "next_input = input + stride", "next_input = input", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("shared memory, backward: mean(wdy) dropped", "dx[v]) - mean_wdy - xhat[v]", "dx[v]) - xhat[v]", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("shared memory, backward: one set of slots", "combine_row<kWarps>(sums, slots[turn])", "combine_row<kWarps>(sums, slots[0])", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("shared memory, backward: derivative not kept", "*reinterpret_cast<Pack<T, W>*>(dy + col + part) = pack;", ";", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("shared memory, backward: last pack not refilled", "if (has_next) fetch(col);", "if (has_next && i + 1 < PACKS) fetch(col);", BEFORE_HOPPER, quiet=LONGEST),
     # ---- Long rows in a pipeline ----
     Mutant("pipeline: parity kept where the ring wraps", "index = 0, parity ^= 1;", "index = 0;", PIPELINE),
     Mutant("pipeline: loader does not wait for a free stage", "barrier_wait(&control.applied[slot.index], slot.parity ^ 1)", "barrier_wait(&control.applied[slot.index], slot.parity)", PIPELINE),
