@@ -35,7 +35,7 @@ Reading it
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
            _REGISTERS     rows of up to 32 KB (unaligned on Hopper: 11 to 28), backward 8 KB (before Hopper: 16)
-           _SHARED        aligned rows of up to 73 KB (16-bit: 43), forward; before Hopper all that fit, and backward
+           _SHARED        aligned rows of up to 73 KB (16-bit: 43), forward; sm_80 to 89: all that fit, and backward
            _PIPELINE      longer rows on Hopper and newer, forward and backward
            _JOINT         float32 rows of more than a million columns on Hopper and newer, forward
            _SPREAD        all other rows, forward and backward
