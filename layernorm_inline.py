@@ -1853,9 +1853,9 @@ namespace shared {
 // makes room for its next row as it writes this one. Figures for them are of code for sm_80 on an H200.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
-// Threads of a row, at most. An SM holds few long float32 rows: more threads each (16384: 0.94 of copy speed
-// with 512, 0.967 with 1024). So it does 16-bit rows of which only two fit (49152: 0.65 with 512, 0.80 with
-// 768), or one.
+// Threads of a row, at most. Where an SM holds few rows, each has more: float32 (rows of 16384: 0.94 of copy
+// speed with 512, 0.967 with 1024), 16-bit rows of which two fit (49152: 0.65 with 512, 0.80 with 768), or
+// one.
 constexpr int kMostThreads = 1024, kThreads16Bits = 512, kTwoRowsThreads16Bits = 768;
 // Rows that an SM must hold where there is a pipeline: of fewer too little loads while it computes (bf16 rows
 // of 24576: 0.89 of copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975).
@@ -1864,8 +1864,8 @@ constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
 // may be a small one (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
-// Of a block's next row, what comes to L2 while it is busy with this one (float32 rows of 32768: 0.77 with
-// nothing, 0.79 with 64 KB, 0.71 with 128).
+// What comes to L2 of a persistent block's next row while it is busy with this one (float32 rows of 32768:
+// 0.70 with nothing, 0.77 with 32 KB, 0.79 with 64, 0.71 with 128).
 constexpr int kAheadBytes = 64 << 10;
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ == 1100)
