@@ -760,6 +760,8 @@ def run_case(function, x, weight, bias, dy, eps=EPS, wanted=(1, 1, 1)):
     leaves = [None if t is None else t.detach().requires_grad_(bool(want)) for t, want in given]
     y = function(leaves[0], x.shape[-1:], leaves[1], leaves[2], eps)
     y.backward(dy)
+    for t, want in zip(leaves, wanted):
+        assert t is None or (t.grad is not None) == bool(want), "another gradient than asked for"
     return [y.detach()] + [None if t is None else t.grad for t in leaves]
 
 
@@ -1366,10 +1368,10 @@ def test_only_the_gradients_asked_for(case):
 
 @gpu
 @pytest.mark.parametrize("case", [case for case in SOME if case.off == "" and case.affine == "both"], ids=str)
-def test_strided_weight_and_bias(case):
-    x, weight, bias, dy = case.tensors()
-    weight, bias = (torch.stack([t, -t], 1)[:, 0] for t in (weight, bias))
-    assert case.cols == 1 or weight.stride() == bias.stride() == (2,)
+def test_strided_weight_bias_and_grad_output(case):
+    x, *others = case.tensors()
+    weight, bias, dy = (torch.stack([t, -t], -1)[..., 0] for t in others)
+    assert case.cols == 1 or weight.stride()[-1] == bias.stride()[-1] == dy.stride()[-1] == 2
     assert_close_to_float64((x, weight, bias, dy), **case.epilogue)
 
 

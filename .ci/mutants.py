@@ -3,7 +3,8 @@
     python .ci/mutants.py                  all mutants; the tests run on all GPUs of this machine
     python .ci/mutants.py --only TEXT...   those whose names contain one of the texts
     python .ci/mutants.py --list           names, bugs, tests
-    python .ci/mutants.py --cpu            bugs of the kernels are looked for by .ci/test_kernels.py, on the CPU
+    python .ci/mutants.py --cpu            without a GPU: bugs of the kernels are looked for by .ci/test_kernels.py,
+                                           those of the binding by .ci/test_binding.py
     python .ci/mutants.py --green          the tests have just succeeded without a bug: half the time
     python .ci/mutants.py --check          builds nothing: does each replacement apply, are there such tests?
 
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE, TESTS, CPU_TESTS = "layernorm_inline.py", "test_layernorm_inline.py", ".ci/test_kernels.py"
+SOURCE, TESTS = "layernorm_inline.py", "test_layernorm_inline.py"
+KERNEL_TESTS, BINDING_TESTS = ".ci/test_kernels.py", ".ci/test_binding.py"
 TESTS_PER_GPU = 12  # processes: most of their time is the host's
 QUIET, LONGEST = 120, 480  # seconds: see Mutant; all tests of a mutant
 
@@ -49,7 +51,7 @@ REPEATED = "streams_and_threads or graph_of_a_training_step and (16392 or 20001 
 ASKED_FOR = "asked_for and 64"
 BEFORE_HOPPER = "older_architecture"
 
-# The same of .ci/test_kernels.py, whose tests are named after emulated GPUs and their SMs. None: nothing there sees it.
+# The same of KERNEL_TESTS, whose tests are named after emulated GPUs and their SMs. None: nothing there sees it.
 ON_THE_CPU = {
     VALUES: "test_values and not any_call and hopper_2 and not (9000 or 16392 or 16384 or 8200 or 6000 or 8192 or 40000) or no_rows",
     SHARED: "test_values and not any_call and (ampere or ada or hopper_2 and (9000 or 16392)) or test_large_mean and (9000 or 16392)",
@@ -66,6 +68,16 @@ ON_THE_CPU = {
     "no_rows": "no_rows",
     "2_to_the_31": None,
 }  # fmt: skip
+
+# The same of BINDING_TESTS, whose tests have the names that they have in TESTS: where those of TESTS are not among them.
+# Every call there asks whether the device was made current, and for the current stream.
+IN_THE_BINDING = {
+    VALUES: "test_values",
+    "not_current": "test_values or test_problem_34 and arguments1",
+    "current_stream and (64 or 768)": "test_values",
+    ASKED_FOR: "asked_for",
+    "vmap or " + ASKED_FOR: "vmap or asked_for",
+}
 
 
 class Mutant(NamedTuple):
@@ -197,7 +209,7 @@ MUTANTS = [
     Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit"),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
-    Mutant("Python: the two forms of GELU swapped", '"gelu": 1, "gelu_tanh": 2', '"gelu": 2, "gelu_tanh": 1', ACTIVATION),
+    Mutant("Python: the two forms of GELU swapped", '"gelu": 1, "gelu_tanh": 2', '"gelu": 2, "gelu_tanh": 1', VALUES),
     Mutant("Python: vmap's weights along the wrong dimension", "[1] * (none_of_x.dim() - 1 - len(normalized_shape))", "[1] * (none_of_x.dim() - len(normalized_shape))", "vmap"),
     Mutant("Python: subclasses replaced, too", "if type(child) in types:", "if isinstance(child, tuple(types)):", "replace_layer_norm"),
     Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))", "", "one_kernel"),
@@ -224,16 +236,14 @@ def compiled_sources(text):
     return re.findall(r'r"""(.*?)"""', text, re.S)
 
 
-def is_of_the_kernels(mutant, source):
-    """Whether the bug is in CUDA_SOURCE: all compiled sources but the last."""
-    return compiled_sources(mutated(mutant, source))[:-1] != compiled_sources(source)[:-1]
-
-
 def on_the_cpu(mutant, source):
-    """The mutant with tests that need no GPU; those of bugs elsewhere than in the kernels are as they are."""
-    if not is_of_the_kernels(mutant, source):
-        return mutant
-    return mutant._replace(tests=ON_THE_CPU[mutant.tests], file=CPU_TESTS)
+    """The mutant with tests that need no GPU."""
+    (*kernels, binding), (*bad_kernels, bad_binding) = map(compiled_sources, (source, mutated(mutant, source)))
+    if kernels != bad_kernels:
+        return mutant._replace(tests=ON_THE_CPU[mutant.tests], file=KERNEL_TESTS)
+    if (binding != bad_binding or mutant.tests in IN_THE_BINDING) and not mutant.name.startswith("meta"):
+        return mutant._replace(tests=IN_THE_BINDING.get(mutant.tests, mutant.tests), file=BINDING_TESTS)
+    return mutant
 
 
 def check(mutants):
@@ -341,7 +351,7 @@ class Runner:
 
     def environment_of(self, folder, file):
         environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-        if file == CPU_TESTS:  # nothing is compiled for a GPU
+        if file != TESTS:  # nothing is compiled for a GPU
             environment["CUDA_VISIBLE_DEVICES"] = ""
             environment.pop("TORCH_CUDA_ARCH_LIST", None)
         return environment
@@ -349,8 +359,9 @@ class Runner:
     def build(self, folder, file):
         """What the compiler says where it fails, else nothing."""
         code = "import layernorm_inline"
-        if file == CPU_TESTS:
-            code = "import sys; sys.path.insert(0, '.ci'); import emulator; emulator.build()"
+        if file != TESTS:
+            what = "build" if file == KERNEL_TESTS else "load_binding"
+            code = f"import sys; sys.path.insert(0, '.ci'); import emulator; emulator.{what}()"
         with self.builds:
             command = ["nice", sys.executable, "-c", code]
             status, output = run(command, folder, self.environment_of(folder, file), LONGEST, LONGEST)
@@ -400,8 +411,8 @@ class Runner:
         if mutant.tests is None:
             return "not tried", "needs a GPU"
         folder = self.folder(mutant.name, text)
-        if compiled_sources(text) == compiled_sources(self.source):
-            self.copy_library(folder)
+        if compiled_sources(text)[:-1] == compiled_sources(self.source)[:-1]:
+            self.copy_library(folder)  # of the binding, the kernels
         if error := self.build(folder, mutant.file):
             return "does not build", error
         end, how = verdict(*self.test(folder, mutant.file, mutant.tests, mutant.quiet, "-x"))
