@@ -611,15 +611,6 @@ __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
   all.count += count;
 }
 
-// The number from which all blocks of a row count their means, so that what they exchange is small and exact:
-// as floats those means would put the row's off by 0.2 units in the last place (1 x 85994, mean 10^4: 0.1; so
-// 0.002). The middle one of three elements, as outliers and padding are seldom in two of them.
-template <typename T>
-__device__ Acc<T> reference_of(const T* row, int64_t cols) {
-  const Acc<T> a = widen(row[0]), b = widen(row[cols / 2]), c = widen(row[cols - 1]);
-  return max(min(a, b), min(max(a, b), c));
-}
-
 // The two sums over a row that grad_input needs.
 template <typename A>
 struct Sums {
@@ -631,7 +622,7 @@ __device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
-// What a row is normalized with. mean + rest is its mean to 1/20 of a unit in the last place; mean alone
+// What a row is normalized with. mean + rest is its mean to a quarter of a unit in the last place; mean alone
 // is off by half a unit (float32 row of 26157 columns: 2.7 times PyTorch's error). Aligned for one load.
 template <typename A>
 struct alignas(4 * sizeof(A)) RowStats {
@@ -2251,10 +2242,10 @@ template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  using Stats = Moments<float>;  // means as distances from the row's reference
+  using Stats = Moments<float>;  // means as distances from `base`, one of them
   using ForRow = RowStats<float>;
   static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kWrites = false };
+  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false, kMeans = true };
   enum : int { kTogether = kFewTogether<T> };
   float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
   float count, per_count;  // columns of this thread's part, and their inverse
@@ -2327,7 +2318,7 @@ struct ForwardPass {
   __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
 
   // {mean, m2} of this thread's part.
-  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2 given) {
+  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
     Pack<T, V> x[kPacks];
     float sums[kPacks], m2 = 0, extra_x;
     get(x, extra_x, slices[0]);
@@ -2337,16 +2328,17 @@ struct ForwardPass {
       unpack(x[i], values);
       sums[i] = sum_of<T>(values);
     }
-    float off;
+    float mean;
     if constexpr (sizeof(T) == 2) {
-      off = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count) - given.x;
-    } else {  // the sum of 12 equal numbers already has an error
-      off = has_extra() ? extra_x - given.x : 0;
+      mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
+    } else {  // from the first load's mean: the sum of 12 equal numbers already has an error
+      const float own = has_pack(0) ? sums[0] * (1.f / V) : extra_x;
+      const float first = __shfl_sync(~0u, own, 0, kTogether);
+      float off = has_extra() ? extra_x - first : 0;
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) off += has_pack(i) ? fmaf(-V, given.x, sums[i]) : 0;
-      off = combine_lanes(off, kTogether) * per_count;
+      for (int i = 0; i < kPacks; ++i) off += has_pack(i) ? fmaf(-V, first, sums[i]) : 0;
+      mean = first + combine_lanes(off, kTogether) * per_count;
     }
-    const float mean = given.x + off;
     if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -2356,34 +2348,49 @@ struct ForwardPass {
       for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
       if (has_pack(i)) m2 += here;
     }
-    return {off, combine_lanes(m2, kTogether)};
+    return {mean, combine_lanes(m2, kTogether)};
   }
 
-  static __device__ Stats part(float2 measured, float count) { return {count, measured.x, measured.y}; }
+  static __device__ Stats part(float2 measured, float count, float base) {
+    return {count, measured.x - base, measured.y};
+  }
   template <int N>
   static __device__ Stats together(const Stats (&stats)[N], int64_t columns, int width) {
     return combine_means(stats, 0.f, float(columns), width);
   }
 
-  static __device__ float2 to_publish(const Stats& slice) { return {slice.mean, slice.m2}; }
-  static __device__ Stats published(float2 pair, int columns) { return {float(columns), pair.x, pair.y}; }
-
-  // {reference} is given with a row.
-  static __device__ float2 given(const Call& call, int64_t row) {
-    return {reference_of(tensor(call, 0) + row * call.cols, call.cols), 0};
+  // {mean, m2}. A float32 mean has a 25th bit, in the sign of m2: rounded to 24 the means of a group's blocks
+  // put the row's off by up to 0.18 units in the last place, rounded to 25 by 0.06.
+  static __device__ float2 to_publish(const Stats& slice, float base) {
+    float mean = base + slice.mean;
+    if (sizeof(T) == 2) return {mean, slice.m2};
+    const float rest = slice.mean - (mean - base);
+    const bool has_bit = fabsf(rest) > 0.5f * fabsf(last_bit(mean));
+    if (has_bit && (rest < 0) != (mean < 0)) mean = __uint_as_float(__float_as_uint(mean) - 1);
+    return {mean, has_bit ? -slice.m2 : slice.m2};
+  }
+  static __device__ Stats published(float2 pair, int columns, float base) {
+    const bool has_bit = sizeof(T) == 4 && __float_as_int(pair.y) < 0;
+    return {float(columns), pair.x - base + (has_bit ? last_bit(pair.x) : 0), fabsf(pair.y)};
+  }
+  // Half a unit in the last place, with the mean's sign.
+  static __device__ float last_bit(float mean) {
+    return __uint_as_float(__float_as_uint(mean) & 0xff800000) * 0x1p-24f;
   }
 
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float2 given, int64_t row,
+  static __device__ float2 given(const Call&, int64_t) { return {}; }
+
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, int64_t row,
                                   bool save) {
     // A product, not a division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
     const float per_col = 1 / float(call.cols);
     const float variance = row_total.m2 * per_col + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
     if (save && call.mean != nullptr) {
-      static_cast<float*>(call.mean)[row] = given.x + row_total.mean;
+      static_cast<float*>(call.mean)[row] = base + row_total.mean;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
-    return row_stats_of(given.x, row_total.mean, applied_rstd(rstd, row_total.m2, sizeof(T) == 2));
+    return row_stats_of(base, row_total.mean, applied_rstd(rstd, row_total.m2, sizeof(T) == 2));
   }
 
   __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
@@ -2428,7 +2435,7 @@ struct BackwardPass {
   using Stats = Sums<float>;
   using ForRow = Sums<float>;
   static constexpr int kTensors = 2, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1, kWrites = FUSED };
+  enum : bool { kAligned = V > 1, kGiven = true, kWrites = FUSED, kMeans = false };
   // Bytes set the pace of aligned rows (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
   enum : int { kTogether = V > 1 ? 32 : kFewTogether<T> };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
@@ -2505,7 +2512,7 @@ struct BackwardPass {
     return {stats.wdy, stats.wdy_xhat};
   }
 
-  static __device__ Stats part(float2 measured, float) { return {measured.x, measured.y}; }
+  static __device__ Stats part(float2 measured, float, float) { return {measured.x, measured.y}; }
   template <int N>
   static __device__ Stats together(const Stats (&stats)[N], int64_t, int width) {
     const Stats of_lane = {sum_of_terms<N>([&](int n) { return stats[n].wdy; }),
@@ -2513,14 +2520,14 @@ struct BackwardPass {
     return combine_lanes(of_lane, width);
   }
 
-  static __device__ float2 to_publish(const Stats& stats) { return {stats.wdy, stats.wdy_xhat}; }
-  static __device__ Stats published(float2 pair, int) { return {pair.x, pair.y}; }
+  static __device__ float2 to_publish(const Stats& stats, float) { return {stats.wdy, stats.wdy_xhat}; }
+  static __device__ Stats published(float2 pair, int, float) { return {pair.x, pair.y}; }
 
   static __device__ float2 given(const Call& call, int64_t row) {
     return {static_cast<const float*>(call.mean)[row], static_cast<const float*>(call.rstd)[row]};
   }
 
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float2, int64_t, bool) {
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float, int64_t, bool) {
     const float per_col = fast_reciprocal(float(call.cols));
     return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
   }
@@ -2651,14 +2658,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         wanted[t] = early + columns * int(sizeof(T));
         if (pipe.prefetch) prefetch_to_l2(start[t], max(1, wanted[t] / 16) * 16, policy);
       }
-      const float2 given = Pass::given(call, row);  // in flight while this thread waits
+      float2 given;
+      if (Pass::kGiven) given = Pass::given(call, row);  // in flight while this thread waits
       if (row >= int64_t(pipe.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
       // More would only queue up, with what the group publishes behind it.
       if (row >= int64_t(pipe.flight) * groups) {
         barrier_wait(&control.loaded[before.index], before.parity);
         before.advance(pipe.stages);
       }
-      control.given[slot.index] = given;
+      if (Pass::kGiven) control.given[slot.index] = given;
       // Also in a unit that ends the last slice but one, where the last slice is shorter than a unit.
       const bool tensor_ends = row == call.rows - 1 && call.cols - first - columns < 16 / int(sizeof(T));
       for (int t = 0; t < Pass::kTensors; ++t) {
@@ -2681,25 +2689,28 @@ __global__ void __launch_bounds__(kThreads, 1)
     Slot slot;
     constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
     float counts[kEach];
+    int first_part = 0;  // with columns: a slice of three bf16 has them in threads 16 to 18 (see Cut)
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
       const float2* measured = control.parts[slot.index];
       if (row == group) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
+        if (Pass::kMeans) first_part = __ffs(__ballot_sync(~0u, counts[0] > 0)) - 1;
       }
+      const float base = Pass::kMeans ? measured[first_part].x : 0;
       Stats parts[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i]);
+        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i], base);
       }
       const Stats stats = Pass::together(parts, columns, kWidth);
       if (lane != 0) continue;
       if (sharers == 1) {
-        control.row_stats[slot.index] = Pass::finish(call, stats, control.given[slot.index], row, true);
+        control.row_stats[slot.index] = Pass::finish(call, stats, base, row, true);
         barrier_arrive(&control.known[slot.index]);
       } else {
-        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats));
+        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats, base));
       }
     }
     return;
@@ -2727,22 +2738,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       const unsigned missing = __ballot_sync(~0u, !complete);
       const int known = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // rows
       if (known == 0) continue;
+      const float base = Pass::kMeans ? __shfl_sync(~0u, pairs[0].x, 0, pipe.lanes) : 0;
       auto of_peers = [&](auto peers_of_lane) {
         constexpr int N = decltype(peers_of_lane)::value;
         Stats stats[N] = {};
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const int peer = first_peer + i * 32;
-          if (peer < sharers) stats[i] = Pass::published(pairs[i], slice_columns(pipe, call.cols, peer));
+          if (peer < sharers)
+            stats[i] = Pass::published(pairs[i], slice_columns(pipe, call.cols, peer), base);
         }
         return Pass::together(stats, call.cols, pipe.lanes);
       };
       const Stats total = sharers <= 32 ? of_peers(std::integral_constant<int, 1>())
                                         : of_peers(std::integral_constant<int, kPeers>());
       if (first_peer == 0 && lane / pipe.lanes < known && next + ahead < rows) {
-        const int slot = (next + ahead) % pipe.stages, parity = (next + ahead) / pipe.stages % 2;
-        barrier_wait(&control.loaded[slot], parity);  // it was, long ago: so `given` is seen
-        control.row_stats[slot] = Pass::finish(call, total, control.given[slot], row, rank == 0);
+        const int slot = (next + ahead) % pipe.stages;
+        control.row_stats[slot] = Pass::finish(call, total, base, row, rank == 0);
         barrier_arrive(&control.known[slot]);
       }
       next += known * pipe.gatherers;
@@ -3290,8 +3302,7 @@ constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight 
 
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments<Acc<T>>* moments_of_pieces,
-                    RowStats<Acc<T>>* row_stats) {
+    partial_moments(Forward call, int pieces, Moments<Acc<T>>* moments_of_pieces) {
   using A = Acc<T>;
   let_next_start();
   constexpr int kWarps = kMeasuringThreads / 32;
@@ -3301,8 +3312,6 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
   const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + row * cols;
 
-  const A reference = reference_of(input, cols);  // means are distances from it
-  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
   Moments<A> moments = {0, 0, 0};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Pack<T, V> x[PACKS];
@@ -3321,11 +3330,11 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
         sums[i] = sum_of<T>(values);
       }
     }
+    // From the first load's mean: the sum of 12 equal numbers already has an error.
     A off = 0;
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) off += i * V < count ? fma(A(-V), reference, sums[i]) : A(0);
-    off /= A(max(count, 1));
-    const A mean = reference + off;
+    for (int i = 1; i < PACKS; ++i) off += i * V < count ? sums[i] - sums[0] : A(0);
+    const A mean = sums[0] * (A(1) / V) + off / A(max(count, 1));
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
@@ -3335,7 +3344,7 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
         for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
       }
     }
-    if (count > 0) add_moments(moments, A(count), off, m2);
+    if (count > 0) add_moments(moments, A(count), mean, m2);
   }
   moments = combine_means(moments, 32);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
@@ -3353,23 +3362,23 @@ __global__ void __launch_bounds__(kFinishingThreads)
   const int64_t row = blockIdx.x;
   const Moments<A>* moments = moments_of_pieces + row * pieces;
   // As combine_means, of any number of pieces.
-  const A reference = row_stats[row].mean;
+  const A first = moments[0].mean;
   A sum = 0, m2 = 0;
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    sum += moments[piece].count * moments[piece].mean;
+    sum += moments[piece].count * (moments[piece].mean - first);
   }
   const A off = combine_row(sum, slots[0]) / A(call.cols);
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    const A delta = moments[piece].mean - off;
+    const A delta = moments[piece].mean - first - off;
     m2 += moments[piece].m2 + moments[piece].count * delta * delta;
   }
   m2 = combine_row(m2, slots[1]);
   if (threadIdx.x != 0) return;
   const A rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
   const bool is_16_bit = call.dtype == DType::Float16 || call.dtype == DType::BFloat16;
-  row_stats[row] = row_stats_of(reference, off, applied_rstd(rstd, m2, is_16_bit));
+  row_stats[row] = row_stats_of(first, off, applied_rstd(rstd, m2, is_16_bit));
   if (call.mean != nullptr) {
-    static_cast<A*>(call.mean)[row] = reference + off;
+    static_cast<A*>(call.mean)[row] = first + off;
     static_cast<A*>(call.rstd)[row] = rstd;
   }
 }
@@ -3579,7 +3588,7 @@ cudaError_t launch(const Forward& call, const Context& context) {
   auto* moments = reinterpret_cast<Moments<A>*>(row_stats + call.rows);
   constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
   partial_moments<T, V, kPacks>
-      <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
+      <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments);
   launch_next(finish_moments<A>, call.rows, kFinishingThreads, context, call, p.pieces, moments, row_stats);
   launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
               context, call, row_stats, ceil_div(call.rows, p.row_blocks));

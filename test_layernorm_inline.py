@@ -1622,7 +1622,7 @@ def test_the_means_rest_is_subtracted_too(rows, cols, calls):
             rows, cols, torch.float32, "none", seed=seed, mean=1e4, offsets=(seed % 6, 0, 0, 0), telling=False
         )
         y = layer_norm(x, (cols,), eps=1e-12).double()
-        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.05 * unit, seed
+        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.25 * unit, seed
 
 
 @gpu
