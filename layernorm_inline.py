@@ -34,9 +34,9 @@ Reading it
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
-           _REGISTERS     rows of up to 32 KB (unaligned on Hopper: 11 to 28), backward 8 KB (before Hopper: 16)
-           _SHARED        aligned rows of up to 73 KB (16-bit: 43), forward; sm_80 to 89: all that fit, and backward
-           _PIPELINE      longer rows on Hopper and newer, forward and backward
+           _REGISTERS     rows of up to 32 KB (unaligned: 11 to 28), backward 8 KB (Turing and float64: 16)
+           _SHARED        aligned rows of up to 73 KB (16-bit: 43) of which an SM holds two, forward
+           _PIPELINE      longer rows, from sm_80 on, forward and backward
            _JOINT         float32 rows of more than a million columns on Hopper and newer, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
@@ -512,9 +512,11 @@ __device__ inline float fast_reciprocal(float x) {
 }
 __device__ __noinline__ double fast_reciprocal(double x) { return 1 / x; }
 
-// 1 / sqrt(x), for one thread a row: rsqrtf (off by up to 2 units in the last place) and a step of Newton's.
+// 1 / sqrt(x), for one thread a row: rsqrtf (off by up to 2 units in the last place) and a step of Newton's,
+// with both parts of x * near.
 __device__ inline float inverse_root(float x) {
-  const float near = rsqrtf(x), better = fmaf(0.5f * near, fmaf(-x * near, near, 1), near);
+  const float near = rsqrtf(x), high = x * near, low = fmaf(x, near, -high);
+  const float better = fmaf(0.5f * near, fmaf(-high, near, 1) - low * near, near);
   return isnan(better) ? near : better;  // x was 0 or infinity
 }
 __device__ inline double inverse_root(double x) { return rsqrt(x); }
@@ -611,6 +613,19 @@ __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
   all.count += count;
 }
 
+// The number from which all blocks of a row count their means, so that what they exchange is small and exact:
+// as floats those means would put the row's off by 0.2 units in the last place (1 x 85994, mean 10^4: 0.1; so
+// 0.002). The middle one of three elements, as outliers and padding are seldom in two of them.
+template <typename T>
+struct Sample {
+  T first, middle, last;
+  __device__ static Sample of(const T* row, int64_t cols) { return {row[0], row[cols / 2], row[cols - 1]}; }
+  __device__ Acc<T> reference() const {
+    const Acc<T> a = widen(first), b = widen(middle), c = widen(last);
+    return max(min(a, b), min(max(a, b), c));
+  }
+};
+
 // The two sums over a row that grad_input needs.
 template <typename A>
 struct Sums {
@@ -622,7 +637,7 @@ __device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
-// What a row is normalized with. mean + rest is its mean to a quarter of a unit in the last place; mean alone
+// What a row is normalized with. mean + rest is its mean to 1/20 of a unit in the last place; mean alone
 // is off by half a unit (float32 row of 26157 columns: 2.7 times PyTorch's error). Aligned for one load.
 template <typename A>
 struct alignas(4 * sizeof(A)) RowStats {
@@ -983,23 +998,40 @@ __device__ inline void copy_async(void* shared, const void* global, uint64_t pol
                : "memory");
 }
 
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-#endif
+// A share of THREADS threads' copy of whole 16-byte units.
+template <int THREADS>
+__device__ void copy_units(void* shared, const void* global, int bytes, int thread, uint64_t policy) {
+  constexpr int kStep = 16 * THREADS;
+  char* to = static_cast<char*>(shared) + 16 * thread;
+  const char* from = static_cast<const char*>(global) + 16 * thread;
+#pragma unroll 8
+  for (int left = bytes - 16 * thread; left > 0; left -= kStep, to += kStep, from += kStep) {
+    copy_async(to, from, policy);
+  }
+}
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
 __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
 // To be called by the thread that has initialized barriers, before bulk copies count at them.
 __device__ inline void barriers_initialized() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
 __device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives when all that this thread has copied with copy_async is there.
+[[maybe_unused]] __device__ inline void barrier_arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // Waits for the phase of this parity: 0 for the first completion, then 1, 0, ...
@@ -1008,14 +1040,20 @@ __device__ inline void barrier_wait(uint64_t* barrier, int parity) {
   while (done == 0) {
     asm volatile(
         "{ .reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+        "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"  // sleeps a while
+#else
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
         "selp.u32 %0, 1, 0, p; }\n"
         : "=r"(done)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
   }
 }
+#endif
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
@@ -1032,10 +1070,15 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-
-// Orders this thread's writes to shared memory before copies and matrix products that it lets others begin.
-__device__ inline void writes_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
+
+// Orders this thread's writes to shared memory before bulk copies and matrix products that it lets others
+// begin.
+[[maybe_unused]] __device__ inline void writes_before_copies() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 // Programmatic dependent launch (sm_90 and up): blocks of a call's next kernel take their places while the
 // last ones of this kernel run, do what needs no result of it, and wait.
@@ -1064,7 +1107,7 @@ __host__ __device__ inline int64_t words_per_row(int group) {
   return group <= 1 ? 0 : (group + 15) / 16 * 16;
 }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 // A stage of a ring and the parity of its barriers.
 struct Slot {
   int index = 0, parity = 0;
@@ -1135,18 +1178,22 @@ __device__ inline bool prefetches() {
 #endif
 }
 
-// Brings whole 16-byte units to L2. Before sm_90 always with the highest priority: with the normal one
-// float32 rows of 16 to 8192 lose 4% (see l2_policy).
-__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy) {
+// Brings whole 16-byte units to L2, before sm_90 a step's bytes a thread, always with the highest priority:
+// with the normal one float32 rows of 16 to 8192 lose 4% (see l2_policy).
+__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy, int thread, int threads,
+                                      int step) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   prefetch_to_l2(global, bytes, policy);
 #elif __CUDA_ARCH__ >= 800
-  constexpr int kSectorBytes = 32;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  for (int at = thread * kSectorBytes; at < bytes; at += blockDim.x * blockDim.y * kSectorBytes) {
+  for (int at = thread * step; at < bytes; at += threads * step) {
     asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(static_cast<const char*>(global) + at));
   }
 #endif
+}
+__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy) {  // by a block
+  constexpr int kSectorBytes = 32;
+  prefetch_units(global, bytes, policy, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y,
+                 kSectorBytes);
 }
 
 // Each block prefetches to L2 the rows of a block that starts later: an SM has registers for few blocks, and
@@ -1845,28 +1892,22 @@ _SHARED = r"""
 namespace shared {
 
 // ---- Rows in shared memory, forward (sm_80 and up) ----
-// Takes aligned rows that are too long for registers and fit a block's shared memory; on Hopper and newer,
-// where the pipeline takes longer ones, only those of which an SM holds several. A thread loads all its packs
-// of the row at once, so that as much is in flight as fits an SM, however few threads it has, and only reads
-// what it has copied itself. Shared memory, unlike registers, lets a thread have many loads of a long row.
-// Before Hopper there are three cases: an SM holds several rows, two, or one, whose block is persistent and
-// makes room for its next row as it writes this one. Figures for them are of code for sm_80 on an H200.
+// Takes aligned rows that are too long for registers and of which an SM's shared memory holds several; longer
+// ones go to the pipeline. A thread loads all its packs of the row at once, so that as much is in flight as
+// fits an SM, however few threads it has, and only reads what it has copied itself. Shared memory, unlike
+// registers, lets a thread have many loads of a long row.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
-// Threads of a row, at most. Where an SM holds few rows, each has more: float32 (rows of 16384: 0.94 of copy
-// speed with 512, 0.967 with 1024), 16-bit rows of which two fit (49152: 0.65 with 512, 0.80 with 768), or
-// one.
-constexpr int kMostThreads = 1024, kThreads16Bits = 512, kTwoRowsThreads16Bits = 768;
-// Rows that an SM must hold where there is a pipeline: of fewer too little loads while it computes (bf16 rows
-// of 24576: 0.89 of copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975).
-constexpr int kHeldRows = 3, kHeldRows16Bits = 5;
-// Rows for each SM where there is a pipeline, which has no waves, without an activation: here the last wave
-// may be a small one (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
+// Threads of a row, at most (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
+constexpr int kMostThreads = 1024, kThreads16Bits = 512;
+// Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of
+// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975). An SM must hold
+// two (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
+constexpr int kMostBytes = 73 << 10, kMostBytes16Bits = 43 << 10;
+// Rows for each SM without an activation, as the last wave may be a small one, and the pipeline has no waves
+// (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
-// What comes to L2 of a persistent block's next row while it is busy with this one (float32 rows of 32768:
-// 0.70 with nothing, 0.77 with 32 KB, 0.79 with 64, 0.71 with 128).
-constexpr int kAheadBytes = 64 << 10;
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ == 1100)
 constexpr int kFloatBlocks = 1;
@@ -1874,16 +1915,12 @@ constexpr int kFloatBlocks = 1;
 constexpr int kFloatBlocks = kRowBlocks - 1;
 #endif
 
-template <typename T, bool ALONE>
-constexpr int most_threads() {
-  return ALONE || sizeof(T) == 4 ? kMostThreads : kTwoRowsThreads16Bits;
-}
-template <typename T, bool ALONE>
-constexpr int least_blocks() {  // of so many threads, on an SM
-  return ALONE ? 1 : sizeof(T) == 4 ? kFloatBlocks : kRowBlocks - 1;
-}
-// Weight and bias of so many packs at once (16-bit rows of 32768: 0.87 of copy speed with one, 0.90 with
-// two).
+template <typename T>
+constexpr int kBlockThreads = sizeof(T) == 4 ? kMostThreads : kThreads16Bits;
+template <typename T>
+constexpr int kLeastBlocks = sizeof(T) == 4 ? kFloatBlocks : kRowBlocks;  // of so many threads, on an SM
+// Weight and bias of so many packs at once (16-bit rows of 32768, if taken here: 0.87 of copy speed with one,
+// 0.90 with two).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <typename T>
 constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
@@ -1892,271 +1929,100 @@ template <typename T>
 constexpr int kAtOnce = 2;
 #endif
 
-// ALONE: an SM holds one row, before Hopper. As soon as a thread has written a pack, it copies that of the
-// block's next row to its place (float32 rows of 32768: 0.76 -> 0.79, of 49152: 0.65 -> 0.68, bf16 rows of
-// 65536: 0.72 -> 0.74), of which `ahead` bytes are brought to L2.
-template <typename T, bool FUSED, bool ALONE>
-__global__ void __launch_bounds__(most_threads<T, ALONE>(), least_blocks<T, ALONE>())
-    layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later, int ahead) {
-  // takes and launch keep calls away from code without these instructions, or that has a pipeline.
+template <typename T, bool FUSED>
+__global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
+    layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (ALONE) return __trap();
-#endif
   using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
   constexpr int V = 16 / sizeof(T), kWarps = kMostThreads / 32;
   extern __shared__ __align__(128) unsigned char held[];
   __shared__ float sum_slots[kWarps][1], off_slots[kWarps][1];
   __shared__ Spread spread_slots[kWarps][1];
   const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const int64_t stride = int64_t(gridDim.x) * cols;
-  int64_t row = blockIdx.x;
-  const T* input = static_cast<const T*>(call.input) + row * cols;
-  T* output = static_cast<T*>(call.output) + row * cols;
+  const T* input = static_cast<const T*>(call.input) + int64_t(blockIdx.x) * cols;
+  T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
   T* x = reinterpret_cast<T*>(held);
 
   const uint64_t policy = l2_policy(constants.keep_input);
   for (int col = first_col; col < cols; col += pack_step) copy_async(x + col, input + col, policy);
-  if (!ALONE && prefetches()) prefetch_later_rows(later, policy);
+  if (prefetches()) prefetch_later_rows(later, policy);
+  wait_for_copies();
 
-  for (;;) {
-    const bool has_next = ALONE && row + gridDim.x < call.rows;
-    const T* next_input = input + stride;
-    if (has_next && prefetches()) prefetch_units(next_input, ahead, policy);
-    wait_for_copies();
-
-    const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
-    float sum[1] = {}, off[1];
+  const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
+  float sum[1] = {}, off[1];
 #pragma unroll(kLoads)
-    for (int i = 0; i < packs; ++i) {
-      float values[V], here = 0;  // short sums first, independent of one another
-      unpack(load<T, V>(x + first_col + i * pack_step), values);
+  for (int i = 0; i < packs; ++i) {
+    float values[V], here = 0;  // short sums first, independent of one another
+    unpack(load<T, V>(x + first_col + i * pack_step), values);
 #pragma unroll
-      for (int v = 0; v < V; ++v) here += values[v];
-      sum[0] += here;
-    }
-    off[0] = sum[0];
-    combine_row<kWarps>(sum, sum_slots);
-    float mean = quotient(sum[0], float(cols), constants.per_col);
-    if (sum_is_rounded<T, INT_MAX>(cols)) {
-      off[0] = fma(float(-packs * V), mean, off[0]);
-      combine_row<kWarps>(off, off_slots);
-      mean += off[0] * constants.per_col;
-    }
-    Spread spread[1] = {};
-#pragma unroll(kLoads)
-    for (int i = 0; i < packs; ++i) {
-      float values[V];
-      Spread here = {};
-      unpack(load<T, V>(x + first_col + i * pack_step), values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
-      spread[0] = combine(spread[0], here);
-    }
-    combine_row<kWarps>(spread, spread_slots);
-    const float m2 = settle(spread[0], mean, constants.per_col);
-    const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
-    if (call.mean != nullptr && threadIdx.x == 0) {
-      static_cast<float*>(call.mean)[row] = mean;
-      static_cast<float*>(call.rstd)[row] = rstd;
-    }
-
-    const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
-    with_usual_affine<T>(call, [&](auto usual_affine) {
-#pragma unroll(kAtOnce<T>)
-      for (int i = 0; i < packs; ++i) {
-        const int col = first_col + i * pack_step;
-        float weight[V], bias[V], y[V];
-        load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight, bias, call, col, 0);
-        unpack(load<T, V>(x + col), y);
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
-        apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
-        store<T, V>(output + col, y);
-        if (has_next) copy_async(x + col, next_input + col, policy);
-      }
-    });
-    if (!has_next) return;
-    row += gridDim.x, input += stride, output += stride;
+    for (int v = 0; v < V; ++v) here += values[v];
+    sum[0] += here;
   }
+  off[0] = sum[0];
+  combine_row<kWarps>(sum, sum_slots);
+  float mean = quotient(sum[0], float(cols), constants.per_col);
+  if (sum_is_rounded<T, INT_MAX>(cols)) {
+    off[0] = fma(float(-packs * V), mean, off[0]);
+    combine_row<kWarps>(off, off_slots);
+    mean += off[0] * constants.per_col;
+  }
+  Spread spread[1] = {};
+#pragma unroll(kLoads)
+  for (int i = 0; i < packs; ++i) {
+    float values[V];
+    Spread here = {};
+    unpack(load<T, V>(x + first_col + i * pack_step), values);
+#pragma unroll
+    for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
+    spread[0] = combine(spread[0], here);
+  }
+  combine_row<kWarps>(spread, spread_slots);
+  const float m2 = settle(spread[0], mean, constants.per_col);
+  const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
+  if (call.mean != nullptr && threadIdx.x == 0) {
+    static_cast<float*>(call.mean)[blockIdx.x] = mean;
+    static_cast<float*>(call.rstd)[blockIdx.x] = rstd;
+  }
+
+  const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
+  with_usual_affine<T>(call, [&](auto usual_affine) {
+#pragma unroll(kAtOnce<T>)
+    for (int i = 0; i < packs; ++i) {
+      const int col = first_col + i * pack_step;
+      float weight[V], bias[V], y[V];
+      load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight, bias, call, col, 0);
+      unpack(load<T, V>(x + col), y);
+#pragma unroll
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
+      store<T, V>(output + col, y);
+    }
+  });
 #else
-  __trap();
+  __trap();  // takes keeps calls away from code without these instructions
 #endif
 }
 
 // ---- Rows in shared memory, forward: host side ----
 
 bool takes(const Forward& call, const Device& device) {
-  const bool has_pipeline = device.code >= 90, is_16_bit = size_of(call.dtype) == 2;
-  const int64_t held = device.shared_bytes / (call.cols * size_of(call.dtype) + kControlBytes);
-  const int least = !has_pipeline ? 1 : is_16_bit ? kHeldRows16Bits : kHeldRows;
-  const int64_t least_rows = int64_t(has_pipeline && !is_fused(call) ? kRowsForEachSm : 1) * device.sms;
-  return device.code >= 80 && held >= least && call.rows >= least_rows;
-}
-
-// What comes to L2 for the next row of each SM's block, where that leaves L2 to the rows themselves.
-int ahead_bytes(int64_t row_bytes, const Device& device) {
-  return std::min<int64_t>({row_bytes, kAheadBytes, device.l2_bytes / (4 * device.sms) / 32 * 32});
-}
-
-template <typename Kernel>
-int blocks_on_an_sm(Kernel kernel, int threads, int64_t bytes) {
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, bytes);
-  return blocks;
+  const int64_t bytes = call.cols * size_of(call.dtype),
+                most = size_of(call.dtype) == 2 ? kMostBytes16Bits : kMostBytes;
+  const int64_t least_rows = int64_t(is_fused(call) ? 1 : kRowsForEachSm) * device.sms;
+  return device.code >= 80 && bytes <= most && 2 * (bytes + kControlBytes) <= device.shared_bytes &&
+         call.rows >= least_rows;
 }
 
 template <typename T, bool FUSED>
 cudaError_t launch(const Forward& call, const Context& context) {
-  const Device& device = context.device;
-  const int64_t bytes = call.cols * sizeof(T), fit = device.shared_bytes / (bytes + kControlBytes);
-  const int most = sizeof(T) == 4 ? kMostThreads : fit > 2 ? kThreads16Bits : kTwoRowsThreads16Bits;
-  auto kernel = layer_norm_shared_rows<T, FUSED, false>;
-  int threads = std::min(most, row_threads(bytes / 16, kLoads));
-  int64_t blocks = call.rows;
-  cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
+  const int64_t bytes = call.cols * sizeof(T);
+  const auto kernel = layer_norm_shared_rows<T, FUSED>;
+  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
   if (error != cudaSuccess) return error;
-  if (device.code < 90 && blocks_on_an_sm(kernel, threads, bytes) < 2) {
-    kernel = layer_norm_shared_rows<T, FUSED, true>;
-    threads = std::min(kMostThreads, row_threads(bytes / 16, kLoads));
-    blocks = device.sms;
-    error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<blocks, threads, bytes, context.stream>>>(call, row_constants<float>(call, device),
-                                                     later_rows(call, 1, device), ahead_bytes(bytes, device));
+  const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
+  kernel<<<call.rows, threads, bytes, context.stream>>>(call, row_constants<float>(call, context.device),
+                                                        later_rows(call, 1, context.device));
   return cudaGetLastError();
-}
-
-// ---- Rows in shared memory, backward (sm_80 to sm_89) ----
-// Takes aligned rows too long for registers of which a block holds both tensors (code for sm_80 on an H200,
-// against rows spread: float32 rows of 8192 0.57 -> 0.88, of 16384 0.57 -> 0.92; bf16 rows of 16384 0.53 ->
-// 0.72). As in registers, the kernel is persistent, and grad_weight and grad_bias gather in registers. Each
-// thread copies the next row's packs to where it has used this row's.
-
-// With 64 registers a thread has no room for more columns than 16.
-constexpr int kBackwardColumns = 16, kBackwardThreads = 1024;
-
-template <typename T, bool FUSED>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_shared_rows(Backward call, float* partials, bool keep_input, int ahead) {
-#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900)
-  constexpr int V = 16 / sizeof(T), PACKS = kBackwardColumns / V, kWarps = kBackwardThreads / 32;
-  constexpr int W = FUSED ? 4 : V;  // at once: 16-bit packs with an activation would spill
-  extern __shared__ __align__(128) unsigned char held[];
-  __shared__ Sums<float> slots[2][kWarps][1];
-  const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  const float per_col = 1 / float(cols);
-  T *x = reinterpret_cast<T*>(held), *dy = x + cols;
-  float grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
-
-  const uint64_t policy = l2_policy(keep_input);
-  int64_t offset = int64_t(blockIdx.x) * cols;  // of the next row to fetch
-  const auto fetch = [&](int col) {
-    copy_async(x + col, static_cast<const T*>(call.input) + offset + col, policy);
-    copy_async(dy + col, static_cast<const T*>(call.grad_output) + offset + col, policy);
-  };
-  for (int col = first_col; col < cols; col += pack_step) fetch(col);
-  int turn = 0;  // of the two sets of slots: one barrier a row is enough
-  for (int row = blockIdx.x; row < call.rows; row += gridDim.x, turn ^= 1) {
-    const int64_t row_offset = offset;
-    offset += int64_t(gridDim.x) * cols;
-    const bool has_next = row + gridDim.x < call.rows;
-    const float mean = static_cast<const float*>(call.mean)[row];
-    const float rstd = static_cast<const float*>(call.rstd)[row];
-    if (has_next && prefetches()) {
-      prefetch_units(static_cast<const T*>(call.input) + offset, ahead, policy);
-      prefetch_units(static_cast<const T*>(call.grad_output) + offset, ahead, policy);
-    }
-    wait_for_copies();
-
-    Sums<float> sums[1] = {{0, 0}};
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int col = first_col + i * pack_step;
-      if (col >= cols) continue;
-#pragma unroll
-      for (int part = 0; part < V; part += W) {
-        float xhat[W], grad[W], weight[W];
-        unpack(load<T, W>(x + col + part), xhat);
-        Pack<T, W> pack = load<T, W>(dy + col + part);
-        load_affine<T, W>(weight, call.weight, call.affine_float32, col + part, 1);
-#pragma unroll
-        for (int v = 0; v < W; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-        if constexpr (FUSED) {
-          float bias[W];
-          load_affine<T, W>(bias, call.bias, call.affine_float32, col + part, 0);
-          apply_derivative<T>(pack, xhat, weight, bias, call);
-          *reinterpret_cast<Pack<T, W>*>(dy + col + part) = pack;
-        }
-        unpack(pack, grad);
-#pragma unroll
-        for (int v = 0; v < W; ++v) {
-          const float wdy = product(weight[v], grad[v]);
-          sums[0].wdy += wdy;
-          sums[0].wdy_xhat += wdy * xhat[v];
-          grad_weight[i][part + v] += grad[v] * xhat[v];
-          grad_bias[i][part + v] += grad[v];
-        }
-      }
-    }
-    if (call.grad_input != nullptr) combine_row<kWarps>(sums, slots[turn]);
-    const float mean_wdy = sums[0].wdy * per_col, mean_wdy_xhat = sums[0].wdy_xhat * per_col;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int col = first_col + i * pack_step;
-      if (col >= cols) continue;
-      if (call.grad_input != nullptr) {
-        float xhat[V], dx[V], weight[V];
-        unpack(load<T, V>(x + col), xhat);
-        unpack(load<T, V>(dy + col), dx);
-        load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          xhat[v] = (xhat[v] - mean) * rstd;
-          dx[v] = rstd * (product(weight[v], dx[v]) - mean_wdy - xhat[v] * mean_wdy_xhat);
-        }
-        store<T, V>(static_cast<T*>(call.grad_input) + row_offset + col, dx);
-      }
-      if (has_next) fetch(col);
-    }
-  }
-
-  if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
-  float* partial = partials + int64_t(blockIdx.x) * cols;
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int col = first_col + i * pack_step;
-    if (col >= cols) continue;
-    store_sums(partial + col, grad_weight[i]);
-    store_sums(partial + int64_t(gridDim.x) * cols + col, grad_bias[i]);
-  }
-#else
-  __trap();  // see takes
-#endif
-}
-
-// ---- Rows in shared memory, backward: host side ----
-
-bool takes(const Backward& call, const Device& device) {
-  const int64_t bytes = 2 * call.cols * size_of(call.dtype);
-  return device.code >= 80 && device.code < 90 && call.cols <= kBackwardColumns * kBackwardThreads &&
-         bytes + kControlBytes <= device.shared_bytes && call.rows >= device.sms;
-}
-
-template <typename T, bool FUSED>
-cudaError_t launch(const Backward& call, const Context& context) {
-  const Device& device = context.device;
-  const int64_t row_bytes = call.cols * sizeof(T), loads = row_bytes / 16;
-  const auto kernel = layer_norm_backward_shared_rows<T, FUSED>;
-  cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), device);
-  if (error != cudaSuccess) return error;
-  auto* partials = static_cast<float*>(context.allocate(2 * int64_t(device.sms) * call.cols * sizeof(float)));
-  const int threads = row_threads(loads, ceil_div(loads, kBackwardThreads));
-  kernel<<<device.sms, threads, 2 * row_bytes, context.stream>>>(call, partials, exceeds_l2(call, 3, device),
-                                                                 ahead_bytes(2 * row_bytes, device) / 2);
-  error = cudaGetLastError();
-  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, device.sms, context);
 }
 
 }  // namespace shared
@@ -2165,16 +2031,17 @@ cudaError_t launch(const Backward& call, const Context& context) {
 _PIPELINE = r"""
 namespace pipeline {
 
-// ---- Long rows in a pipeline, forward and backward (sm_90 and up) ----
+// ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
 // Takes rows of up to a million columns and more that no block holds, and shorter ones where that is faster.
 // The kernel is persistent and warp-specialized. A group of blocks, one on each SM, shares a row. Each block
 // keeps to its slice of the columns: weight and bias, or weight, grad_weight and grad_bias, stay in registers
-// for the whole run. Slices of row after row arrive by bulk copy in a ring of shared-memory stages. A slice
-// is measured when it arrives and applied `delay` stages later, when its group has exchanged what it
+// for the whole run. Slices of row after row are copied in the background to a ring of shared-memory stages.
+// A slice is measured when it arrives and applied `delay` stages later, when its group has exchanged what it
 // measured: the exchange hides behind the rows between, and each byte moves once.
 //
 // Warps 0 to 15 measure and apply. One warp loads; one combines what lanes have measured and publishes it;
-// others gather what the group has published, several rows at a look.
+// one or two gather what the group has published, several rows at a look. On Hopper and newer one thread
+// starts the copy of a slice; before, two warps copy it, 16 bytes a thread at a time.
 //
 // Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66
 // groups. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are in flight, each is applied 3 after it
@@ -2182,6 +2049,16 @@ namespace pipeline {
 
 [[maybe_unused]] constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
 constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
+// Before Hopper the second gatherer is a loader, too (backward of bf16 rows of 8192: 0.67 of copy speed ->
+// 0.84), and both are busy. So they ask for what is given with a row one row ahead (0.84 -> 0.94), and for 64
+// bytes, two sectors, with one prefetch (float32 rows of 131072: 0.89 -> 0.92).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+[[maybe_unused]] constexpr int kLoadingThreads = 64, kLoadedArrivals = 1 + kLoadingThreads;
+#else
+[[maybe_unused]] constexpr int kLoadingThreads = 1, kLoadedArrivals = 1;
+#endif
+[[maybe_unused]] constexpr bool kAsksAhead = kLoadingThreads > 1;
+[[maybe_unused]] constexpr int kPrefetchStep = 64, kSecondLoader = kGatherer + 1;
 constexpr int kThreadColumns = 16;
 constexpr int kSliceColumns = 32 * kWarps * kThreadColumns;  // of a block, at most: 8192
 constexpr int kMaxStages = 10;
@@ -2242,10 +2119,10 @@ template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  using Stats = Moments<float>;  // means as distances from `base`, one of them
+  using Stats = Moments<float>;  // means as distances from `base`, one of them; float32: from a Sample's, too
   using ForRow = RowStats<float>;
   static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = false, kWrites = false, kMeans = true };
+  enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = sizeof(T) == 4, kWrites = false, kMeans = true };
   enum : int { kTogether = kFewTogether<T> };
   float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
   float count, per_count;  // columns of this thread's part, and their inverse
@@ -2318,9 +2195,11 @@ struct ForwardPass {
   __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
 
   // {mean, m2} of this thread's part.
-  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2) {
+  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float2 given) {
+    using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
     Pack<T, V> x[kPacks];
-    float sums[kPacks], m2 = 0, extra_x;
+    float sums[kPacks], extra_x;
+    Spread spread = {};
     get(x, extra_x, slices[0]);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
@@ -2328,27 +2207,30 @@ struct ForwardPass {
       unpack(x[i], values);
       sums[i] = sum_of<T>(values);
     }
-    float mean;
+    float off, reference = 0;
     if constexpr (sizeof(T) == 2) {
-      mean = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
-    } else {  // from the first load's mean: the sum of 12 equal numbers already has an error
-      const float own = has_pack(0) ? sums[0] * (1.f / V) : extra_x;
-      const float first = __shfl_sync(~0u, own, 0, kTogether);
-      float off = has_extra() ? extra_x - first : 0;
+      off = quotient(combine_lanes(sum_of<T>(sums) + extra_x, kTogether), count, per_count);
+    } else {  // the sum of 12 equal numbers already has an error
+      reference = given.x;
+      off = has_extra() ? extra_x - reference : 0;
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) off += has_pack(i) ? fmaf(-V, first, sums[i]) : 0;
-      mean = first + combine_lanes(off, kTogether) * per_count;
+      for (int i = 0; i < kPacks; ++i) off += has_pack(i) ? fmaf(-V, reference, sums[i]) : 0;
+      off = combine_lanes(off, kTogether) * per_count;
     }
-    if (has_extra()) add_distance(m2, extra_x - mean);
+    const float mean = reference + off;
+    if (has_extra()) add_distance(spread, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      float values[V], here = 0;
+      float values[V];
+      Spread here = {};
       unpack(x[i], values);
 #pragma unroll
       for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
-      if (has_pack(i)) m2 += here;
+      if (has_pack(i)) spread = combine(spread, here);
     }
-    return {mean, combine_lanes(m2, kTogether)};
+    off = mean - reference;
+    const float m2 = settle(combine_lanes(spread, kTogether), off, per_count);
+    return {off, m2};
   }
 
   static __device__ Stats part(float2 measured, float count, float base) {
@@ -2359,38 +2241,31 @@ struct ForwardPass {
     return combine_means(stats, 0.f, float(columns), width);
   }
 
-  // {mean, m2}. A float32 mean has a 25th bit, in the sign of m2: rounded to 24 the means of a group's blocks
-  // put the row's off by up to 0.18 units in the last place, rounded to 25 by 0.06.
   static __device__ float2 to_publish(const Stats& slice, float base) {
-    float mean = base + slice.mean;
-    if (sizeof(T) == 2) return {mean, slice.m2};
-    const float rest = slice.mean - (mean - base);
-    const bool has_bit = fabsf(rest) > 0.5f * fabsf(last_bit(mean));
-    if (has_bit && (rest < 0) != (mean < 0)) mean = __uint_as_float(__float_as_uint(mean) - 1);
-    return {mean, has_bit ? -slice.m2 : slice.m2};
+    return {base + slice.mean, slice.m2};
   }
   static __device__ Stats published(float2 pair, int columns, float base) {
-    const bool has_bit = sizeof(T) == 4 && __float_as_int(pair.y) < 0;
-    return {float(columns), pair.x - base + (has_bit ? last_bit(pair.x) : 0), fabsf(pair.y)};
-  }
-  // Half a unit in the last place, with the mean's sign.
-  static __device__ float last_bit(float mean) {
-    return __uint_as_float(__float_as_uint(mean) & 0xff800000) * 0x1p-24f;
+    return {float(columns), pair.x - base, pair.y};
   }
 
-  static __device__ float2 given(const Call&, int64_t) { return {}; }
+  // {reference} is given with a row of float32; 16 bits have enough in 24.
+  using Asked = Sample<T>;
+  static __device__ Asked ask(const Call& call, int64_t row) {
+    return Asked::of(tensor(call, 0) + row * call.cols, call.cols);
+  }
+  static __device__ float2 given(const Asked& sample) { return {float(sample.reference()), 0}; }
 
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, int64_t row,
-                                  bool save) {
-    // A product, not a division by cols: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
-    const float per_col = 1 / float(call.cols);
-    const float variance = row_total.m2 * per_col + float(call.eps);
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, float2 given,
+                                  int64_t row, bool save) {
+    // Not a division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
+    const float cols = call.cols, variance = quotient(row_total.m2, cols, 1 / cols) + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
+    const float from = kGiven ? given.x : base, off = kGiven ? base + row_total.mean : row_total.mean;
     if (save && call.mean != nullptr) {
-      static_cast<float*>(call.mean)[row] = base + row_total.mean;
+      static_cast<float*>(call.mean)[row] = from + off;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
-    return row_stats_of(base, row_total.mean, applied_rstd(rstd, row_total.m2, sizeof(T) == 2));
+    return row_stats_of(from, off, applied_rstd(rstd, row_total.m2, sizeof(T) == 2));
   }
 
   __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
@@ -2523,11 +2398,13 @@ struct BackwardPass {
   static __device__ float2 to_publish(const Stats& stats, float) { return {stats.wdy, stats.wdy_xhat}; }
   static __device__ Stats published(float2 pair, int, float) { return {pair.x, pair.y}; }
 
-  static __device__ float2 given(const Call& call, int64_t row) {
+  using Asked = float2;
+  static __device__ Asked ask(const Call& call, int64_t row) {
     return {static_cast<const float*>(call.mean)[row], static_cast<const float*>(call.rstd)[row]};
   }
+  static __device__ float2 given(const Asked& statistics) { return statistics; }
 
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float, int64_t, bool) {
+  static __device__ ForRow finish(const Call& call, const Stats& row_total, float, float2, int64_t, bool) {
     const float per_col = fast_reciprocal(float(call.cols));
     return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
   }
@@ -2580,17 +2457,17 @@ struct BackwardPass {
 
 // ---- Pipeline: kernel ----
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 __device__ inline int slice_columns(const Pipeline& pipe, int64_t cols, int rank) {
   return int(min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice));
 }
 
 // The bytes to copy for `bytes` from a 16-byte boundary on: whole 16-byte units, unless the tensor ends
-// inside the last one. Then this thread copies its elements, and must do so before it arrives at the barrier.
+// inside the last one. Then thread 0 copies its elements, and must do so before it arrives at the barrier.
 template <typename T>
-__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends) {
+__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends, int thread) {
   if (!tensor_ends) return (bytes + 15) / 16 * 16;
-  const int whole = bytes / 16 * 16, count = bytes % 16 / int(sizeof(T));
+  const int whole = bytes / 16 * 16, count = thread == 0 ? bytes % 16 / int(sizeof(T)) : 0;
   const T* from = reinterpret_cast<const T*>(static_cast<const char*>(global) + whole);
   T* to = reinterpret_cast<T*>(static_cast<char*>(shared) + whole);
   constexpr int kMost = 16 / sizeof(T);
@@ -2605,12 +2482,13 @@ __device__ int whole_units(void* shared, const void* global, int bytes, bool ten
   }
   return whole;
 }
+
 #endif
 
 template <typename Pass>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_norm_pipeline(typename Pass::Call call, Pipeline pipe, uint64_t* words, float* partials) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   using T = typename Pass::Element;
   using Stats = typename Pass::Stats;
   extern __shared__ __align__(128) unsigned char ring[];
@@ -2623,7 +2501,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // A warp for each slot, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
   if (lane == 0 && warp < pipe.stages) {
-    barrier_init(&control.loaded[warp], 1);
+    barrier_init(&control.loaded[warp], kLoadedArrivals);
     barrier_init(&control.measured[warp], control.kParts);
     barrier_init(&control.known[warp], 1);
     barrier_init(&control.applied[warp], kWarps);
@@ -2642,10 +2520,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (sharers > 1) begin_unpublished(words, sharers, rank, group, call.rows, groups);
 
   // A group's rows lie `groups` apart.
-  if (warp == kLoader) {
-    if (lane != 0) return;
+  if (warp == kLoader || (kLoadingThreads > 32 && warp == kSecondLoader)) {
+    if (lane >= kLoadingThreads) return;
+    const int thread = kLoadingThreads == 1 ? 0 : (warp == kLoader ? 0 : 32) + lane;
     Slot slot, before;  // before: pipe.flight stages behind
     const uint64_t policy = l2_policy(pipe.keep_input);
+    typename Pass::Asked next = {};
+    if (Pass::kGiven && kAsksAhead) next = Pass::ask(call, group);
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       const char* start[Pass::kTensors];
       int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
@@ -2656,31 +2537,42 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int early = early_bytes(t, offset);
         start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + offset) - early;
         wanted[t] = early + columns * int(sizeof(T));
-        if (pipe.prefetch) prefetch_to_l2(start[t], max(1, wanted[t] / 16) * 16, policy);
+        const int units = max(1, wanted[t] / 16);
+        if (pipe.prefetch)
+          prefetch_units(start[t], units * 16, policy, thread, kLoadingThreads, kPrefetchStep);
       }
-      float2 given;
-      if (Pass::kGiven) given = Pass::given(call, row);  // in flight while this thread waits
+      typename Pass::Asked asked = next;
+      if (Pass::kGiven && !kAsksAhead) asked = Pass::ask(call, row);  // in flight while this thread waits
+      if (Pass::kGiven && kAsksAhead && row + groups < call.rows) next = Pass::ask(call, row + groups);
       if (row >= int64_t(pipe.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
       // More would only queue up, with what the group publishes behind it.
       if (row >= int64_t(pipe.flight) * groups) {
         barrier_wait(&control.loaded[before.index], before.parity);
         before.advance(pipe.stages);
       }
-      if (Pass::kGiven) control.given[slot.index] = given;
+      if (Pass::kGiven && thread == 0) control.given[slot.index] = Pass::given(asked);
       // Also in a unit that ends the last slice but one, where the last slice is shorter than a unit.
       const bool tensor_ends = row == call.rows - 1 && call.cols - first - columns < 16 / int(sizeof(T));
       for (int t = 0; t < Pass::kTensors; ++t) {
-        bytes[t] = Pass::kAligned
-                       ? wanted[t]
-                       : whole_units<T>(ring + room_of(slot.index, t), start[t], wanted[t], tensor_ends);
+        bytes[t] = Pass::kAligned ? wanted[t]
+                                  : whole_units<T>(ring + room_of(slot.index, t), start[t], wanted[t],
+                                                   tensor_ends, thread);
         total += bytes[t];
       }
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
       barrier_arrive_expecting(&control.loaded[slot.index], total);
       for (int t = 0; t < Pass::kTensors; ++t) {
         if (bytes[t] > 0) {
           bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
         }
       }
+#else
+      for (int t = 0; t < Pass::kTensors; ++t) {
+        copy_units<kLoadingThreads>(ring + room_of(slot.index, t), start[t], bytes[t], thread, policy);
+      }
+      barrier_arrive_with_copies(&control.loaded[slot.index]);
+      if (thread == 0) barrier_arrive(&control.loaded[slot.index]);
+#endif
     }
     return;
   }
@@ -2707,7 +2599,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Stats stats = Pass::together(parts, columns, kWidth);
       if (lane != 0) continue;
       if (sharers == 1) {
-        control.row_stats[slot.index] = Pass::finish(call, stats, base, row, true);
+        control.row_stats[slot.index] = Pass::finish(call, stats, base, control.given[slot.index], row, true);
         barrier_arrive(&control.known[slot.index]);
       } else {
         publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats, base));
@@ -2754,7 +2646,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                                         : of_peers(std::integral_constant<int, kPeers>());
       if (first_peer == 0 && lane / pipe.lanes < known && next + ahead < rows) {
         const int slot = (next + ahead) % pipe.stages;
-        control.row_stats[slot] = Pass::finish(call, total, base, row, rank == 0);
+        // It was loaded long ago; so `given` is seen.
+        if (Pass::kGiven && Pass::kMeans)
+          barrier_wait(&control.loaded[slot], (next + ahead) / pipe.stages % 2);
+        control.row_stats[slot] = Pass::finish(call, total, base, control.given[slot], row, rank == 0);
         barrier_arrive(&control.known[slot]);
       }
       next += known * pipe.gatherers;
@@ -2825,7 +2720,7 @@ int64_t longest_slice(const Device& device) {
 
 template <typename Pass>
 bool takes_pass(const typename Pass::Call& call, const Device& device) {
-  return device.code >= 90 && call.cols <= longest_slice<Pass>(device) * std::min(device.sms, kMostSharers);
+  return device.code >= 80 && call.cols <= longest_slice<Pass>(device) * std::min(device.sms, kMostSharers);
 }
 template <typename T>
 bool takes(const Forward& call, const Device& device) {
@@ -2904,7 +2799,7 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   p.pipe.delay = std::max(1, std::min(p.pipe.stages - 2, delay));
   p.pipe.lanes = 4;
   while (p.pipe.lanes < std::min(p.sharers, 32)) p.pipe.lanes *= 2;
-  p.pipe.gatherers = !kForward && many && kBytes == 4 ? 1 : kGatherers;
+  p.pipe.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
   p.pipe.prefetch = kForward || p.sharers >= kBackwardPrefetchGroup;
   p.pipe.keep_input = exceeds_l2(call, Pass::kTensors + 1, device);
   return p;
@@ -3302,7 +3197,8 @@ constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight 
 
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments<Acc<T>>* moments_of_pieces) {
+    partial_moments(Forward call, int pieces, Moments<Acc<T>>* moments_of_pieces,
+                    RowStats<Acc<T>>* row_stats) {
   using A = Acc<T>;
   let_next_start();
   constexpr int kWarps = kMeasuringThreads / 32;
@@ -3312,11 +3208,14 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
   const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + row * cols;
 
+  const A reference = Sample<T>::of(input, cols).reference();  // means are distances from it
+  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
   Moments<A> moments = {0, 0, 0};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Pack<T, V> x[PACKS];
     int count = 0;
-    A sums[PACKS] = {}, m2 = 0;
+    A sums[PACKS] = {};
+    Distances<A> spread = {};
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
@@ -3330,21 +3229,22 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
         sums[i] = sum_of<T>(values);
       }
     }
-    // From the first load's mean: the sum of 12 equal numbers already has an error.
     A off = 0;
 #pragma unroll
-    for (int i = 1; i < PACKS; ++i) off += i * V < count ? sums[i] - sums[0] : A(0);
-    const A mean = sums[0] * (A(1) / V) + off / A(max(count, 1));
+    for (int i = 0; i < PACKS; ++i) off += i * V < count ? fma(A(-V), reference, sums[i]) : A(0);
+    const A per_count = A(1) / A(max(count, 1)), mean = reference + off * per_count;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
         Acc<T> values[V];
         unpack(x[i], values);
 #pragma unroll
-        for (int v = 0; v < V; ++v) m2 += (values[v] - mean) * (values[v] - mean);
+        for (int v = 0; v < V; ++v) add_distance(spread, values[v] - mean);
       }
     }
-    if (count > 0) add_moments(moments, A(count), mean, m2);
+    off = mean - reference;
+    const A m2 = settle(spread, off, per_count);
+    if (count > 0) add_moments(moments, A(count), off, m2);
   }
   moments = combine_means(moments, 32);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
@@ -3362,23 +3262,23 @@ __global__ void __launch_bounds__(kFinishingThreads)
   const int64_t row = blockIdx.x;
   const Moments<A>* moments = moments_of_pieces + row * pieces;
   // As combine_means, of any number of pieces.
-  const A first = moments[0].mean;
+  const A reference = row_stats[row].mean;
   A sum = 0, m2 = 0;
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    sum += moments[piece].count * (moments[piece].mean - first);
+    sum += moments[piece].count * moments[piece].mean;
   }
   const A off = combine_row(sum, slots[0]) / A(call.cols);
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    const A delta = moments[piece].mean - first - off;
+    const A delta = moments[piece].mean - off;
     m2 += moments[piece].m2 + moments[piece].count * delta * delta;
   }
   m2 = combine_row(m2, slots[1]);
   if (threadIdx.x != 0) return;
   const A rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
   const bool is_16_bit = call.dtype == DType::Float16 || call.dtype == DType::BFloat16;
-  row_stats[row] = row_stats_of(first, off, applied_rstd(rstd, m2, is_16_bit));
+  row_stats[row] = row_stats_of(reference, off, applied_rstd(rstd, m2, is_16_bit));
   if (call.mean != nullptr) {
-    static_cast<A*>(call.mean)[row] = first + off;
+    static_cast<A*>(call.mean)[row] = reference + off;
     static_cast<A*>(call.rstd)[row] = rstd;
   }
 }
@@ -3588,7 +3488,7 @@ cudaError_t launch(const Forward& call, const Context& context) {
   auto* moments = reinterpret_cast<Moments<A>*>(row_stats + call.rows);
   constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
   partial_moments<T, V, kPacks>
-      <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments);
+      <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
   launch_next(finish_moments<A>, call.rows, kFinishingThreads, context, call, p.pieces, moments, row_stats);
   launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
               context, call, row_stats, ceil_div(call.rows, p.row_blocks));
@@ -4309,9 +4209,6 @@ cudaError_t dispatch(const Backward& call, const Context& context) {
     }
   }
   if (in_registers) return registers::launch<T, V, FUSED>(call, context);
-  if constexpr (V > 1) {
-    if (shared::takes(call, context.device)) return shared::launch<T, FUSED>(call, context);
-  }
   return spread::launch<T, V, kAsks>(call, context);
 }
 

@@ -1021,9 +1021,6 @@ OTHER_KERNELS = {
     "arrange_weights": "test_problem_34", "conv_transpose_layer_norm_gelu": "test_problem_34"
 }  # fmt: skip
 
-# For GPUs before Hopper: .ci/test_kernels.py has them all, test_ptx_of_an_older_architecture_runs tries them on a GPU.
-BEFORE_HOPPER = re.compile(r"layer_norm_shared_rows<.*, true>|layer_norm_backward_shared_rows<")
-
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 FORMS = {"plain": (None, 1.0), "gelu": ("gelu", 1.0), "tanh": ("gelu_tanh", -0.5), "scale": (None, 2.0)}
 
@@ -1215,7 +1212,6 @@ def test_the_library_has_the_kernels_of_the_table():
     found = kernels_of_the_library()
     for base in (*FORWARD_KERNELS.values(), *BACKWARD_KERNELS.values(), *OTHER_KERNELS):
         assert any(is_kernel(name, base) for name in found), base
-    assert sum(BEFORE_HOPPER.match(name) is not None for name in found) == 12
 
 
 def test_the_table_has_what_broke_before():
@@ -1290,7 +1286,7 @@ def test_every_kernel_is_launched_and_by_the_calls_that_the_table_says(capsys):
         assert all(any(is_kernel(name, base) for base in OTHER_KERNELS) or name in by for name in names), names
         reached.update(names)
     reached.update(by)
-    compiled = {name for name in kernels_of_the_library() if not BEFORE_HOPPER.match(name)}
+    compiled = kernels_of_the_library()
     with capsys.disabled():
         print(f"\n{len(compiled)} kernels, each with the first case that launches it:")
         for name in sorted(compiled):
@@ -1621,8 +1617,11 @@ def test_the_means_rest_is_subtracted_too(rows, cols, calls):
         x, _, _, _ = random_case(
             rows, cols, torch.float32, "none", seed=seed, mean=1e4, offsets=(seed % 6, 0, 0, 0), telling=False
         )
-        y = layer_norm(x, (cols,), eps=1e-12).double()
-        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.25 * unit, seed
+        y, exact = layer_norm(x, (cols,), eps=1e-12).double(), (x.double() - x.double().mean(1, keepdim=True))
+        exact /= exact.square().mean(1, keepdim=True).sqrt()
+        assert (y.mean(1) * x.double().std(1)).abs().max() < 0.05 * unit, seed
+        rstd_is_off = (y * exact).sum(1) / exact.square().sum(1) - 1
+        assert rstd_is_off.abs().max() < 4 * 2.0**-24, seed  # 46 where parts' means are off by what a sum rounds
 
 
 @gpu
@@ -3464,12 +3463,13 @@ def test_two_versions_and_two_names_in_one_process(tmp_path):
 
 
 def compare_before_hopper():
-    """Calls that go elsewhere before Hopper: rows in shared memory of which an SM holds several, two, one; their
-    backward; rows spread. Where a block goes from row to row, there are more of them than SMs."""
+    """Calls whose kernels have other instructions before Hopper, or go elsewhere. Where a block goes from row to row,
+    there are more of them than SMs."""
     for rows, columns, dtypes, affine in (
         (5, (768, 8192, 20000, 262144), ("fp32",), "both"),
         (300, (12288, 16384), ("fp32", "fp16", "bf16"), "both"),
         (300, (4104, 9000, 32768), ("fp32",), "weight"),
+        (300, (7001, 20001), ("fp32", "fp16", "bf16"), "both"),
         (300, (49152, 65536), ("fp16", "bf16"), "both"),
         (300, (12288, 65536), ("bf16",), "float32 bias"),
     ):

@@ -348,6 +348,17 @@ inline void wait_for_copies() {
   current->copies.clear();
 }
 
+// As soon as this thread's copies are there.
+inline void arrive_with_copies(uint64_t* barrier) {
+  for (Copy copy : current->copies) {
+    mbarrier(barrier).bytes += copy.bytes;
+    copy.barrier = barrier;
+    bulk_copies.push_back(copy);
+  }
+  current->copies.clear();
+  arrive(barrier, 0);
+}
+
 inline void named_barrier(int name, int threads, bool waits) {
   NamedBarrier& b = current->block->named[name];
   const unsigned phase = b.phase;

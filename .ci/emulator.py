@@ -38,6 +38,7 @@ BODIES = {
     "barrier_init": "emulator::mbarriers[barrier] = {arrivals, arrivals, 0, 0};",
     "barriers_initialized": "",
     "barrier_arrive": "emulator::arrive(barrier, 0);",
+    "barrier_arrive_with_copies": "emulator::arrive_with_copies(barrier);",
     "barrier_wait": "emulator::wait(barrier, parity);",
     "barrier_arrive_expecting": "emulator::arrive(barrier, bytes);",
     "bulk_copy": "emulator::bulk_copy(shared, global, bytes, barrier);",
@@ -50,6 +51,9 @@ BODIES = {
     "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
 }
 STATEMENTS = {  # instructions inside of functions
+    r"__CUDA_ARCH__": "EMULATED_ARCH",
+    r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
+    r'asm volatile\("prefetch\.global\.L2.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);",
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r'asm volatile\("and\.b32.*?\)\)\);': "first = first_part(x) & 0xffffe000u;",
@@ -206,7 +210,7 @@ def emulated(source):
             end = end_of(source, match.end() - 1)
             source = source[: match.end()] + " " + body + " }" + source[end:]
     for pattern, statement in STATEMENTS.items():
-        source, count = re.subn(pattern, lambda _: statement, source)  # noqa: B023
+        source, count = re.subn(pattern, lambda _: statement, source, flags=re.S)  # noqa: B023
         assert count, f"no {pattern}"
 
     # Shared memory: a reference to the block's own, found by the address of a static variable.
@@ -274,11 +278,12 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def build():
-    """The path of the library, compiled once for each source."""
+def build(before_hopper=False):
+    """The path of the library, compiled once for each source: from code for sm_80, or for Hopper and newer."""
     cuda_home, _ = layernorm_inline._find_cuda_home()
     text = emulated(layernorm_inline.CUDA_SOURCE)
-    key = hashlib.sha256("".join([text, (HERE / "emulator.h").read_text(), *FLAGS]).encode()).hexdigest()[:16]
+    flags = [*FLAGS, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
+    key = hashlib.sha256("".join([text, (HERE / "emulator.h").read_text(), *flags]).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir()), "layernorm_emulator_" + key)
     folder.mkdir(parents=True, exist_ok=True)
     source, library, unfinished = folder / "kernels.cpp", folder / "emulator.so", folder / "unfinished.so"
@@ -288,7 +293,7 @@ def build():
             source.write_text(text)
             folders = [HERE, *Path(cuda_home).glob("include"), *Path(cuda_home).glob("targets/*/include")]
             includes = [f"-I{folder}" for folder in folders]
-            subprocess.run(["g++", *FLAGS, *includes, str(source), "-o", str(unfinished)], check=True)
+            subprocess.run(["g++", *flags, *includes, str(source), "-o", str(unfinished)], check=True)
             unfinished.rename(library)
     return library
 
@@ -427,7 +432,7 @@ class Emulator:
     def __init__(self, sms=8, shared_bytes=227 << 10, code=90, seed=0, refuse=False, dry=False):
         gpu = (sms, shared_bytes, code)
         if gpu not in self.libraries:
-            library = build()
+            library = build(80 <= code < 90)
             copy = library.with_name(f"{os.getpid()}_{sms}_{shared_bytes}_{code}.so")
             shutil.copy(library, copy)
             self.libraries[gpu] = ctypes.CDLL(str(copy))

@@ -85,13 +85,9 @@ TABLE = [
     ("hopper 2", "31x9000", "fp32", "plain", "", "both"),
     ("hopper 2", "3x16392", "fp16 bf16", "gelu", "", "both float32"),
     ("hopper 2", "31x16392", "fp16 bf16", "plain", "", "both"),
-    ("ampere 2", "3x9000 3x40000", "fp32", "plain gelu", "", "both none"),
-    ("ampere 2", "3x16392 2x65544", "fp16 bf16", "plain tanh", "", "both"),
-    ("ampere 2", "5x12288 3x16384", "fp32 fp16 bf16", "plain gelu", "", "both"),  # backward, too
-    ("ampere 2", "5x12288 3x9000", "bf16", "plain tanh", "", "weight float32 none"),
-    ("ampere 2", "3x50000", "fp16", "plain", "", "both"),  # an SM holds two rows
-    ("ada 2", "3x16392", "bf16", "plain", "", "weight"),
-    ("ada 2", "7x10000 5x16384", "fp32", "plain gelu", "", "both"),
+    ("ampere 2", "3x9000 31x9000", "fp32", "gelu", "", "both none"),
+    ("ampere 2", "3x16392 3x20480", "fp16 bf16", "tanh", "", "both"),
+    ("ada 2", "31x10000", "fp32", "plain", "", "both"),
     # Long rows in a pipeline: a block a row, several, many; rings that wrap around; rows that are not aligned, in groups
     # of the same shift and not.
     ("hopper 2", "5x16384 40x8200", "fp32", "plain gelu", "", "both"),
@@ -107,6 +103,16 @@ TABLE = [
     ("hopper 20", "2x163840 2x150001", "fp32 bf16", "plain", "", "both"),
     ("hopper 36", "3x280000", "fp32 fp16", "plain", "", "both"),  # more peers than a warp has lanes
     ("blackwell 4", "9x6000 5x16384 5x15001", "fp32 bf16", "plain gelu", "", "both"),
+    # The same before Hopper, where warps copy.
+    ("ampere 2", "5x12288 3x16384", "fp32 fp16 bf16", "plain gelu", "", "both"),
+    ("ampere 2", "5x12288 3x9000", "bf16", "plain tanh", "", "weight float32 none"),
+    ("ampere 4", "13x16392", "fp32 fp16 bf16", "plain gelu", "", "both"),
+    ("ampere 4", "3x16392 30x8192", "fp32 bf16", "plain gelu", "x w b d", "both"),
+    ("ampere 8", "19x7001 5x16391 19x20001", "fp32 fp16 bf16", "plain gelu", "", "both"),
+    ("ampere 20", "2x163840 2x150001", "fp32 bf16", "plain", "", "both"),
+    ("ampere 36", "3x280000", "fp32 fp16", "plain", "", "both"),
+    ("ada 2", "3x16392", "bf16", "plain", "", "weight"),
+    ("ada 4", "7x10000 5x16384 5x15001", "fp32 bf16", "plain gelu", "", "both"),
     # Rows that many SMs hold together.
     ("hopper 8", "5x200004 4x131136", "fp32", "plain", "", "both none"),
     ("hopper 8", "9x200000", "fp32", "plain", "d", "both"),
@@ -157,7 +163,8 @@ SOME = [
         ("hopper 2", 3, 9000, "fp32"),
         ("ampere 2", 3, 9000, "fp32"),
         ("ampere 2", 3, 16392, "fp16 bf16"),
-        ("ampere 2", 5, 12288, "fp32 fp16 bf16"),
+        ("ampere 4", 5, 16392, "fp32 fp16 bf16"),
+        ("ampere 8", 9, 7001, "fp32 fp16 bf16"),
         ("hopper 4", 5, 16392, "fp32 fp16 bf16"),
         ("hopper 4", 9, 7001, "fp32 fp16 bf16"),
         ("hopper 8", 5, 20001, "fp32 fp16 bf16"),
