@@ -177,6 +177,7 @@ _ELEMENTS = r"""
 #include <mutex>
 #include <set>
 #include <type_traits>
+#include <utility>
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -1674,6 +1675,10 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // columns, whose grad_weight and grad_bias gather in registers, and input and grad_output are read once. ROWS
 // rows share a barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2,
 // gridDim.x, cols), for sum_partials.
+// 16-bit rows that are not aligned come in words, two elements each (V = 2). One by one, a thread's registers
+// held one row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.81; of 255: 0.64, now 0.82). Where cols
+// is odd, every other row begins in the middle of a word: a block has only rows of the one kind or of the
+// other, so that a thread keeps its columns. The column outside of whole words is the extra, of thread 0.
 
 // A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers,
 // so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one, and for 16 bits also 16 columns of
@@ -1684,6 +1689,19 @@ constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
 // Of longer rows an SM holds too few to load while it reduces: the pipeline takes them, where there is one.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
+template <typename T, int V>
+constexpr bool is_in_words = sizeof(T) == 2 && V == 2;
+template <typename T, int V>
+constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
+
+// A row, found once: the compiler would find each pack from the block's first row (bf16 rows of 2041: 0.79).
+template <typename T>
+__device__ T* found(T* row) {
+  row = opaque(row);
+  __builtin_assume(__isGlobal(row));
+  return row;
+}
+
 template <typename T, int V, int PACKS, int ROWS, bool FUSED>
 __global__ void __launch_bounds__(kBackwardThreads)
     layer_norm_backward_rows(Backward call, Acc<T>* partials, bool keep_input) {
@@ -1692,60 +1710,87 @@ __global__ void __launch_bounds__(kBackwardThreads)
   constexpr int kShared = (FUSED ? 512 : 256) * V * PACKS;
   __shared__ Sums<A> slots[2][kMaxWarps][ROWS];
   __shared__ __align__(16) A share[kShared];
-  const int cols = call.cols;
+  constexpr bool kWords = is_in_words<T, V>;
+  constexpr int kApart = kRowsApart<T, V>;
+  const int cols = call.cols, first_row = threadIdx.y * kApart, next_row = blockDim.y * kApart;
+  int64_t row = int64_t(blockIdx.x / kApart) * ROWS * next_row + blockIdx.x % kApart + first_row;
+
+  // A thread's packs begin at columns first_col + i * pack_step.
+  const int odd = kWords ? row * cols % 2 : 0, pack_step = blockDim.x * V, slot = threadIdx.x * V;
+  const int first_col = odd + slot, extra_col = odd ? 0 : cols - 1;
+  const bool has_extra = kWords && cols % 2 != 0 && threadIdx.x == 0;
+  bool live[PACKS];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) live[i] = first_col + i * pack_step + V <= cols;
 
   A weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
+  A extra_weight[1] = {0}, extra_grad_weight[1] = {0}, extra_grad_bias[1] = {0};
+  auto load_columns = [&](A(&w)[V], const void* affine, int col, A absent) {
+    constexpr int F = kWords ? 1 : V;  // a word of input need not be one of weight
+#pragma unroll
+    for (int v = 0; v < V; v += F) {
+      A part[F];
+      load_affine<T, F>(part, affine, call.affine_float32, col + v, absent);
+#pragma unroll
+      for (int f = 0; f < F; ++f) w[v + f] = part[f];
+    }
+  };
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const int col = (i * blockDim.x + threadIdx.x) * V;
-    if (col < cols) load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
+    if (live[i]) load_columns(weight[i], call.weight, first_col + i * pack_step, 1);
   }
-
-  bool live_col[PACKS];
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) live_col[i] = (i * blockDim.x + threadIdx.x) * V < cols;
+  if (has_extra) load_affine<T, 1>(extra_weight, call.weight, call.affine_float32, extra_col, 1);
 
   // bias as type A, so that no load asks what it is (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
   if constexpr (FUSED) {
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
-      const int col = (i * blockDim.x + threadIdx.x) * V;
-      if (threadIdx.y > 0 || !live_col[i]) continue;
+      if (threadIdx.y > 0 || !live[i]) continue;
       A bias[V];
-      load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
-      store_sums(share + col, bias);
+      load_columns(bias, call.bias, first_col + i * pack_step, 0);
+      store_sums(share + slot + i * pack_step, bias);
+    }
+    if (has_extra) {
+      A bias[1];
+      load_affine<T, 1>(bias, call.bias, call.affine_float32, extra_col, 0);
+      share[cols - 1] = bias[0];
     }
     __syncthreads();
   }
 
-  // The next turn's rows, row + r * blockDim.y, of which x_at and dy_at point to this thread's first element.
+  // The next turn's rows, row + r * next_row, of which x_at and dy_at point to this thread's first element.
   // Found anew each turn, bf16 rows of 2048 go from 0.92 of copy speed to 0.90.
-  Pack<T, V> next_x[ROWS][PACKS], next_dy[ROWS][PACKS];
+  Pack<T, V> next_x[ROWS][PACKS] = {}, next_dy[ROWS][PACKS] = {};
+  Pack<T, 1> next_extra_x[ROWS], next_extra_dy[ROWS];
   A next_mean[ROWS], next_rstd[ROWS];
-  const int row_step = blockDim.y * cols, pack_step = blockDim.x * V;
+  const int row_step = next_row * cols, to_extra = extra_col - first_col;
   const uint64_t policy = l2_policy(keep_input);
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = opaque(row_stride * cols);
-  int64_t row = int64_t(blockIdx.x) * blockDim.y * ROWS + threadIdx.y;
-  const int64_t offset = row * cols + threadIdx.x * V;
+  const int64_t offset = row * cols + first_col;
   const T* x_at = static_cast<const T*>(call.input) + offset;
   const T* dy_at = static_cast<const T*>(call.grad_output) + offset;
   auto fetch = [&](int64_t row) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      if (row + r * blockDim.y >= call.rows) continue;
-      next_mean[r] = static_cast<const A*>(call.mean)[row + r * blockDim.y];
-      next_rstd[r] = static_cast<const A*>(call.rstd)[row + r * blockDim.y];
+      if (row + r * next_row >= call.rows) continue;
+      next_mean[r] = static_cast<const A*>(call.mean)[row + r * next_row];
+      next_rstd[r] = static_cast<const A*>(call.rstd)[row + r * next_row];
+      const T *x_row = found(x_at + r * row_step), *dy_row = found(dy_at + r * row_step);
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        if (!live_col[i]) continue;
-        next_x[r][i] = load<T, V>(x_at + r * row_step + i * pack_step, policy);
-        next_dy[r][i] = load<T, V>(dy_at + r * row_step + i * pack_step, policy);
+        if (!live[i]) continue;
+        next_x[r][i] = load<T, V>(x_row + i * pack_step, policy);
+        next_dy[r][i] = load<T, V>(dy_row + i * pack_step, policy);
+      }
+      if (has_extra) {
+        next_extra_x[r] = load<T, 1>(x_row + to_extra);
+        next_extra_dy[r] = load<T, 1>(dy_row + to_extra);
       }
     }
     x_at += stride, dy_at += stride;
     // The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice
     // the bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
-    if constexpr (sizeof(T) == 2 && V > 1 && !FUSED) {
+    if constexpr (sizeof(T) == 2 && V > 2 && !FUSED) {
       const bool whole = row - threadIdx.y + row_stride + ROWS * blockDim.y <= call.rows;
       if (prefetches() && whole) {
         const int before = threadIdx.y * cols + threadIdx.x * V, bytes = ROWS * row_step * int(sizeof(T));
@@ -1757,59 +1802,77 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const A per_col = A(1) / A(cols);
   fetch(row);
   int turn = 0;  // of the two sets of slots: one barrier a turn is enough
-  for (; row - threadIdx.y < call.rows; row += row_stride, turn ^= 1) {
-    A xhat[ROWS][PACKS][V], rstd[ROWS];
+  for (; row - first_row < call.rows; row += row_stride, turn ^= 1) {
+    A xhat[ROWS][PACKS][V], extra_xhat[ROWS][1], rstd[ROWS];
     Pack<T, V> dy[ROWS][PACKS];
+    Pack<T, 1> extra_dy[ROWS];
     Sums<A> sums[ROWS];
+    auto add = [&](int r, const auto& x, auto& dy, auto& xhat, const auto& weight, auto& grad_weight,
+                   auto& grad_bias, int bias_at) {
+      constexpr int N = sizeof(weight) / sizeof(A);
+      A grad[N];
+      unpack(x, xhat);
+#pragma unroll
+      for (int v = 0; v < N; ++v) xhat[v] = (xhat[v] - next_mean[r]) * rstd[r];
+      if constexpr (FUSED) {
+        A bias[N];
+        load_affine<T, N>(bias, share, true, bias_at, 0);
+        apply_derivative<T>(dy, xhat, weight, bias, call);
+      }
+      unpack(dy, grad);
+#pragma unroll
+      for (int v = 0; v < N; ++v) {
+        const A wdy = product(weight[v], grad[v]);
+        sums[r].wdy += wdy;
+        sums[r].wdy_xhat += wdy * xhat[v];
+        grad_weight[v] += grad[v] * xhat[v];
+        grad_bias[v] += grad[v];
+      }
+    };
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       sums[r] = {0, 0};
       rstd[r] = next_rstd[r];
-      if (row + r * blockDim.y >= call.rows) continue;
+      if (row + r * next_row >= call.rows) continue;
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        if (!live_col[i]) continue;
-        A grad[V];
+        // Words that are not live are zeros: branches for each would take as long as the arithmetic.
+        if ((!kWords || FUSED) && !live[i]) continue;
         dy[r][i] = next_dy[r][i];
-        unpack(next_x[r][i], xhat[r][i]);
-#pragma unroll
-        for (int v = 0; v < V; ++v) xhat[r][i][v] = (xhat[r][i][v] - next_mean[r]) * rstd[r];
-        if constexpr (FUSED) {
-          A bias[V];
-          load_affine<T, V>(bias, share, true, (i * blockDim.x + threadIdx.x) * V, 0);
-          apply_derivative<T>(dy[r][i], xhat[r][i], weight[i], bias, call);
-        }
-        unpack(dy[r][i], grad);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const A wdy = product(weight[i][v], grad[v]);
-          sums[r].wdy += wdy;
-          sums[r].wdy_xhat += wdy * xhat[r][i][v];
-          grad_weight[i][v] += grad[v] * xhat[r][i][v];
-          grad_bias[i][v] += grad[v];
-        }
+        add(r, next_x[r][i], dy[r][i], xhat[r][i], weight[i], grad_weight[i], grad_bias[i],
+            slot + i * pack_step);
+      }
+      if (has_extra) {
+        extra_dy[r] = next_extra_dy[r];
+        add(r, next_extra_x[r], extra_dy[r], extra_xhat[r], extra_weight, extra_grad_weight, extra_grad_bias,
+            cols - 1);
       }
     }
     fetch(row + row_stride);
     if (call.grad_input == nullptr) continue;
     combine_row(sums, slots[turn]);
-    T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + threadIdx.x * V);
+    T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + first_col);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      if (row + r * blockDim.y >= call.rows) continue;
+      if (row + r * next_row >= call.rows) continue;
       const A mean_wdy = sums[r].wdy * per_col, mean_wdy_xhat = sums[r].wdy_xhat * per_col;
+      T* dx_row = found(grad_input + r * row_step);
+      auto put = [&](const auto& dy, const auto& xhat, const auto& weight, T* to) {
+        constexpr int N = sizeof(weight) / sizeof(A);
+        A grad[N], dx[N];
+        unpack(dy, grad);
+#pragma unroll
+        for (int v = 0; v < N; ++v) {
+          const A wdy = product(weight[v], grad[v]);
+          dx[v] = rstd[r] * (wdy - mean_wdy - xhat[v] * mean_wdy_xhat);
+        }
+        store<T, N>(to, dx);
+      };
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        if (!live_col[i]) continue;
-        A grad[V], dx[V];
-        unpack(dy[r][i], grad);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const A wdy = product(weight[i][v], grad[v]);
-          dx[v] = rstd[r] * (wdy - mean_wdy - xhat[r][i][v] * mean_wdy_xhat);
-        }
-        store<T, V>(grad_input + r * row_step + i * pack_step, dx);
+        if (live[i]) put(dy[r][i], xhat[r][i], weight[i], dx_row + i * pack_step);
       }
+      if (has_extra) put(extra_dy[r], extra_xhat[r], extra_weight, dx_row + to_extra);
     }
   }
 
@@ -1821,9 +1884,16 @@ __global__ void __launch_bounds__(kBackwardThreads)
     A* gathered = blockDim.y == 1 ? partial : share + threadIdx.y * cols;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
-      const int col = (i * blockDim.x + threadIdx.x) * V;
-      if (live_col[i]) store_sums(gathered + col, which == 0 ? grad_weight[i] : grad_bias[i]);
+      if (!live[i]) continue;
+      const A(&sums)[V] = which == 0 ? grad_weight[i] : grad_bias[i];
+      A* to = gathered + first_col + i * pack_step;
+      if constexpr (kWords) {
+        to[0] = sums[0], to[1] = sums[1];
+      } else {
+        store_sums(to, sums);
+      }
     }
+    if (has_extra) gathered[extra_col] = which == 0 ? extra_grad_weight[0] : extra_grad_bias[0];
     // A tree over the block's rows (a power of two): 256 terms one by one would lose digits.
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
       __syncthreads();
@@ -1854,31 +1924,49 @@ bool takes(const Backward& call, int pack) {
   return call.cols <= most_columns(call.dtype, pack) * kBackwardThreads;
 }
 
-BackwardPlan plan(const Backward& call, int columns, int rows, const Device& device) {
+BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const Device& device) {
   const int block_threads = size_of(call.dtype) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
   BackwardPlan p = {columns, rows};
   p.threads_per_row = row_threads(call.cols, columns);
   p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
   const int blocks = kBackwardThreads / (p.threads_per_row * p.rows_per_block);  // on an SM
   p.blocks = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
+  p.blocks = ceil_div(p.blocks, apart) * apart;
   p.held = blocks * p.rows_per_block * rows;
   return p;
 }
 
 template <typename T, int V, bool FUSED>
-cudaError_t launch(const Backward& call, const Context& context) {
+cudaError_t launch(Backward call, const Context& context) {
   constexpr int kColumns = std::min<int>(kBackwardBytes / sizeof(T), kBackwardColumns);
-  constexpr int kRows = sizeof(T) < 8 && V > 1 ? 2 : 1;
-  auto kernel = layer_norm_backward_rows<T, V, kColumns / V, kRows, FUSED>;
-  BackwardPlan p = plan(call, kColumns, kRows, context.device);
+  constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V;
+  constexpr int kRows = sizeof(T) < 8 && kPack > 1 ? 2 : 1;
+  auto kernel = layer_norm_backward_rows<T, kPack, kColumns / kPack, kRows, FUSED>;
+  BackwardPlan p = plan(call, kColumns, kRows, kRowsApart<T, kPack>, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
-    const BackwardPlan one_row = plan(call, 2 * V, 1, context.device);
+    const BackwardPlan one_row = plan(call, 2 * V, 1, 1, context.device);
     if (call.cols > kColumns * kBackwardThreads || one_row.held > p.held) {
       kernel = layer_norm_backward_rows<T, V, 2, 1, FUSED>;
       p = one_row;
     }
   }
-  auto* partials = static_cast<Acc<T>*>(context.allocate(2 * p.blocks * call.cols * sizeof(Acc<T>)));
+  // Words must begin at 4 bytes; a tensor that does not is moved to scratch, behind partials.
+  const auto begins = [](const void* tensor) {
+    return !is_in_words<T, kPack> || reinterpret_cast<uintptr_t>(tensor) % 4 == 0;
+  };
+  const int64_t sum_bytes = ceil_div(2 * p.blocks * call.cols * sizeof(Acc<T>), 16) * 16;
+  const int64_t bytes = call.rows * call.cols * sizeof(T), room = ceil_div(bytes, 16) * 16;
+  const int moved = !begins(call.input) + !begins(call.grad_output);
+  auto* scratch = static_cast<char*>(context.allocate(sum_bytes + moved * room));
+  auto* partials = reinterpret_cast<Acc<T>*>(scratch);
+  scratch += sum_bytes;
+  for (const void** tensor : {&call.input, &call.grad_output}) {
+    if (begins(*tensor)) continue;
+    const cudaError_t error =
+        cudaMemcpyAsync(scratch, *tensor, bytes, cudaMemcpyDeviceToDevice, context.stream);
+    if (error != cudaSuccess) return error;
+    *tensor = std::exchange(scratch, scratch + room);
+  }
   kernel<<<p.blocks, dim3(p.threads_per_row, p.rows_per_block), 0, context.stream>>>(
       call, partials, exceeds_l2(call, 3, context.device));
   const cudaError_t error = cudaGetLastError();

@@ -76,6 +76,7 @@ TABLE = [
     ("hopper 2", "5x33 41x101 3x1029", "fp64", "plain gelu scale", "", "both"),
     ("hopper 2", "40x64 5x768", "fp32 fp16 bf16", "tanh scale", "", "both"),
     ("hopper 2", "40x64 40x768", "fp32 bf16 fp64", "plain gelu", "x w b d xwbd", "both"),
+    ("hopper 2", "41x255 5x2049", "fp16 bf16", "plain gelu", "x w b d xwbd", "both"),
     ("hopper 2", "40x96 9x256", "fp32 fp16", "plain gelu", "", "weight bias none"),
     ("hopper 2", "40x96 9x256 41x65", "fp16 bf16", "plain gelu", "", "float32 float32_weight float32_bias none"),
     ("hopper 3", "301x24 333x9", "fp32 bf16", "plain", "", "both"),
