@@ -294,6 +294,14 @@ def test_huge_mean(case):
     compare_with_float64([(run(case, tensors, eps=1e-5), tensors)], 1e-5, **case.epilogue)
 
 
+@some_cases
+def test_outliers_where_a_row_is_sampled(case):
+    """Means are then distances from an outlier (see Sample), and parts of a row without columns are far from the rest."""
+    tensors = case.tensors()
+    tensors[0][:, [case.cols * 5 // 13, case.cols // 2, case.cols * 8 // 13]] = 30
+    compare_with_float64([(run(case, tensors), tensors)], **case.epilogue)
+
+
 # Sums of float16, of 11 bits, have an error from 8192 columns on.
 ROUNDED_SUMS = [
     Case("hopper", 2, 3, 16384, "fp16", "plain"),
