@@ -1725,6 +1725,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
   bool live[PACKS];
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) live[i] = first_col + i * pack_step + V <= cols;
+  // Words that are not live take part as zeros: branches round each would take as long as their arithmetic.
+  constexpr bool kZeros = kWords && !FUSED;
 
   A weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
   A extra_weight[1] = {0}, extra_grad_weight[1] = {0}, extra_grad_bias[1] = {0};
@@ -1740,6 +1742,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   };
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
+    if (kZeros) weight[i][0] = weight[i][1] = 0;
     if (live[i]) load_columns(weight[i], call.weight, first_col + i * pack_step, 1);
   }
   if (has_extra) load_affine<T, 1>(extra_weight, call.weight, call.affine_float32, extra_col, 1);
@@ -1810,13 +1813,13 @@ __global__ void __launch_bounds__(kBackwardThreads)
     Pack<T, V> dy[ROWS][PACKS];
     Pack<T, 1> extra_dy[ROWS];
     Sums<A> sums[ROWS];
-    auto add = [&](int r, const auto& x, auto& dy, auto& xhat, const auto& weight, auto& grad_weight,
+    auto add = [&](int r, A mean, const auto& x, auto& dy, auto& xhat, const auto& weight, auto& grad_weight,
                    auto& grad_bias, int bias_at) {
       constexpr int N = sizeof(weight) / sizeof(A);
       A grad[N];
       unpack(x, xhat);
 #pragma unroll
-      for (int v = 0; v < N; ++v) xhat[v] = (xhat[v] - next_mean[r]) * rstd[r];
+      for (int v = 0; v < N; ++v) xhat[v] = (xhat[v] - mean) * rstd[r];
       if constexpr (FUSED) {
         A bias[N];
         load_affine<T, N>(bias, share, true, bias_at, 0);
@@ -1839,16 +1842,17 @@ __global__ void __launch_bounds__(kBackwardThreads)
       if (row + r * next_row >= call.rows) continue;
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
-        // Words that are not live are zeros: branches for each would take as long as the arithmetic.
-        if ((!kWords || FUSED) && !live[i]) continue;
+        if (!kZeros && !live[i]) continue;
         dy[r][i] = next_dy[r][i];
-        add(r, next_x[r][i], dy[r][i], xhat[r][i], weight[i], grad_weight[i], grad_bias[i],
+        // Without a mean, as that of bf16 rows can exceed 1e36, and its product with rstd float32.
+        const A mean = kZeros ? next_mean[r] * A(live[i]) : next_mean[r];
+        add(r, mean, next_x[r][i], dy[r][i], xhat[r][i], weight[i], grad_weight[i], grad_bias[i],
             slot + i * pack_step);
       }
       if (has_extra) {
         extra_dy[r] = next_extra_dy[r];
-        add(r, next_extra_x[r], extra_dy[r], extra_xhat[r], extra_weight, extra_grad_weight, extra_grad_bias,
-            cols - 1);
+        add(r, next_mean[r], next_extra_x[r], extra_dy[r], extra_xhat[r], extra_weight, extra_grad_weight,
+            extra_grad_bias, cols - 1);
       }
     }
     fetch(row + row_stride);

@@ -149,6 +149,7 @@ inline void check_prefetch(const void* p, int64_t bytes) {
 // ---- Fibers ----
 
 constexpr size_t kStackBytes = 128 << 10;
+constexpr size_t kPoisonedBytes = 16 << 10;  // of them, for the kernel's own variables
 
 // Whoever waits for a phase goes on when it has another number.
 struct Barrier {  // of all threads of a warp, a block or a grid that still run
@@ -459,6 +460,8 @@ inline std::unique_ptr<Fiber> new_fiber(const Grid& running, Block& block, unsig
   if (free_stacks.empty()) free_stacks.push_back(static_cast<char*>(malloc(kStackBytes)));
   fiber->stack = free_stacks.back();
   free_stacks.pop_back();
+  // NaN, of which a variable that nobody has written tells: 0 times what lay there is 0 most of the time.
+  memset(fiber->stack + kStackBytes - kPoisonedBytes, 0xff, kPoisonedBytes);
   getcontext(&fiber->begin);
   fiber->begin.uc_stack.ss_sp = fiber->stack;
   fiber->begin.uc_stack.ss_size = kStackBytes;
@@ -783,13 +786,6 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Parameters...)) {
   return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel));
-}
-// As few registers as threads allow: what sm_80 and sm_86 have for them.
-template <typename Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int threads, size_t bytes) {
-  const int sm_threads = emulator::gpu.shared_bytes < 100 << 10 ? 1536 : 2048;
-  *blocks = std::min<int>(sm_threads / threads, (emulator::gpu.shared_bytes + 1024) / (bytes + 2048));
-  return cudaSuccess;
 }
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
