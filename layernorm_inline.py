@@ -616,8 +616,9 @@ __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
 
 // The number from which all blocks of a row count their means, so that what they exchange is small and exact:
 // as floats those means would put the row's off by 0.2 units in the last place (1 x 85994, mean 10^4: 0.1; so
-// 0.002). The middle one of three elements where outliers and padding seldom are, so that two of them are not
-// (with the ends for two of them, and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
+// 0.002). The middle one of three elements, so that one outlier among them is harmless. They are not at a
+// row's ends, where padding is, nor as far from each other as outliers at even distances are (with the ends
+// for two of them, and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
 template <typename T>
 struct Sample {
   T left, middle, right;
@@ -1172,8 +1173,8 @@ struct RowConstants {
   bool keep_input;  // see l2_policy
 };
 
-// Threads that call prefetch_units. From sm_90 on one instruction of one thread prefetches everything;
-// before, every thread of a block takes sectors. sm_75 does not prefetch.
+// Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all;
+// before, every thread takes sectors. sm_75 does not prefetch.
 __device__ inline bool prefetches() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return __CUDA_ARCH__ >= 800;
@@ -1674,10 +1675,10 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
 //   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
 //   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
-// Takes rows of up to 8 x 512 columns (16-bit packs 16 x 512). The kernel is persistent: a thread keeps its
-// columns, whose grad_weight and grad_bias gather in registers, and input and grad_output are read once. ROWS
-// rows share a barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2,
-// gridDim.x, cols), for sum_partials.
+// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512, doubles 4 x 512). The kernel is
+// persistent: a thread keeps its columns, whose grad_weight and grad_bias gather in registers, and input and
+// grad_output are read once. ROWS rows share a barrier, while the next ROWS are in flight. Each block leaves
+// its sums in partials, (2, gridDim.x, cols), for sum_partials.
 // 16-bit rows that are not aligned come in words, two elements each (V = 2). One by one, a thread's registers
 // held one row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.81; of 255: 0.64, now 0.82). Where cols
 // is odd, every other row begins in the middle of a word: a block has only rows of the one kind or of the
@@ -2136,7 +2137,8 @@ namespace pipeline {
 //
 // Warps 0 to 15 measure and apply. One warp loads; one combines what lanes have measured and publishes it;
 // one or two gather what the group has published, several rows at a look. On Hopper and newer one thread
-// starts the copy of a slice; before, two warps copy it, 16 bytes a thread at a time.
+// starts the copy of a slice; before, two warps copy it, 16 bytes a thread at a time, of which the second is
+// not a gatherer then.
 //
 // Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66
 // groups. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are in flight, each is applied 3 after it
@@ -2144,9 +2146,9 @@ namespace pipeline {
 
 [[maybe_unused]] constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
 constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
-// Before Hopper the second gatherer is a loader, too (backward of bf16 rows of 8192: 0.67 of copy speed ->
-// 0.84), and both are busy. So they ask for what is given with a row one row ahead (0.84 -> 0.94), and for 64
-// bytes, two sectors, with one prefetch (float32 rows of 131072: 0.89 -> 0.92).
+// Before Hopper the second gatherer is a second loader instead (backward of bf16 rows of 8192: 0.67 of copy
+// speed -> 0.84), and both are busy. So they ask for what is given with a row one row ahead (0.84 -> 0.94),
+// and for 64 bytes, two sectors, with one prefetch (float32 rows of 131072: 0.89 -> 0.92).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 [[maybe_unused]] constexpr int kLoadingThreads = 64, kLoadedArrivals = 1 + kLoadingThreads;
 #else
@@ -2214,7 +2216,8 @@ template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  using Stats = Moments<float>;  // means as distances from `base`, one of them; float32: from a Sample's, too
+  // Means as distances from `base`, the first of them; float32: all from a Sample's reference.
+  using Stats = Moments<float>;
   using ForRow = RowStats<float>;
   static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
   enum : bool { kAligned = V > 1 && !SHIFTED, kGiven = sizeof(T) == 4, kWrites = false, kMeans = true };

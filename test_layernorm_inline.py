@@ -1926,6 +1926,21 @@ def test_backward_keeps_its_scratch_small(rows, cols, dtype, activation):
     assert scratch <= max(32 << 20, 2 * weight.nbytes), f"{scratch / 2**20:.1f} MB"
 
 
+# In words of 4 bytes, which have to begin at such: input and grad_output that do not are copied.
+@gpu
+@pytest.mark.parametrize("offsets", [(0, 1, 1, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1)], ids=str)
+def test_backward_copies_what_begins_between_words(offsets):
+    x, weight, bias, dy = random_case(200_000, 255, torch.bfloat16, "both", seed=0, offsets=offsets)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = layer_norm(x, (255,), weight, bias)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(y, leaves, dy)
+    scratch = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in gradients)
+    copied = (offsets[0] + offsets[3]) * x.nbytes
+    assert copied <= scratch <= copied + (32 << 20), f"{scratch / 2**20:.1f} MB"
+
+
 # An allocator for PyTorch that surrounds every buffer, and fills it, with NaN: reading what nobody wrote
 # spoils the result, and a write beside a buffer is counted when the buffer is given back.
 GUARDS = r"""

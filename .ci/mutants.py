@@ -45,6 +45,7 @@ PIPELINE = "test_values and (8192 or 16384 or 16392 or 20001 or 50257 or 262144 
 TOGETHER = "many_sms_hold_together"
 SPREAD = "test_values and (20001 or 1196040 or 1200001 or 4194304)"
 CONSTANT = "give_bias and (9001 or 11000 or 16384 or 20480 or 20001 or 50257 or 194307 or 205923)"
+SHORT_CONSTANT = "give_bias and (7 or 41 or 255 or 2041)"
 ACTIVATION = "test_activation and (cpu or 768 or 9000)"
 CONVOLUTION = "test_problem_34 and not compiled"
 REPEATED = "streams_and_threads or graph_of_a_training_step and (16392 or 20001 or 262144)"
@@ -59,6 +60,7 @@ ON_THE_CPU = {
     TOGETHER: "test_values and (200004 or 200000 or 131136)",
     SPREAD: "test_values and not any_call and (turing or refusing or 70000 or 40000) and not 200004 or (test_eps or outliers) and turing",
     CONSTANT: "give_bias",
+    SHORT_CONSTANT: "give_bias",
     ACTIVATION: "test_values and (40x64 or 5x104 or 41x65 or 3x9000)",
     CONVOLUTION: "test_convolution",
     REPEATED: "test_values and hopper_8 and not 20000",
@@ -166,6 +168,8 @@ MUTANTS = [
     Mutant("backward, words: a row's begin is not asked for", "odd = kWords ? row * cols % 2 : 0", "odd = 0", VALUES),
     Mutant("backward, words: sums of the extra column lost", "if (has_extra) gathered[extra_col] =", "if (false) gathered[extra_col] =", VALUES),
     Mutant("backward, words: both moved tensors in one place", "std::exchange(scratch, scratch + room)", "scratch", VALUES),
+    Mutant("backward, words: weight of those that are not live", "if (kZeros) weight[i][0] = weight[i][1] = 0;", "", SHORT_CONSTANT),
+    Mutant("backward, words: those that are not live have a mean", "kZeros ? next_mean[r] * A(live[i]) : next_mean[r]", "next_mean[r]", SHORT_CONSTANT),
     Mutant("backward, words: bias of the extra column lost", "share[cols - 1] = bias[0];", "share[cols - 1] = 0;", VALUES),
     Mutant("backward: barrier left out of the sum of a block's rows", "__syncthreads(); if (threadIdx.y >= half) continue;", "if (threadIdx.y >= half) continue;", VALUES),
     Mutant("backward: last block's sums left out", "terms[i] = row + i * blockDim.y < partial_rows", "terms[i] = row + i * blockDim.y < partial_rows - 1", VALUES),
