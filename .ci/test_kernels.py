@@ -332,6 +332,15 @@ def test_constant_rows_give_bias(case, off):
             assert dx.isfinite().all() or case.dtype == "fp16"
 
 
+@pytest.mark.parametrize("case", [case for case in SOME if case.dtype in ("fp32", "bf16")], ids=str)
+def test_sums_that_float32_does_not_have(case):
+    """Are NaN in the end, or right, but nothing between."""
+    x, weight, bias, dy = case.tensors()
+    y = run(case, (x.fill_(2e36), weight, bias, dy), eps=1e-5)[0]
+    expected = case.epilogue["scale"] * activated(bias.double(), case.epilogue["activation"])[0]
+    assert (y.isnan() | ((y - expected).abs() <= 2**-8 * expected.abs() + 1e-6)).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("cols", [7, 9000])
 def test_no_rows(cols, dtype):
