@@ -37,12 +37,12 @@ Reading it
            _REGISTERS     rows of up to 32 KB (unaligned: 11 to 28), backward 8 KB (Turing and float64: 16)
            _SHARED        aligned rows of up to 73 KB (16-bit: 43) of which an SM holds two, forward
            _PIPELINE      longer rows, from sm_80 on, forward and backward
-           _JOINT         float32 rows of more than a million columns on Hopper and newer, forward
+           _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
            _DISPATCH      the ladder: which room takes a call
-       Each room of rows says which it takes and why that is fast, and has its numbers, each with the measurement
-       that decided it, its kernels, and its host side, which cuts the work and launches them.
+       Each room of rows says which it takes and why that is fast, and has its numbers, most with the measurement
+       that decided them, its kernels, and its host side, which cuts the work and launches them.
     3  C++ binding    checks, allocation, autograd, dispatcher registration
     4  Build          compile once, cache, load
     5  Python API
@@ -1437,7 +1437,8 @@ constexpr int kTwoRowsThreads = 384;
 // A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two
 // a thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
 constexpr int kBlockThreads = 128, kBlockThreads16Bits = 64;
-// Threads of the longest rows. An SM has room for three such blocks (16-bit: two): one loads, one stores.
+// Threads of the longest rows. An SM has room for three such blocks (16-bit, Turing, RTX 50: two): one loads
+// while another stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
@@ -1685,8 +1686,9 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // other, so that a thread keeps its columns. The column outside of whole words is the extra, of thread 0.
 
 // A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers,
-// so that an SM has 512 threads: 8 columns of two rows, 4 doubles of one, and for 16 bits also 16 columns of
-// one, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89; of 768: 0.88 -> 0.80).
+// so that an SM has 512 threads: 8 columns of two rows (float32 one by one: of one), 4 doubles of one, and
+// for 16 bits also 16 columns of one, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed
+// -> 0.89; of 768: 0.88 -> 0.80).
 constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
@@ -2128,7 +2130,7 @@ _PIPELINE = r"""
 namespace pipeline {
 
 // ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
-// Takes rows of up to a million columns and more that no block holds, and shorter ones where that is faster.
+// Takes rows that no block holds, of up to 8192 columns for each SM, and shorter ones where that is faster.
 // The kernel is persistent and warp-specialized. A group of blocks, one on each SM, shares a row. Each block
 // keeps to its slice of the columns: weight and bias, or weight, grad_weight and grad_bias, stay in registers
 // for the whole run. Slices of row after row are copied in the background to a ring of shared-memory stages.
@@ -2137,8 +2139,8 @@ namespace pipeline {
 //
 // Warps 0 to 15 measure and apply. One warp loads; one combines what lanes have measured and publishes it;
 // one or two gather what the group has published, several rows at a look. On Hopper and newer one thread
-// starts the copy of a slice; before, two warps copy it, 16 bytes a thread at a time, of which the second is
-// not a gatherer then.
+// starts the copy of a slice; before, two warps copy it, 16 bytes a thread at a time: the second takes the
+// place of the second gatherer.
 //
 // Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66
 // groups. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are in flight, each is applied 3 after it
@@ -2186,8 +2188,8 @@ struct Pipeline {
   int flight;       // stages on their way at once
   int slice_bytes;  // room for one tensor's slice of a row, a multiple of kLineBytes
   int gatherers;    // warps that take turns, at most kGatherers
-  int lanes;        // of a gatherer for a row: a power of two, 32 or as many as share a row
-  bool prefetch;    // rows come to L2 while they wait for a place in the ring
+  int lanes;      // of a gatherer for a row: a power of two from 4 to 32, not fewer than share it if they can
+  bool prefetch;  // rows come to L2 while they wait for a place in the ring
   bool keep_input;  // see l2_policy
   bool shifted;     // see ForwardPass
 };
@@ -2211,7 +2213,7 @@ struct Control {
 // For each row it calls measure, part, together, to_publish, published, finish and apply; end is last.
 
 // SHIFTED: rows do not start on 16-byte boundaries, but those of a group all lie as far from one (see Cut).
-// Where they do not, a load is one element, V == 1.
+// Where a group's rows lie differently, a load is one element, V == 1.
 template <typename T, int V, bool SHIFTED, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
@@ -2943,12 +2945,12 @@ _JOINT = r"""
 namespace joint {
 
 // ---- Rows that many SMs hold together, forward, float32 without an activation (sm_90 and up) ----
-// Takes rows of more than a million columns, too long for the pipeline. The kernel is persistent: a group of
-// blocks, one on each SM, shares a row, and each block keeps its slice of it, up to 128 KB, in shared memory
-// until the group knows the row's statistics. weight and bias of the slice stay in registers and shared
-// memory for the whole run: each byte moves once (the main shape, 16 rows of 4194304: 0.176 ms, 0.216 with
-// input read twice). For 16 bits, twice the elements to a byte, and with an activation the few warps that
-// have the registers for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
+// Takes rows too long for the pipeline (on 132 SMs more than 1081344 columns). The kernel is persistent: a
+// group of blocks, one on each SM, shares a row, and each block keeps its slice, up to 128 KB, in shared
+// memory until the group knows the row's statistics. weight and bias of the slice stay in registers and
+// shared memory for the whole run: each byte moves once (the main shape, 16 rows of 4194304: 0.176 ms, 0.216
+// with input read twice). For 16 bits, twice the elements to a byte, and with an activation the few warps
+// that have the registers for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
 //
 // A slice comes in stages, into a ring with room for some more. Warps apply a stage and measure the one a
 // slice and kAhead stages further on: the next row's exchange is under way before this row is done.
@@ -3272,9 +3274,10 @@ namespace spread {
 
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and leaves the moments
-// of each piece of a row, which is every `pieces`-th of its steps; a second makes a row's statistics of them.
-// A third goes down the rows with weight and bias of its columns in registers: read again for each of 16 long
-// rows they would be as many bytes as input and output together. Input is read twice.
+// of each piece of a row (every `pieces`-th of what a block loads at once); a second makes statistics of
+// them. A third goes down the rows with weight and bias of its columns in registers: read again for each of
+// 16 long rows they would be as many bytes as input and output together. Input is read twice, and
+// grad_output.
 
 // Blocks of the first kernel that an SM holds at once. 16 rows of 4194304 have no more: a second wave would
 // cost 1%, blocks of 8192 elements each 8%, as a block's start and end show.
@@ -5579,7 +5582,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
 
     For 32 input and 64 output channels, kernel 4, stride 2, padding 1, width 32, input and parameters of one
     dtype (float32, float16 or bfloat16), outside of autocast and without hooks on the two modules, one kernel
-    does everything where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 118 KB): float32 in
+    does everything where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 115 KB): float32 in
     TF32 where PyTorch's convolutions may take it. Backward computes the convolution again, and neither its
     output nor LayerNorm's is kept. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling
     in one kernel.
