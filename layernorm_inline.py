@@ -2188,8 +2188,8 @@ struct Pipeline {
   int flight;       // stages on their way at once
   int slice_bytes;  // room for one tensor's slice of a row, a multiple of kLineBytes
   int gatherers;    // warps that take turns, at most kGatherers
-  int lanes;      // of a gatherer for a row: a power of two from 4 to 32, not fewer than share it if they can
-  bool prefetch;  // rows come to L2 while they wait for a place in the ring
+  int lanes;        // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
+  bool prefetch;    // rows come to L2 while they wait for a place in the ring
   bool keep_input;  // see l2_policy
   bool shifted;     // see ForwardPass
 };
