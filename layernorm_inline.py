@@ -584,12 +584,13 @@ __device__ void add_distance(Distances<A>& d, A distance) {
 }
 __device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
 
-// The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0.
+// The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0, nor does an
+// infinite sum become NaN and so 0: the product is not rounded.
 template <typename A>
 __device__ A settle(const Distances<A>& d, A& mean, A per_col) {
-  const A off = d.sum * per_col;
+  const A off = d.sum * per_col, squares = fma(-off, d.sum, d.squares);
   mean += off;
-  return max(A(0), d.squares - off * d.sum);
+  return max(A(0), squares);
 }
 __device__ inline float settle(float squares, float&, float) { return squares; }
 
@@ -2357,15 +2358,17 @@ struct ForwardPass {
 
   static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, float2 given,
                                   int64_t row, bool save) {
-    // Not a division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89).
-    const float cols = call.cols, variance = quotient(row_total.m2, cols, 1 / cols) + float(call.eps);
+    // Not a division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89). Of an infinite m2
+    // it would be NaN.
+    const float cols = call.cols, m2 = row_total.m2;
+    const float variance = (m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2) + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
     const float from = kGiven ? given.x : base, off = kGiven ? base + row_total.mean : row_total.mean;
     if (save && call.mean != nullptr) {
       static_cast<float*>(call.mean)[row] = from + off;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
-    return row_stats_of(from, off, applied_rstd(rstd, row_total.m2, sizeof(T) == 2));
+    return row_stats_of(from, off, applied_rstd(rstd, m2, sizeof(T) == 2));
   }
 
   __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
@@ -4675,11 +4678,14 @@ bool tf32_allowed(bool (at::Context::*ask)(Argument) const) {
     return (at::globalContext().*ask)(Op::value_type::CONV);
   }
 }
+bool takes_tf32() {  // only cuDNN's convolutions do
+  return at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN);
+}
 
 bool fits_convolution(const Tensor& input) {
   if (c10::cuda::device_count() == 0) return true;  // fake tensors
   const c10::cuda::CUDAGuard guard(input.device());
-  return fits_convolution(dtype_of(input), tf32_allowed(&at::Context::allowTF32CuDNN));
+  return fits_convolution(dtype_of(input), takes_tf32());
 }
 
 // The kernel's inputs lie as it reads them: contiguous, input from a 16-byte boundary.
@@ -4711,7 +4717,7 @@ void run_convolution(const Tensor& input, const Tensor& conv_weight, const Optio
   call.scale = scale;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
-  call.tf32 = tf32_allowed(&at::Context::allowTF32CuDNN);
+  call.tf32 = takes_tf32();
   run(call, input);
 }
 
@@ -5474,7 +5480,7 @@ def layer_norm(
         weight, bias: normalized_shape, of input's dtype (or float32 with a 16-bit input), or None.
         eps: added to the variance, in units of input squared.
         activation: None, "gelu" (exact, with erf) or "gelu_tanh" (https://arxiv.org/abs/1606.08415).
-        scale: a number.
+        scale: a number, no Tensor.
 
     Returns:
         Tensor of input's shape and dtype (under CUDA's autocast float32, as nn.LayerNorm), contiguous.
@@ -5485,12 +5491,17 @@ def layer_norm(
             input is a CUDA tensor and at the import there was nothing to compile for (no GPU and no
             TORCH_CUDA_ARCH_LIST, none of compute capability 7.5 or newer, PyTorch without CUDA). A compilation
             that fails raises at the import.
-        TypeError: input is no Tensor.
+        TypeError: input is no Tensor, normalized_shape no tuple or list, or scale a Tensor.
         ValueError: activation is none of the three.
     """
+    if isinstance(scale, torch.Tensor):  # its gradient would be lost
+        raise TypeError("Expected scale to be a number, but got a Tensor: multiply the output by it instead")
     plain = activation is None and scale == 1
     if not plain and activation not in tuple(_ACTIVATIONS):  # a tuple: of a list it would be no TypeError
         raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
+    if isinstance(input, torch.Tensor) and not isinstance(normalized_shape, (tuple, list)):
+        got = type(normalized_shape).__name__
+        raise TypeError(f"layer_norm(): argument 'normalized_shape' (position 2) must be tuple of ints, not {got}")
     if isinstance(input, torch.Tensor) and input.is_cuda:
         if _layer_norm_op is None:
             raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
@@ -5621,7 +5632,8 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
             and (type(conv), type(norm)) == (nn.ConvTranspose3d, LayerNorm)
             and conv.weight.shape == (32, 64, 4, 4, 4)
-            and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))
+            and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))
+            and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))
             and not any(map(_has_hooks, (conv, norm)))  # they must run
         )
 

@@ -1427,6 +1427,21 @@ def test_huge_mean(rows, cols, activation, dtype):
     assert_close_to_float64((x, weight, bias, dy), eps=1e-5, activation=activation, luck=SUMS)
 
 
+# Squares that float32 does not have: rstd is 0.
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", [slice(None), slice(5, 6)], ids=["everywhere", "one number"])
+@pytest.mark.parametrize(
+    "rows,cols",
+    [(5, 768), (5, 2041), (180, 6001), (180, 9000), (2213, 9000), (5, 20001), (9, 262144), (5, 3000004), (8, 4194304)],
+)
+def test_a_variance_that_overflows(rows, cols, where, dtype):
+    x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=cols)
+    x[:, where] *= 1e28
+    y, dx, grad_weight, _ = run_case(layer_norm, x, weight, bias, dy, 1e-5)
+    assert (y == bias).all() and not dx.any() and not grad_weight.any()
+
+
 @gpu
 @pytest.mark.parametrize(
     "mean,std,dtype", [(1e4, 1, torch.float32), (1e6, 1e-1, torch.float32), (1e3, 1, torch.float16)]
@@ -2448,8 +2463,12 @@ def test_problem_34_asks_for_the_setting_of_convolutions():
         for precision in ("ieee", "tf32"):
             torch.backends.cudnn.conv.fp32_precision = precision
             errors[precision] = (ours(x) - exact).abs().max().item()
+        torch.backends.cudnn.enabled = False  # PyTorch's own convolutions take no TF32
+        errors["without cuDNN"] = (ours(x) - exact).abs().max().item()
+        torch.backends.cudnn.enabled = True
         torch.backends.cudnn.conv.fp32_precision = before
     assert errors["ieee"] < 1e-5 < errors["tf32"]
+    assert errors["without cuDNN"] < 1e-5
 
 
 @kernels
@@ -2483,8 +2502,15 @@ def test_problem_34_takes_one_kernel_where_nobody_would_notice(dtype, grad):
                 hook.remove()
         assert model._in_one_kernel(x)
         assert not model_of(padding=0)._in_one_kernel(x)
-        model.layer_norm = nn.Identity()
-        assert not model._in_one_kernel(x)
+        for changed in (dict(output_padding=(1, 1, 0)), dict(dilation=(2, 1, 1)), dict(groups=2)):
+            model = model_of(padding=1)
+            outs = 64 * changed.get("groups", 1)
+            model.conv_transpose = nn.ConvTranspose3d(32, outs, 4, 2, 1, dtype=dtype, bias=False, **changed)
+            assert not model._in_one_kernel(x)
+        for norm in (ModelNew((4, 64), elementwise_affine=False), nn.Identity()):
+            model = model_of(padding=1)
+            model.layer_norm = norm
+            assert not model._in_one_kernel(x)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
@@ -2548,6 +2574,7 @@ BAD = [
     (RuntimeError, "not implemented|Long", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.int64), (5,))),
     (RuntimeError, "not implemented|Complex", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
     (TypeError, "list", lambda d: layer_norm([1.0, 2.0], (2,))),
+    (TypeError, "not int", lambda d: layer_norm(torch.zeros(2, 5, device=d), 5)),
 ]  # fmt: skip
 
 
@@ -2557,6 +2584,13 @@ def test_bad_input(error, words, call, device):
     with pytest.raises(error, match=words):
         call(device)
     assert torch.isfinite(layer_norm(torch.randn(2, 5, device=device), (5,))).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_a_scale_with_a_gradient_is_refused(device):
+    x, scale = torch.randn(2, 5, device=device), torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(TypeError, match="scale to be a number"):
+        layer_norm(x, (5,), scale=scale)
 
 
 @pytest.mark.parametrize("call", [call for _, _, call in BAD])

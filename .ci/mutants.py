@@ -45,6 +45,7 @@ PIPELINE = "test_values and (8192 or 16384 or 16392 or 20001 or 50257 or 262144 
 TOGETHER = "many_sms_hold_together"
 SPREAD = "test_values and (20001 or 1196040 or 1200001 or 4194304)"
 CONSTANT = "give_bias and (9001 or 11000 or 16384 or 20480 or 20001 or 50257 or 194307 or 205923)"
+OVERFLOW = "variance_that_overflows"
 SHORT_CONSTANT = "give_bias and (7 or 41 or 255 or 2041)"
 ACTIVATION = "test_activation and (cpu or 768 or 9000)"
 CONVOLUTION = "test_problem_34 and not compiled"
@@ -61,6 +62,7 @@ ON_THE_CPU = {
     SPREAD: "test_values and not any_call and (turing or refusing or 70000 or 40000) and not 200004 or (test_eps or outliers) and turing",
     CONSTANT: "give_bias",
     SHORT_CONSTANT: "give_bias",
+    OVERFLOW: "variance_that_overflows",
     ACTIVATION: "test_values and (40x64 or 5x104 or 41x65 or 3x9000)",
     CONVOLUTION: "test_convolution",
     REPEATED: "test_values and hopper_8 and not 20000",
@@ -133,7 +135,7 @@ MUTANTS = [
     # ---- Long rows in a pipeline ----
     Mutant("pipeline: parity kept where the ring wraps", "index = 0, parity ^= 1;", "index = 0;", PIPELINE),
     Mutant("pipeline: loader does not wait for a free stage", "barrier_wait(&control.applied[slot.index], slot.parity ^ 1)", "barrier_wait(&control.applied[slot.index], slot.parity)", PIPELINE),
-    Mutant("pipeline: eps dropped", "quotient(row_total.m2, cols, 1 / cols) + float(call.eps)", "quotient(row_total.m2, cols, 1 / cols)", PIPELINE),
+    Mutant("pipeline: eps dropped", "1 / cols) : m2) + float(call.eps)", "1 / cols) : m2)", PIPELINE),
     Mutant("pipeline: RMS norm", "row_stats_of(from, off, applied", "row_stats_of(0.f, 0.f, applied", PIPELINE),
     Mutant("pipeline: last block's statistics left out", "if (peer < sharers) stats[i]", "if (peer + 1 < sharers) stats[i]", PIPELINE),
     Mutant("pipeline: last column left out", "min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice)", "min(int64_t(pipe.slice), cols - 1 - int64_t(rank) * pipe.slice)", PIPELINE),
@@ -148,6 +150,7 @@ MUTANTS = [
     Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
     Mutant("pipeline, backward: mean(wdy) dropped, float32", "dy[v]) - mean_wdy - xhat * mean_wdy_xhat", "dy[v]) - xhat * mean_wdy_xhat", PIPELINE),
     # ---- What blocks that share a row tell one another ----
+    Mutant("pipeline: an infinite sum of squares becomes NaN", "(m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2)", "quotient(m2, cols, 1 / cols)", OVERFLOW),
     Mutant("words: of an earlier call", "words[row * words_per_row(sharers) + rank] = kUnpublished;", ";", REPEATED),
     Mutant("words: rows overlap where more than 16 blocks share one", "(group + 15) / 16 * 16", "16", PIPELINE),
     # ---- Rows that many SMs hold together ----
@@ -183,7 +186,7 @@ MUTANTS = [
     Mutant("convolution: eps dropped", "(1.0f / kConvOut) + eps", "(1.0f / kConvOut)", CONVOLUTION),
     Mutant("convolution: input replaced while it is read", "if (round > 0) named_barrier_wait(was_read(to), kTwoGroups);", "", CONVOLUTION),
     Mutant("convolution: rstd of a thread's first row saved for all", "kConvOut] = rstd[row];", "kConvOut] = rstd[0];", CONVOLUTION),
-    Mutant("convolution: float32 always in TF32", "call.tf32 = tf32_allowed(&at::Context::allowTF32CuDNN)", "call.tf32 = true", CONVOLUTION),
+    Mutant("convolution: float32 always in TF32", "call.tf32 = takes_tf32()", "call.tf32 = true", CONVOLUTION),
     # ---- Binding ----
     Mutant("binding: weight's strides ignored, forward", "const Tensor x = input.contiguous(); const OptionalTensor w = contiguous(weight)", "const Tensor x = input.contiguous(); const OptionalTensor w = weight", "stride"),
     Mutant("binding: weight's strides ignored, backward", ", x = input.contiguous(); const OptionalTensor w = contiguous(weight)", ", x = input.contiguous(); const OptionalTensor w = weight", "stride"),
@@ -219,7 +222,9 @@ MUTANTS = [
     Mutant("Python: the two forms of GELU swapped", '"gelu": 1, "gelu_tanh": 2', '"gelu": 2, "gelu_tanh": 1', VALUES),
     Mutant("Python: vmap's weights along the wrong dimension", "[1] * (none_of_x.dim() - 1 - len(normalized_shape))", "[1] * (none_of_x.dim() - len(normalized_shape))", "vmap"),
     Mutant("Python: subclasses replaced, too", "if type(child) in types:", "if isinstance(child, tuple(types)):", "replace_layer_norm"),
-    Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))", "", "one_kernel"),
+    Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))", "", "one_kernel"),
+    Mutant("Python: convolution of any dilation and groups", "and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))", "", "one_kernel"),
+    Mutant("convolution: TF32 without cuDNN", "at::globalContext().userEnabledCuDNN() &&", "", "setting_of_convolutions"),
     Mutant("Python: hooks left out", "and not any(map(_has_hooks, (conv, norm)))", "", "one_kernel or hooks"),
 ]  # fmt: skip
 

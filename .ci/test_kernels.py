@@ -332,6 +332,19 @@ def test_constant_rows_give_bias(case, off):
             assert dx.isfinite().all() or case.dtype == "fp16"
 
 
+@pytest.mark.parametrize("case", [case for case in SOME if case.dtype != "fp16"], ids=str)
+@pytest.mark.parametrize("where", [slice(None), slice(5, 6)], ids=["everywhere", "one number"])
+def test_a_variance_that_overflows(case, where):
+    """Is infinite, and rows are 0 before weight and bias: also where the mean's own rounding is multiplied by it."""
+    large = 1e200 if case.dtype == "fp64" else 1e28
+    x, weight, bias, dy = case.tensors()
+    x[:, where] *= large
+    y, dx, grad_weight, _ = run(case, (x, weight, bias, dy), eps=1e-5)
+    expected = case.epilogue["scale"] * activated(bias.double(), case.epilogue["activation"])[0]
+    assert ((y - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+    assert not dx.any() and not grad_weight.any()
+
+
 @pytest.mark.parametrize("case", [case for case in SOME if case.dtype in ("fp32", "bf16")], ids=str)
 def test_sums_that_float32_does_not_have(case):
     """Are NaN in the end, or right, but nothing between."""
