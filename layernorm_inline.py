@@ -5601,7 +5601,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     Args:
         in_channels, out_channels, kernel_size, stride, padding, bias: as nn.ConvTranspose3d.
         eps: as nn.LayerNorm.
-        scaling_factor: a number.
+        scaling_factor: a number (or set to a Tensor later: then PyTorch multiplies by it).
     """
 
     def __init__(
@@ -5635,6 +5635,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))
             and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))
             and not any(map(_has_hooks, (conv, norm)))  # they must run
+            and not isinstance(self.scaling_factor, torch.Tensor)  # it may want a gradient
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -5648,7 +5649,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
                 x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor
             )
         y = conv(x)
-        if type(norm) is LayerNorm and not _has_hooks(norm):
+        if type(norm) is LayerNorm and not _has_hooks(norm) and not isinstance(self.scaling_factor, torch.Tensor):
             return layer_norm(
                 y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, activation="gelu", scale=self.scaling_factor
             )

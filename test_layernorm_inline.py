@@ -2511,6 +2511,21 @@ def test_problem_34_takes_one_kernel_where_nobody_would_notice(dtype, grad):
             model = model_of(padding=1)
             model.layer_norm = norm
             assert not model._in_one_kernel(x)
+        model = model_of(padding=1)
+        model.scaling_factor = torch.tensor(2.0)
+        assert not model._in_one_kernel(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_problem_34_scaled_by_a_parameter(device):
+    model = ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).to(device)
+    x = torch.randn(1, 32, 1, 2, 32, device=device)
+    y = model(x)
+    model.scaling_factor = nn.Parameter(torch.tensor(3.0, device=device))
+    tripled = model(x)
+    torch.testing.assert_close(tripled, 3 / ARGUMENTS_34[-1] * y, atol=2e-3, rtol=2e-3)  # TF32
+    tripled.sum().backward()
+    torch.testing.assert_close(3 * model.scaling_factor.grad, tripled.sum(), atol=1e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
