@@ -9,8 +9,8 @@
 //
 // Every tensor, and scratch, is in memory of its own between pages that cannot be touched; nothing but
 // outputs and scratch can be written. An access that is not aligned, or an index beyond an array, ends the
-// kernel, as do copies and prefetches that are not of whole 16-byte units of a tensor, and blocks that a GPU
-// would have no room for.
+// kernel, as do copies that are not of whole 16-byte units or floats of a tensor, prefetches that are not of
+// whole units, and blocks that a GPU would have no room for.
 //
 // A kernel that may begin before the one before it has ended finds NaNs in scratch until it has waited for
 // that.
@@ -127,16 +127,17 @@ class Guarded {
 
 inline std::vector<std::unique_ptr<Guarded>> tensors;  // of a call, scratch last
 
-inline void check_units(const void* p, int64_t bytes) {
-  if ((uintptr_t(p) | uintptr_t(bytes)) % 16 != 0 || bytes <= 0) fail("a copy is not of whole 16-byte units");
+inline void check_units(const void* p, int64_t bytes, int unit = 16) {
+  if ((uintptr_t(p) | uintptr_t(bytes)) % unit == 0 && bytes > 0) return;
+  fail("a copy is not of whole units of " + std::to_string(unit) + " bytes");
 }
 
 inline bool is_tensors(const void* p, int64_t bytes) {
   return std::any_of(tensors.begin(), tensors.end(), [&](auto& t) { return t->has(p, bytes); });
 }
 
-inline void check_read(const void* p, int64_t bytes) {
-  check_units(p, bytes);
+inline void check_read(const void* p, int64_t bytes, int unit = 16) {
+  check_units(p, bytes, unit);
   if (!is_tensors(p, bytes)) fail("a copy reads what is no tensor's");
 }
 
@@ -336,11 +337,11 @@ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) 
   bulk_copies.push_back({to, from, bytes, barrier});
 }
 
-inline void copy_async(void* to, const void* from, bool exists = true) {
-  check_units(to, 16);
-  if (exists) check_read(from, 16);
-  memset(to, 0xff, 16);
-  current->copies.push_back({to, exists ? from : nullptr, 16, nullptr});
+inline void copy_async(void* to, const void* from, bool exists = true, int bytes = 16) {
+  check_units(to, bytes, bytes);
+  if (exists) check_read(from, bytes, bytes);
+  memset(to, 0xff, bytes);
+  current->copies.push_back({to, exists ? from : nullptr, bytes, nullptr});
 }
 
 inline void wait_for_copies() {

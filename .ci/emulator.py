@@ -35,6 +35,7 @@ BODIES = {
     "shared_address": "return 0;",
     "copy_or_zero": "emulator::copy_async(shared, global, exists);",
     "copy_async": "emulator::copy_async(shared, global);",
+    "copy_float": "emulator::copy_async(shared, global, true, 4);",
     "wait_for_copies": "emulator::wait_for_copies();",
     "barrier_init": "emulator::mbarriers[barrier] = {arrivals, arrivals, 0, 0};",
     "barriers_initialized": "",
