@@ -34,13 +34,13 @@ Reading it
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
-           _REGISTERS     rows of up to 32 KB (unaligned: 11 to 28), backward 8 KB (Turing and float64: 16)
-           _SHARED        aligned rows of up to 73 KB (16-bit: 43) of which an SM holds two, forward
-           _PIPELINE      longer rows, from sm_80 on, forward and backward
+           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (Turing and float64: 16)
+           _SHARED        longer aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
+           _PIPELINE      longer rows, from sm_80 on, forward and backward; unaligned ones from 11 KB on
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
-           _DISPATCH      the ladder: which room takes a call
+           _DISPATCH      the ladder: which room takes a call, asked in this order
        Each room of rows says which it takes and why that is fast, and has its numbers, most with the measurement
        that decided them, its kernels, and its host side, which cuts the work and launches them.
     3  C++ binding    checks, allocation, autograd, dispatcher registration
@@ -1437,8 +1437,8 @@ constexpr int kTwoRowsThreads = 384;
 // A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two
 // a thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
 constexpr int kBlockThreads = 128, kBlockThreads16Bits = 64;
-// Threads of the longest rows. An SM has room for three such blocks (16-bit, Turing, RTX 50: two): one loads
-// while another stores.
+// Threads of the longest rows. An SM has room for three such blocks, of 16 bits for two (Turing and RTX 50:
+// one fewer): one loads while another stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
@@ -2704,7 +2704,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       const Stats stats = Pass::together(parts, columns, kWidth);
       if (lane != 0) continue;
-      if (sharers == 1) {
+      if (sharers == 1) {  // `given` is seen: who measured has waited for it
         control.row_stats[slot.index] = Pass::finish(call, stats, base, control.given[slot.index], row, true);
         barrier_arrive(&control.known[slot.index]);
       } else {

@@ -296,7 +296,7 @@ def test_huge_mean(case):
 
 @some_cases
 def test_outliers_where_a_row_is_sampled(case):
-    """Means are then distances from an outlier (see Sample), and parts of a row without columns are far from the rest."""
+    """Means are then distances from an outlier (see reference_of), and parts of a row without columns are far from the rest."""
     tensors = case.tensors()
     tensors[0][:, [case.cols * 5 // 13, case.cols // 2, case.cols * 8 // 13]] = 30
     compare_with_float64([(run(case, tensors), tensors)], **case.epilogue)
