@@ -36,7 +36,7 @@ Reading it
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
            _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (Turing and float64: 16)
            _SHARED        longer aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
-           _PIPELINE      longer rows, from sm_80 on, forward and backward; unaligned ones from 11 KB on
+           _PIPELINE      longer rows, from sm_80 on, forward and backward; unaligned ones from 5735 elements on
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
@@ -998,6 +998,7 @@ __device__ inline void copy_async(void* shared, const void* global, uint64_t pol
                : "memory");
 }
 
+// Copies one number in the background.
 __device__ inline void copy_float(float* shared, const float* global) {
   const unsigned to = unsigned(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
@@ -2309,7 +2310,7 @@ struct ForwardPass {
     for (int i = 0; i < kPacks; ++i) {
       unpack(x[i], values[i]);
 #pragma unroll
-      for (int v = 0; v < V; ++v) values[i][v] -= kFrom ? reference : 0;
+      for (int v = 0; v < V; ++v) values[i][v] -= reference;
       const float here = sum_of<T>(values[i]);
       sum += kFrom && !has_pack(i) ? 0 : here;
     }
