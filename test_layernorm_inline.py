@@ -687,8 +687,8 @@ POISON_BYTES = 1 << 30  # more than all tensors of one call, but for the largest
 
 
 @contextlib.contextmanager
-def poisoned():
-    """What is allocated inside holds NaN until it is written.
+def poisoned(device="cuda"):
+    """What is allocated inside on that GPU holds NaN until it is written.
 
     PyTorch's own setting for that fills what torch.empty returns; the kernels' outputs and scratch come straight
     from the caching allocator. So all that it has to give is NaN: small blocks, and one from which it cuts large ones.
@@ -696,7 +696,7 @@ def poisoned():
     if HAVE_GPU:
         torch.cuda.empty_cache()
         sizes = [1 << 20] * 32 + [POISON_BYTES]
-        blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in sizes]  # NaN, of any dtype
+        blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]  # NaN, of any dtype
         del blocks
     yield
 
@@ -1488,10 +1488,11 @@ def test_constant_rows(rows, cols, dtype):
         compare_with_float64([([None, ours[1], None, None], zeros)], eps=1e-5)
 
 
-# The same to the bit, where rstd is 10^6, at last with numbers whose product with it float32 does not have: in every
-# regime, plain and with what an activation takes (a scale), from where rows are aligned and one element on. Sums of
-# float16 of 11 bits have an error from 8192 on, of float32 of 24 from 3; the last slices of 194307 and 205923 columns
-# have three.
+# The same to the bit, where rstd is 10^6: in every regime, plain and with what an activation takes (a scale), from where
+# rows are aligned and one element on. Sums of float16 of 11 bits have an error from 8192 on, of float32 of 24 from 3;
+# the last slices of 194307 and 205923 columns have three. At last (rows of less than 300,000 columns, not float16)
+# numbers whose product with rstd float32 does not have. Backward of the last numbers: grad_weight is 0, grad_input
+# finite (rstd times a gradient is more than float16 has).
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
@@ -2257,7 +2258,7 @@ def assert_problem_34(reference, ours, x, grad):
     results = []
     for module in (copy.deepcopy(reference).double(), reference, ours):
         leaf = x.to(next(module.parameters()).dtype).requires_grad_(grad)
-        with torch.set_grad_enabled(grad), poisoned():
+        with torch.set_grad_enabled(grad), poisoned(x.device if x.is_cuda else "cuda"):
             y = module(leaf)
         outputs = [y.detach()]
         if grad:
@@ -2298,6 +2299,7 @@ def test_problem_34_where_blocks_take_many_rounds(grad, dtype_34):
 @two_gpus
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 def test_problem_34_on_a_device_that_is_not_current(grad, dtype_34):
+    """(In backward autograd makes it current by itself.)"""
     with torch.cuda.device(0):
         x = torch.randn(2, 32, 3, 4, 32, device="cuda:1", dtype=dtype_34)
         assert_problem_34(*models_34(ARGUMENTS_34, "cuda:1", dtype_34), x, grad)
@@ -3042,12 +3044,15 @@ class ConvNet(nn.Sequential):
 
 
 def transformer():
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True)
     return nn.Sequential(
         nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.LayerNorm(64), nn.Linear(64, 4)
     )
 
 
+# Networks and steps in which rounding errors do not grow: losses differ by some 2e-7. With ReLU, whose derivative jumps,
+# it can be 3e-5, and later more; after 270 steps the convnet's loss is 1e-11, and what Adam then divides by their own
+# size are gradients that consist of rounding errors.
 @gpu
 @pytest.mark.parametrize("make,shape,target", [
     (transformer, (16, 24, 64), (16, 24, 4)), (ConvNet, (16, 3, 32, 32), (16, 4)),
@@ -3065,9 +3070,9 @@ def test_training_follows_pytorch(make, shape, target):
     model = make().cuda()
     batches = [(torch.randn(shape, device="cuda"), torch.randn(target, device="cuda")) for _ in range(4)]
     with convolutions_in_tf32(False):
-        theirs = train(model, batches, 300)
-        noise = (train(model, batches, 300, with_other_order) - theirs).abs().max()
-        difference = (train(model, batches, 300, replace) - theirs).abs().max()
+        theirs = train(model, batches, 60)
+        noise = (train(model, batches, 60, with_other_order) - theirs).abs().max()
+        difference = (train(model, batches, 60, replace) - theirs).abs().max()
     assert theirs[-1] < 0.9 * theirs[0], "it learns"
     assert difference <= 5 * noise + 1e-6, f"differs by {difference:.2e}, noise is {noise:.2e}"
 
@@ -3569,7 +3574,7 @@ def compare_before_hopper():
 
 
 @gpu
-@pytest.mark.parametrize("architecture", ["7.5", "8.0"])  # older than the kernel of problem 34, and than the GPU
+@pytest.mark.parametrize("architecture", ["7.5", "8.0"])  # older than the GPU; 7.5 than the kernel of problem 34, too
 def test_ptx_of_an_older_architecture_runs(tmp_path, architecture):
     code = """
         import torch, layernorm_inline
