@@ -11,8 +11,8 @@
 
 A mutant is built and tested in a folder of its own, beside others; a line is printed as soon as its end is known. What
 no GPU shows (Mutant.emulated) is looked for on emulated GPUs, also without --cpu. The tests run without a mutant, too
-(not with --green), and must succeed, or the rest says nothing. Exit status 0: every
-mutant was killed, or survived for the reason that the table gives.
+(not with --green), and must succeed, or the rest says nothing. Exit status 0: every mutant was killed, or survived for
+the reason that the table gives.
 """
 
 import argparse
@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant("pipeline: last block's statistics left out", "if (peer < sharers) stats[i]", "if (peer + 1 < sharers) stats[i]", PIPELINE),
     Mutant("pipeline: last column left out", "min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice)", "min(int64_t(pipe.slice), cols - 1 - int64_t(rank) * pipe.slice)", PIPELINE),
     Mutant("pipeline: base of a part that may have no columns", "measured[first_part].x", "measured[0].x", CONSTANT),
-    Mutant("pipeline: reads past the tensor's end", "tensor_ends = row == call.rows - 1 && call.cols", "tensor_ends = false && call.cols", "memcheck", emulated="memcheck (2025.3) does not check bulk copies"),
+    Mutant("pipeline: reads past the tensor's end", "tensor_ends = row == call.rows - 1 && call.cols", "tensor_ends = false && call.cols", "memcheck", emulated="memcheck (2025.3) does not notice it in a bulk copy"),
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMostSharers);", "kMostSharers;", SPREAD),
     Mutant("pipeline, backward on Hopper: rstd of the group's first row", "*Pass::given_at(call, row, 1)", "*Pass::given_at(call, group, 1)", PIPELINE),
