@@ -391,6 +391,41 @@ __device__ void store_gradients(const Backward& call, int64_t col, const Acc<T> 
   store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
 }
 
+// ---- Elements: vectors of numbers ----
+
+#define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
+
+// V numbers, with arithmetic element by element.
+template <typename A, int V>
+struct Vec {
+  static constexpr int kSize = V;
+  A at[V];
+  __device__ A& operator[](int v) { return at[v]; }
+  __device__ A operator[](int v) const { return at[v]; }
+};
+
+#define LAYERNORM_ELEMENTWISE(op)                                     \
+  template <typename A, int V>                                        \
+  __device__ Vec<A, V> operator op(Vec<A, V> a, const Vec<A, V>& b) { \
+    UNROLL(v, V) a[v] = a[v] op b[v];                                 \
+    return a;                                                         \
+  }                                                                   \
+  template <typename A, int V>                                        \
+  __device__ Vec<A, V> operator op(Vec<A, V> a, A b) {                \
+    UNROLL(v, V) a[v] = a[v] op b;                                    \
+    return a;                                                         \
+  }
+LAYERNORM_ELEMENTWISE(+)
+LAYERNORM_ELEMENTWISE(-)
+LAYERNORM_ELEMENTWISE(*)
+
+template <typename T, int V>
+__device__ Vec<Acc<T>, V> widened(const Pack<T, V>& pack) {
+  Vec<Acc<T>, V> x;
+  unpack(pack, x.at);
+  return x;
+}
+
 // ---- Elements: rows that do not all start on a 16-byte boundary ----
 // A row is stored as whole packs from a 16-byte boundary of output on, the first at a boundary of `unit`
 // elements, and as single elements before and after them, one for each of its first unit + V threads.
