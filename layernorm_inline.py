@@ -221,6 +221,15 @@ __device__ X opaque(X x) {
   return x;
 }
 
+// Computes a pointer once: the compiler would compute that of each pack anew (backward of bf16 rows of 2041: 0.79
+// of copy speed -> 0.83).
+template <typename T>
+__device__ T* keep_pointer(T* pointer) {
+  pointer = opaque(pointer);
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
@@ -229,14 +238,15 @@ __device__ Pack<T, V> load(const T* p) {
 // A priority in L2: with the highest one input stays when L2 is full, and output leaves soon after it is
 // written (float32 rows of 16 to 8192: 0.96 of copy speed -> 1.00). Where everything fits L2, output should
 // stay for its next reader (three layer norms of 16 MB of bf16 rows: 0.0342 ms -> 0.0314).
-__device__ inline uint64_t l2_policy(bool keep) {
+enum class L2Priority { First, Last };  // to leave
+
+__device__ inline uint64_t l2_policy(L2Priority priority) {
   uint64_t policy = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if (keep) {
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  }
+  uint64_t first, last;  // both, as a branch would delay the first load
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+  policy = priority == L2Priority::Last ? last : first;
 #endif
   return policy;
 }
@@ -480,16 +490,16 @@ struct Unaligned {
   }
 };
 
-// Usual: both present and of input's dtype.
-__device__ inline bool has_usual_affine(const Forward& call) {
+// Both present and of input's dtype.
+__host__ __device__ inline bool has_same_dtype(const Forward& call) {
   return call.weight != nullptr && call.bias != nullptr && !call.affine_float32;
 }
 
-// Calls f with std::true_type for usual 16-bit ones: asking at every load is a fifth of all instructions.
-template <typename T, typename F>
-__device__ void with_usual_affine(const Forward& call, F f) {
-  if (sizeof(T) == 2 && has_usual_affine(call)) {
-    f(std::bool_constant<sizeof(T) == 2>());
+// Calls f with std::true_type for those: asking at every load is a fifth of all instructions of 16 bits.
+template <typename T, bool EARLY = false, typename F>
+__device__ void with_same_dtype(const Forward& call, F f) {
+  if (sizeof(T) == 2 && !EARLY && has_same_dtype(call)) {
+    f(std::bool_constant<sizeof(T) == 2 && !EARLY>());
   } else {
     f(std::false_type());
   }
@@ -797,8 +807,9 @@ constexpr int kMaxWarps = 16;  // of a block, unless said otherwise
 
 // Combines over the blockDim.x threads of a row, a power of two up to 32 or up to WARPS whole warps. slots:
 // for each warp and r, and not those of the call before, from which slow warps may still read.
-template <int WARPS = kMaxWarps, typename X, int R>
+template <bool IN_WARP = false, int WARPS = kMaxWarps, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
+  if (IN_WARP) return combine_lanes(x, 32);
   using A = typename NumberOf<X>::Type;
   constexpr int N = sizeof(x) / sizeof(A), kLanes = 32 / N;
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
@@ -1206,7 +1217,10 @@ template <typename A>
 struct RowConstants {
   A eps, per_col;  // per_col: 1 / cols
   Epilogue<A> epilogue;
-  bool keep_input;  // see l2_policy
+  L2Priority priority;  // of input
+  // weight and bias where both are of input's dtype, else input: loaded without asking, and then not used.
+  const void *weight, *bias;
+  bool same_dtype;
 };
 
 // Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all;
@@ -1299,10 +1313,11 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2; }
 
-// True where so many tensors of input's size do not all fit L2.
+// Of input, where a call reads and writes so many tensors of its size.
 template <typename Call>
-bool exceeds_l2(const Call& call, int tensors, const Device& device) {
-  return tensors * call.rows * call.cols * size_of(call.dtype) > device.l2_bytes;
+L2Priority input_priority(const Call& call, int tensors, const Device& device) {
+  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
+  return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
 }
 
 // Threads that share a row, `each` loads a thread: a power of two up to a warp, or whole warps.
@@ -1388,7 +1403,14 @@ bool refused(cudaError_t error) {
 
 template <typename A>
 RowConstants<A> row_constants(const Forward& call, const Device& device) {
-  return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, exceeds_l2(call, 2, device)};
+  const bool same_dtype = has_same_dtype(call);
+  return {A(call.eps),
+          A(1) / A(call.cols),
+          {call.activation, A(call.scale)},
+          input_priority(call, 2, device),
+          same_dtype ? call.weight : call.input,
+          same_dtype ? call.bias : call.input,
+          same_dtype};
 }
 
 // How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
@@ -1454,6 +1476,188 @@ cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, in
 }
 """
 
+_ROWS = r"""
+// ---- Rows: the steps of kernels whose threads hold them ----
+// A thread loads its columns of one or several rows, takes the mean and then the distances from it, each summed
+// with the other threads of the row, and writes the result. Statistics are the textbook ones.
+
+template <typename T>
+using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
+
+// A thread's columns: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are not
+// aligned (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
+template <typename T, bool SHIFTED, bool IN_WARP>
+struct Columns {
+  static constexpr int V = 16 / sizeof(T);
+  int begin = 0, end, first, stride, extra = -1;
+
+  __device__ Columns(const T* row, int cols) {
+    if (SHIFTED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)));
+    end = SHIFTED ? begin + (cols - begin) / V * V : cols;
+    first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
+    const int thread = threadIdx.x, col = thread < V ? thread : end + thread - V;
+    if (SHIFTED && col < (thread < V ? begin : cols)) extra = col;
+  }
+  __device__ int at(int i) const { return first + i * stride; }
+  __device__ int extra_offset() const { return extra - first; }
+  __device__ bool has(int i) const { return at(i) < end; }
+  __device__ bool has_extra() const { return SHIFTED && extra >= 0; }
+  __device__ int count(int packs) const {
+    int count = has_extra();
+    UNROLL(i, packs) count += has(i) ? V : 0;
+    return count;
+  }
+};
+
+// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count` exist.
+template <typename T>
+struct RowPlaces {
+  T* first;
+  int row_stride, count;
+};
+
+template <typename T, int PACKS, int ROWS>
+struct RowParts {  // a thread's columns of its rows; zeros where it has none
+  Pack<T, 16 / sizeof(T)> packs[PACKS][ROWS];
+  Pack<T, 1> extra[ROWS];
+};
+
+// aligned: whether the packs are 16-byte aligned in these rows too. No branch separates the loads.
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+__device__ void load_rows(RowParts<T, PACKS, ROWS>& x, const RowPlaces<const T>& rows,
+                          const Columns<T, SHIFTED, IN_WARP>& columns, bool aligned, uint64_t policy) {
+  constexpr int V = 16 / sizeof(T);
+  x = {};
+  UNROLL(r, ROWS) {
+    const T* row = rows.first + r * rows.row_stride;
+    const bool exists = r < rows.count;
+    if (!SHIFTED || aligned) {
+      UNROLL(i, PACKS) {
+        if (columns.has(i) & exists) x.packs[i][r] = load<T, V>(row + i * columns.stride, policy);
+      }
+    } else {
+      Unaligned<T, V> words[PACKS] = {};
+      const int odd = Unaligned<T, V>::odd(row);
+      UNROLL(i, PACKS) {
+        if (columns.has(i) & exists) words[i].load(row + i * columns.stride, odd);
+      }
+      UNROLL(i, PACKS) x.packs[i][r] = words[i].get(odd);
+    }
+  }
+  UNROLL(r, ROWS) {
+    if (columns.has_extra() && r < rows.count)
+      x.extra[r] = load<T, 1>(rows.first + r * rows.row_stride + columns.extra_offset());
+  }
+}
+
+template <typename T, int PACKS, int ROWS>
+__device__ float sum_of_row(const RowParts<T, PACKS, ROWS>& x, int r) {
+  float sum = widen(x.extra[r].at[0]);
+  float odd = 0;  // a second chain of additions
+  UNROLL(i, PACKS) {
+    const auto values = widened(x.packs[i][r]);
+    UNROLL(v, values.kSize / 2) sum += values[2 * v], odd += values[2 * v + 1];
+  }
+  return sum + odd;
+}
+
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+__device__ DistanceSums<T> distances_of_row(const RowParts<T, PACKS, ROWS>& x,
+                                            const Columns<T, SHIFTED, IN_WARP>& columns, int r, float mean) {
+  DistanceSums<T> total = {};
+  if (columns.has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
+  UNROLL(i, PACKS) {
+    const auto distances = widened(x.packs[i][r]) - mean;
+    DistanceSums<T> here = {};
+    UNROLL(v, distances.kSize) add_distance(here, distances[v]);
+    if (columns.has(i)) total = combine(total, here);
+  }
+  return total;
+}
+
+// What warps of a row leave for one another.
+template <typename T, int ROWS, int WARPS = kMaxWarps>
+struct RowSlots {
+  float sum[WARPS][ROWS], off[WARPS][ROWS];
+  DistanceSums<T> distances[WARPS][ROWS];
+};
+
+// Means of ROWS rows from each thread's sums over its `count` columns. MOST: upper bound of cols.
+template <typename T, int MOST, bool IN_WARP, int ROWS>
+__device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int count, int cols, float per_col,
+                          RowSlots<T, ROWS>& slots) {
+  UNROLL(r, ROWS) mean[r] = sum[r];
+  combine_row<IN_WARP>(mean, slots.sum);
+  UNROLL(r, ROWS) mean[r] = quotient(mean[r], float(cols), per_col);
+  if (!sum_is_rounded<T, MOST>(cols)) return;
+  float off[ROWS];
+  UNROLL(r, ROWS) off[r] = fma(-float(count), mean[r], sum[r]);
+  combine_row<IN_WARP>(off, slots.off);
+  UNROLL(r, ROWS) mean[r] += off[r] * per_col;
+}
+
+__device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
+  if (call.mean == nullptr) return;
+  static_cast<float*>(call.mean)[row] = mean;
+  static_cast<float*>(call.rstd)[row] = rstd;
+}
+
+// weight and bias of a thread's packs, as they are loaded.
+template <typename T, int PACKS>
+struct AffinePacks {
+  Pack<T, 16 / sizeof(T)> weight[PACKS], bias[PACKS];
+};
+
+template <typename T, int PACKS, bool SHIFTED, bool IN_WARP>
+__device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const RowConstants<float>& constants,
+                                  const Columns<T, SHIFTED, IN_WARP>& columns, uint64_t policy) {
+  constexpr int V = 16 / sizeof(T);
+  UNROLL(i, PACKS) {
+    const int col = columns.has(i) ? columns.at(i) : 0;  // without a branch, which would wait for input
+    affine.weight[i] = load<T, V>(static_cast<const T*>(constants.weight) + col, policy);
+    affine.bias[i] = load<T, V>(static_cast<const T*>(constants.bias) + col, policy);
+  }
+}
+
+// Normalizes and writes V columns of each row, `offset` elements after rows.first.
+template <bool FUSED, typename T, int V, int ROWS>
+__device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T, V> (&x)[ROWS],
+                              const float (&mean)[ROWS], const float (&rstd)[ROWS],
+                              const Vec<float, V>& weight, const Vec<float, V>& bias,
+                              const Epilogue<float>& given) {
+  const Epilogue<float> epilogue = asked_anew<FUSED && ROWS == 1>(given);  // several rows ask once for all
+  UNROLL(r, ROWS) {
+    auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
+    apply_epilogue<T, FUSED>(y.at, epilogue);
+    if (r < rows.count) store<T, V>(rows.first + (offset + r * rows.row_stride), y.at);
+  }
+}
+
+// Writes a thread's columns of its rows. EARLY: `affine` holds weight and bias already.
+template <bool FUSED, bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+__device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const RowParts<T, PACKS, ROWS>& x,
+                           const Columns<T, SHIFTED, IN_WARP>& columns, const AffinePacks<T, PACKS>& affine,
+                           const float (&mean)[ROWS], const float (&rstd)[ROWS],
+                           const RowConstants<float>& constants) {
+  constexpr int V = 16 / sizeof(T);
+  UNROLL(i, PACKS) {
+    if (!columns.has(i)) continue;
+    Vec<float, V> weight, bias;
+    if (EARLY && constants.same_dtype) {
+      weight = widened(affine.weight[i]), bias = widened(affine.bias[i]);
+    } else {
+      load_affine_pair<T, V, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.at(i), columns.begin);
+    }
+    write_columns<FUSED>(rows, i * columns.stride, x.packs[i], mean, rstd, weight, bias, constants.epilogue);
+  }
+  if (columns.has_extra()) {
+    Vec<float, 1> weight, bias;
+    load_affine_pair<T, 1, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.extra, columns.begin);
+    write_columns<FUSED>(rows, columns.extra_offset(), x.extra, mean, rstd, weight, bias, constants.epilogue);
+  }
+}
+"""
+
 _REGISTERS = r"""
 namespace registers {
 
@@ -1466,194 +1670,106 @@ namespace registers {
 
 // Loads of a thread: four of one row, or one of each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of
 // copy speed -> 0.96), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88 with 32).
-constexpr int kLoads = 4, kFourRowsLoads = 16, kShiftedFourRowsLoads = 32;
+constexpr int kLoads = 4, kFourRowsLoads = 32;
 // Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once
 // for both (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
 constexpr int kTwoRowsThreads = 384;
 // A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two
 // a thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
-constexpr int kBlockThreads = 128, kBlockThreads16Bits = 64;
+constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
 // Threads of the longest rows. An SM has room for three such blocks, of 16 bits for two (Turing and RTX 50:
 // one fewer): one loads while another stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
+// Threads that an SM holds: so many loads all begin at once.
+constexpr int kSmThreads = 2048;
 // 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an
 // SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
-constexpr int kFourRowsThreads = 128;
+constexpr int kFourRowsThreads = 128, kWarpRowBlocks = 5;
 template <typename T, int PACKS, int ROWS>
 constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED>
+// Weight and bias are loaded before the statistics, which hide their latency, where registers allow it.
+template <int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+constexpr bool loads_affine_early = !SHIFTED && ROWS == 1 && (PACKS < kLoads || IN_WARP);
+
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int most_row_threads() {  // of a block
-  if (is_four_16_bit_rows<T, PACKS, ROWS>) return kFourRowsThreads;
+  if (IN_WARP || is_four_16_bit_rows<T, PACKS, ROWS>) return kFourRowsThreads;
   return SHIFTED ? kShiftedThreads : kThreads;
 }
-static_assert(kBlockThreads16Bits <= kFourRowsThreads, "a block of four rows a thread is too large");
-static_assert(kShiftedFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
+static_assert(kBlockThreads <= kFourRowsThreads, "a block of four rows a thread is too large");
+static_assert(kFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED>
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int row_blocks() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
-  if (SHIFTED && sizeof(T) == 2) return 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if (__CUDA_ARCH__ == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
+  if (PACKS == 2) return 1;
 #endif
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
-  if (ROWS > 1 || sizeof(T) == 8) return 1;
+  if (IN_WARP) return kWarpRowBlocks;
+  if (ROWS > 1) return 1;
+  if (!SHIFTED && PACKS < kLoads) return kRowBlocks;
   return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
 }
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool FUSED>
-__global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
-                                  row_blocks<T, PACKS, ROWS, SHIFTED>())
-    layer_norm_rows(Forward call, RowConstants<Acc<T>> constants, Later later, int step_log2) {
-  using A = Acc<T>;
-  using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP, bool FUSED>
+__global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_WARP>(),
+                                  row_blocks<T, PACKS, ROWS, SHIFTED, IN_WARP>())
+    layer_norm_rows(Forward call, RowConstants<float> constants, Later later, int step_log2) {
   constexpr int V = 16 / sizeof(T);
-  __shared__ A sum_slots[kMaxWarps][ROWS], off_slots[kMaxWarps][ROWS];
-  __shared__ Spread spread_slots[kMaxWarps][ROWS];
+  constexpr bool kEarly = loads_affine_early<PACKS, ROWS, SHIFTED, IN_WARP>;
+  __shared__ RowSlots<T, ROWS> slots;
+  const int cols = call.cols;
+  const uint64_t policy = l2_policy(constants.priority);
 
-  // A thread's rows are threadIdx.y + r * step after the block's first. Offsets from that are ints.
-  const int cols = call.cols, step = 1 << step_log2;
-  int64_t block_row = int64_t(blockIdx.x) * blockDim.y;
-  if (ROWS > 1) block_row = ((block_row >> step_log2) * ROWS << step_log2) + (block_row & (step - 1));
-  const int rows = min(call.rows - block_row, int64_t(ROWS) << step_log2), row_step = cols << step_log2;
-  const T* input = static_cast<const T*>(call.input) + block_row * cols + threadIdx.y * cols;
-  T* output = static_cast<T*>(call.output) + block_row * cols + threadIdx.y * cols;
+  // Which rows: ROWS of a thread, 2^step_log2 apart, so that all of them have the same alignment.
+  int64_t row = int64_t(blockIdx.x) * blockDim.y;
+  if (ROWS > 1) row += (row >> step_log2 << step_log2) * (ROWS - 1);
+  row += threadIdx.y;
+  const int step = ROWS > 1 ? 1 << step_log2 : 1, row_stride = cols * step;
+  const int count = ROWS == 1 ? row < call.rows
+                              : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
+  const T* input_row = static_cast<const T*>(call.input) + row * cols;
+  T* output_row = static_cast<T*>(call.output) + row * cols;
+  const Columns<T, SHIFTED, IN_WARP> columns(output_row, count > 0 ? cols : 0);
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
+  const RowPlaces<const T> input = {keep_pointer(input_row + columns.first), row_stride, count};
+  const RowPlaces<T> output = {output_row + columns.first, row_stride, count};
 
-  // Rows that lie a multiple of V apart all have the same misalignment.
-  const Cut cut(SHIFTED ? reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T) : 0, cols, V, V);
-  const bool has_extra = SHIFTED && cut.extra >= 0;
-  const int first_col = cut.begin + int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  // live(r, i) implies live(0, i). Without branches, so that loads follow one another.
-  const int end = int(threadIdx.y) < rows ? cut.end : 0;
-  auto live_row = [&](int r) { return int(threadIdx.y) + r * step < rows; };
-  auto live = [&](int r, int i) {
-    const bool live_pack = first_col + i * pack_step < end;
-    return r == 0 ? live_pack : bool(live_pack & live_row(r));
-  };
+  // Load.
+  RowParts<T, PACKS, ROWS> x;
+  AffinePacks<T, PACKS> affine;
+  load_rows(x, input, columns, aligned, policy);
+  if (kEarly) load_affine_packs(affine, constants, columns, policy);
+  if (later.begin < later.end && prefetches()) prefetch_later_rows(later, policy);
 
-  const uint64_t policy = l2_policy(constants.keep_input);
-  Pack<T, V> x[ROWS][PACKS] = {};
-  A extra_x[ROWS] = {};
-  if (!SHIFTED || (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        if (live(r, i)) {
-          x[r][i] = load<T, V>(input + (first_col + r * row_step + i * pack_step), policy);
-        }
-      }
-    }
-  } else {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      Unaligned<T, V> words[PACKS] = {};
-      const int odd = Unaligned<T, V>::odd(input + cut.begin);
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        if (live(r, i)) words[i].load(input + (first_col + r * row_step + i * pack_step), odd);
-      }
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) x[r][i] = words[i].get(odd);
-    }
+  // Measure: the mean first, then distances from it.
+  float sum[ROWS], mean[ROWS], rstd[ROWS];
+  DistanceSums<T> distances[ROWS];
+  UNROLL(r, ROWS) sum[r] = sum_of_row(x, r);
+  row_means<T, PACKS * kThreads * V, IN_WARP>(mean, sum, columns.count(PACKS), cols, constants.per_col, slots);
+  UNROLL(r, ROWS) distances[r] = distances_of_row(x, columns, r, mean[r]);
+  combine_row<IN_WARP>(distances, slots.distances);
+  UNROLL(r, ROWS) {
+    rstd[r] = rsqrt(settle(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
+    if (threadIdx.x == 0 && r < count) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    if (has_extra && live_row(r)) extra_x[r] = widen(input[cut.extra + r * row_step]);
-  }
-  if (prefetches()) prefetch_later_rows(later, policy);
 
-  A mean[ROWS], rstd[ROWS], off[ROWS];
-  Spread spread[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    mean[r] = has_extra ? extra_x[r] : 0;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      A values[V];
-      unpack(x[r][i], values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) mean[r] += values[v];  // zeros where the pack is not live
-    }
-    off[r] = mean[r];
-  }
-  combine_row(mean, sum_slots);
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) mean[r] = quotient(mean[r], A(cols), constants.per_col);
-  if (PACKS > 1 && sum_is_rounded<T, kLoads * kThreads * V>(cols)) {
-    A count = has_extra;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) count += live(0, i) ? V : 0;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) off[r] = fma(-count, mean[r], off[r]);
-    combine_row(off, off_slots);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) mean[r] += off[r] * constants.per_col;
-  }
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    spread[r] = {};
-    if (has_extra) add_distance(spread[r], extra_x[r] - mean[r]);
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      A values[V];
-      unpack(x[r][i], values);
-      Spread here = {};
-#pragma unroll
-      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean[r]);
-      if (live(0, i)) spread[r] = combine(spread[r], here);
-    }
-  }
-  combine_row(spread, spread_slots);
-
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    rstd[r] = rsqrt(settle(spread[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
-    if (call.mean != nullptr && threadIdx.x == 0 && live_row(r)) {
-      static_cast<A*>(call.mean)[block_row + int(threadIdx.y) + r * step] = mean[r];
-      static_cast<A*>(call.rstd)[block_row + int(threadIdx.y) + r * step] = rstd[r];
-    }
-  }
-  auto normalize = [&](auto usual_affine) {
-    constexpr bool kUsual = decltype(usual_affine)::value;
-    constexpr bool kHidden = FUSED && ROWS == 1;  // several rows of a thread ask once for all
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (!live(0, i)) continue;
-      const int col = first_col + i * pack_step;
-      A weight[V], bias[V];
-      load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col, cut.begin);
-      const Epilogue<A> epilogue = asked_anew<kHidden>(constants.epilogue);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        A y[V];
-        unpack(x[r][i], y);
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = (y[v] - mean[r]) * rstd[r] * weight[v] + bias[v];
-        apply_epilogue<T, FUSED>(y, epilogue);
-        if (r == 0 || live_row(r)) store<T, V>(output + (col + r * row_step), y);
-      }
-    }
-    if (has_extra) {
-      A weight[1], bias[1];
-      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
-      const Epilogue<A> epilogue = asked_anew<kHidden>(constants.epilogue);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        A y[1] = {(extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0]};
-        apply_epilogue<T, FUSED>(y, epilogue);
-        if (live_row(r)) narrow(y[0], output[cut.extra + r * row_step]);
-      }
-    }
-  };
-  with_usual_affine<T>(call, normalize);
+  // Write, with weight and bias for all of the thread's rows.
+  with_same_dtype<T, kEarly>(call, [&](auto same_dtype) {
+    write_rows<FUSED, same_dtype.value, kEarly>(call, output, x, columns, affine, mean, rstd, constants);
+  });
 }
 
 // ---- Rows in registers, forward: host side ----
 
 struct ForwardPlan {
   int loads, rows;                      // of a thread
+  bool in_warp;                         // 32 threads share a row
   int threads_per_row, rows_per_block;  // rows side by side
   int step_log2;                        // from one of a thread's rows to the next
 };
@@ -1665,23 +1781,34 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
+// Loads and rows of a thread. Few bytes have a thread for each load; more would wait for places on an SM.
+void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
+  const int64_t loads = loads_of(call);
+  const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
+  const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
+  const bool has_warps = call.rows * 32 <= int64_t(kWarpRowBlocks * kBlockThreads) * device.sms;
+  p.loads = kLoads, p.rows = 1;
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads) {
+    p.loads = 2;
+  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && has_warps) {
+    p.in_warp = true;
+  } else if (has_places) {
+    p.loads = 1;
+  } else if (loads <= kFourRowsLoads) {
+    p.loads = 1, p.rows = kLoads;
+  } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !is_fused(call)) {
+    p.rows = 2;
+  }
+}
+
 ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
   const int V = 16 / size_of(call.dtype);
-  const int64_t loads = loads_of(call);
-  const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
-  const int most_of_one = few_rows  ? (shifted ? kShiftedThreads : kThreads)
-                          : shifted ? kShiftedFourRowsLoads
-                                    : kFourRowsLoads;
   ForwardPlan p = {};
-  p.loads = loads <= most_of_one ? 1 : kLoads;
-  p.rows = few_rows || V == 2 ? 1 : p.loads == 1 ? kLoads : 1;
-  p.threads_per_row = row_threads(loads, p.loads);
-  if (shifted) {
-    if (p.loads > 1 && p.threads_per_row <= kTwoRowsThreads && !is_fused(call) && !few_rows && V > 2)
-      p.rows = 2;
-    p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
-  }
-  p.rows_per_block = std::max(1, (V == 8 ? kBlockThreads16Bits : kBlockThreads) / p.threads_per_row);
+  choose_loads(p, call, shifted, device);
+  p.threads_per_row = p.in_warp ? 32 : row_threads(loads_of(call), p.loads);
+  if (shifted) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Columns
+  const int block_threads = V == 8 && shifted ? kShiftedBlockThreads16Bits : kBlockThreads;
+  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
   // A thread's rows are `step` apart, a power of two: those of neighbouring or equally misaligned blocks.
   const int step = !shifted || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
   while (1 << p.step_log2 < step) ++p.step_log2;
@@ -1691,19 +1818,23 @@ ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
 template <typename T, bool SHIFTED, bool FUSED>
 cudaError_t launch(const Forward& call, const Context& context) {
   const ForwardPlan p = plan(call, SHIFTED, context.device);
-  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, FUSED>;
-  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, FUSED>;
-  if constexpr (sizeof(T) < 8) {
-    if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, FUSED>;
-    if constexpr (SHIFTED && !FUSED) {
-      if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, FUSED>;
-    }
+  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, false, FUSED>;
+  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, false, FUSED>;
+  if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, false, FUSED>;
+  if constexpr (SHIFTED && !FUSED) {
+    if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, false, FUSED>;
+  }
+  if constexpr (!SHIFTED && sizeof(T) == 2) {
+    if (p.in_warp) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true, FUSED>;
+  }
+  if constexpr (!SHIFTED && sizeof(T) == 4) {
+    if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false, FUSED>;
   }
   const int64_t step = int64_t(1) << p.step_log2;
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
   const dim3 block(p.threads_per_row, p.rows_per_block);
   kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
-      call, row_constants<Acc<T>>(call, context.device),
+      call, row_constants<float>(call, context.device),
       later_rows(call, p.rows * p.rows_per_block, context.device), p.step_log2);
   return cudaGetLastError();
 }
@@ -1736,17 +1867,9 @@ constexpr bool is_in_words = sizeof(T) == 2 && V == 2;
 template <typename T, int V>
 constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
 
-// A row, found once: the compiler would find each pack from the block's first row (bf16 rows of 2041: 0.79).
-template <typename T>
-__device__ T* found(T* row) {
-  row = opaque(row);
-  __builtin_assume(__isGlobal(row));
-  return row;
-}
-
 template <typename T, int V, int PACKS, int ROWS, bool FUSED>
 __global__ void __launch_bounds__(kBackwardThreads)
-    layer_norm_backward_rows(Backward call, Acc<T>* partials, bool keep_input) {
+    layer_norm_backward_rows(Backward call, Acc<T>* partials, L2Priority priority) {
   using A = Acc<T>;
   // First bias, then sums: columns times rows of a block with several rows.
   constexpr int kShared = (FUSED ? 512 : 256) * V * PACKS;
@@ -1810,7 +1933,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   Pack<T, 1> next_extra_x[ROWS], next_extra_dy[ROWS];
   A next_mean[ROWS], next_rstd[ROWS];
   const int row_step = next_row * cols, to_extra = extra_col - first_col;
-  const uint64_t policy = l2_policy(keep_input);
+  const uint64_t policy = l2_policy(priority);
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = opaque(row_stride * cols);
   const int64_t offset = row * cols + first_col;
   const T* x_at = static_cast<const T*>(call.input) + offset;
@@ -1821,7 +1944,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
       if (row + r * next_row >= call.rows) continue;
       next_mean[r] = static_cast<const A*>(call.mean)[row + r * next_row];
       next_rstd[r] = static_cast<const A*>(call.rstd)[row + r * next_row];
-      const T *x_row = found(x_at + r * row_step), *dy_row = found(dy_at + r * row_step);
+      const T *x_row = keep_pointer(x_at + r * row_step), *dy_row = keep_pointer(dy_at + r * row_step);
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
         if (!live[i]) continue;
@@ -1903,7 +2026,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     for (int r = 0; r < ROWS; ++r) {
       if (row + r * next_row >= call.rows) continue;
       const A mean_wdy = sums[r].wdy * per_col, mean_wdy_xhat = sums[r].wdy_xhat * per_col;
-      T* dx_row = found(grad_input + r * row_step);
+      T* dx_row = keep_pointer(grad_input + r * row_step);
       auto put = [&](const auto& dy, const auto& xhat, const auto& weight, T* to) {
         constexpr int N = sizeof(weight) / sizeof(A);
         A grad[N], dx[N];
@@ -2018,7 +2141,7 @@ cudaError_t launch(Backward call, const Context& context) {
     *tensor = std::exchange(scratch, scratch + room);
   }
   kernel<<<p.blocks, dim3(p.threads_per_row, p.rows_per_block), 0, context.stream>>>(
-      call, partials, exceeds_l2(call, 3, context.device));
+      call, partials, input_priority(call, 3, context.device));
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, p.blocks, context);
 }
@@ -2081,7 +2204,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
   T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
   T* x = reinterpret_cast<T*>(held);
 
-  const uint64_t policy = l2_policy(constants.keep_input);
+  const uint64_t policy = l2_policy(constants.priority);
   for (int col = first_col; col < cols; col += pack_step) copy_async(x + col, input + col, policy);
   if (prefetches()) prefetch_later_rows(later, policy);
   wait_for_copies();
@@ -2097,11 +2220,11 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     sum[0] += here;
   }
   off[0] = sum[0];
-  combine_row<kWarps>(sum, sum_slots);
+  combine_row<false, kWarps>(sum, sum_slots);
   float mean = quotient(sum[0], float(cols), constants.per_col);
   if (sum_is_rounded<T, INT_MAX>(cols)) {
     off[0] = fma(float(-packs * V), mean, off[0]);
-    combine_row<kWarps>(off, off_slots);
+    combine_row<false, kWarps>(off, off_slots);
     mean += off[0] * constants.per_col;
   }
   Spread spread[1] = {};
@@ -2114,7 +2237,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
     spread[0] = combine(spread[0], here);
   }
-  combine_row<kWarps>(spread, spread_slots);
+  combine_row<false, kWarps>(spread, spread_slots);
   const float m2 = settle(spread[0], mean, constants.per_col);
   const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
   if (call.mean != nullptr && threadIdx.x == 0) {
@@ -2123,7 +2246,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
   }
 
   const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
-  with_usual_affine<T>(call, [&](auto usual_affine) {
+  with_same_dtype<T>(call, [&](auto usual_affine) {
 #pragma unroll(kAtOnce<T>)
     for (int i = 0; i < packs; ++i) {
       const int col = first_col + i * pack_step;
@@ -2229,7 +2352,7 @@ struct Pipeline {
   int gatherers;    // warps that take turns, at most kGatherers
   int lanes;        // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
   bool prefetch;    // rows come to L2 while they wait for a place in the ring
-  bool keep_input;  // see l2_policy
+  L2Priority priority;  // of input
   bool shifted;     // see ForwardPass
 };
 
@@ -2297,7 +2420,7 @@ struct ForwardPass {
         load_affine_pair<T, 1, SHIFTED, kUsual>(extra_weight, extra_bias, call, first + cut.extra, 0);
       }
     };
-    with_usual_affine<T>(call, load_affine_of_slice);
+    with_same_dtype<T>(call, load_affine_of_slice);
     count = has_extra();
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) count += has_pack(i) ? V : 0;
@@ -2664,7 +2787,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (lane >= kLoadingThreads) return;
     const int thread = kLoadingThreads == 1 ? 0 : (warp == kLoader ? 0 : 32) + lane;
     Slot slot, before;  // before: pipe.flight stages behind
-    const uint64_t policy = l2_policy(pipe.keep_input);
+    const uint64_t policy = l2_policy(pipe.priority);
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       const char* start[Pass::kTensors];
       int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
@@ -2943,7 +3066,7 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   while (p.pipe.lanes < std::min(p.sharers, 32)) p.pipe.lanes *= 2;
   p.pipe.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
   p.pipe.prefetch = kForward || p.sharers >= kBackwardPrefetchGroup;
-  p.pipe.keep_input = exceeds_l2(call, Pass::kTensors + 1, device);
+  p.pipe.priority = input_priority(call, Pass::kTensors + 1, device);
   return p;
 }
 
@@ -3066,7 +3189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // One thread loads stage after stage, another brings those to L2 that come kPrefetch later. The loading
   // warp is the slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
   const bool loads = thread == 0, prefetches = thread == 32;
-  const uint64_t policy = l2_policy(constants.keep_input);
+  const uint64_t policy = l2_policy(constants.priority);
   int next_row = blockIdx.y, next_stage = 0;
   auto fetch = [&](int slot) {
     if (next_row < rows) {
@@ -4285,7 +4408,6 @@ auto with_dtype(DType dtype, F f) {
   switch (dtype) {
     case DType::Float16: return f(__half());
     case DType::BFloat16: return f(__nv_bfloat16());
-    case DType::Float64: return f(double());
     default: return f(float());
   }
 }
@@ -4297,15 +4419,11 @@ cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> 
   return with_dtype(call.dtype, [&](auto t) {
     using T = decltype(t);
     using One = std::integral_constant<int, 1>;
-    if constexpr (std::is_same_v<T, double>) {
-      return f(t, One(), std::true_type());
-    } else {
-      const auto with_pack = [&](auto fused) {
-        const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
-        return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>(), fused) : f(t, One(), fused);
-      };
-      return is_fused(call) ? with_pack(std::true_type()) : with_pack(std::false_type());
-    }
+    const auto with_pack = [&](auto fused) {
+      const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
+      return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>(), fused) : f(t, One(), fused);
+    };
+    return is_fused(call) ? with_pack(std::true_type()) : with_pack(std::false_type());
   });
 }
 
@@ -4403,6 +4521,7 @@ CUDA_SOURCE = "".join(
         _STATISTICS,
         _EPILOGUE,
         _DEVICE,
+        _ROWS,
         _REGISTERS,
         _SHARED,
         _PIPELINE,
