@@ -4,7 +4,7 @@
 What it is
     The CUDA source below is compiled when this file is first imported (about
     half a minute, once; later imports load the result from the cache).
-    CUDA tensors run these kernels or raise; other tensors go to PyTorch.
+    CUDA tensors run these kernels or raise; float64 and other devices go to PyTorch.
     torch.func's gradient transforms, forward mode and double backward run
     PyTorch's operations, which can be differentiated again.
 
@@ -4493,6 +4493,12 @@ void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, cons
               bias->scalar_type());
 }
 
+void check_dtype(const Tensor& input) {
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
+}
+
 void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
            const OptionalTensor& bias) {
   TORCH_CHECK(!shape.empty(),
@@ -4501,10 +4507,7 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
               "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
               text(shape).substr(1), ", but got input of size ", text(sizes));
-  const auto dtype = input.scalar_type();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
-      "layer_norm expects input of dtype Float, Half, BFloat16 or Double, but got ", dtype);
+  check_dtype(input);
   check_affine(weight, bias, input, shape);
 }
 
@@ -4525,12 +4528,9 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
 using Empty = Tensor (*)(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like);
 
 Outputs allocate_forward(const Tensor& input, SymIntArrayRef shape, bool save_statistics, Empty empty) {
-  const auto dtype = input.scalar_type();
   Tensor statistics;
-  if (save_statistics) {
-    statistics = empty({2, row_count(input, shape)}, dtype == at::kDouble ? dtype : at::kFloat, input);
-  }
-  return {empty(input.sym_sizes(), dtype, input), statistics};
+  if (save_statistics) statistics = empty({2, row_count(input, shape)}, at::kFloat, input);
+  return {empty(input.sym_sizes(), input.scalar_type(), input), statistics};
 }
 
 Gradients allocate_backward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -4549,7 +4549,6 @@ DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kHalf: return DType::Float16;
     case at::kBFloat16: return DType::BFloat16;
-    case at::kDouble: return DType::Float64;
     default: return DType::Float32;
   }
 }
@@ -4684,8 +4683,7 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
               "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
   const auto dtype = input.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
+  check_dtype(input);
   auto check_parameter = [&](const char* name, const Tensor& t, const std::vector<SymInt>& sizes) {
     TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
                 text(t.sym_sizes()));
@@ -4897,8 +4895,7 @@ auto find_op(const char* name) {
 Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, shape, weight, bias);
-  const auto dtype = input.scalar_type();
-  const Tensor x = dtype == at::kDouble ? input : input.to(at::kFloat);
+  const Tensor x = input.to(at::kFloat);
   std::vector<int64_t> dims(shape.size());
   std::iota(dims.begin(), dims.end(), input.dim() - static_cast<int64_t>(shape.size()));
   const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
@@ -4910,7 +4907,7 @@ Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const Opti
     case Activation::Gelu: y = at::gelu(y); break;
     case Activation::GeluTanh: y = at::gelu(y, "tanh"); break;
   }
-  return (scale == 1 ? y : y * scale).to(dtype);
+  return (scale == 1 ? y : y * scale).to(input.scalar_type());
 }
 
 using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr, newer: intrusive_ptr
@@ -5481,7 +5478,7 @@ def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, 
     ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
     shape = (info.batch_size, *ones, *normalized_shape)
     weight, bias = (t if d is None else t.reshape(shape) for t, d in zip((weight, bias), dims[1:]))
-    z = xhat.to(torch.promote_types(xhat.dtype, torch.float32))
+    z = xhat.float()
     if weight is not None:
         z = z * weight
     if bias is not None:
@@ -5515,7 +5512,7 @@ def layer_norm(
     Differentiable, to any order without an activation and twice with one.
 
     Args:
-        input: (*, *normalized_shape), float32, float16, bfloat16 or float64; any strides.
+        input: (*, *normalized_shape), float32, float16 or bfloat16 (float64 goes to PyTorch); any strides.
         normalized_shape: sequence of ints, at least one.
         weight, bias: normalized_shape, of input's dtype (or float32 with a 16-bit input), or None.
         eps: added to the variance, in units of input squared.
@@ -5524,7 +5521,7 @@ def layer_norm(
 
     Returns:
         Tensor of input's shape and dtype (under CUDA's autocast float32, as nn.LayerNorm), contiguous.
-        Statistics and arithmetic are float32 (float64 for float64 input), whatever the dtype.
+        Statistics and arithmetic are float32, whatever the dtype.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
@@ -5542,7 +5539,7 @@ def layer_norm(
     if isinstance(input, torch.Tensor) and not isinstance(normalized_shape, (tuple, list)):
         got = type(normalized_shape).__name__
         raise TypeError(f"layer_norm(): argument 'normalized_shape' (position 2) must be tuple of ints, not {got}")
-    if isinstance(input, torch.Tensor) and input.is_cuda:
+    if isinstance(input, torch.Tensor) and input.is_cuda and input.dtype is not torch.float64:
         if _layer_norm_op is None:
             raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
         if plain:
