@@ -4470,14 +4470,26 @@ std::string text(SymIntArrayRef sizes) {
   return "[" + list + "]";
 }
 
+void check_device(const char* name, const Tensor& t, const Tensor& input) {
+  TORCH_CHECK(t.device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
+              input.device(), " and ", name, " is on ", t.device());
+}
+
+void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype,
+                  const Tensor& input) {
+  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
+              text(t.sym_sizes()));
+  TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ",
+              t.scalar_type());
+  check_device(name, t, input);
+}
+
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
   TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ",
               text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
-  TORCH_CHECK(affine->device() == input.device(),
-              "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
-              name, " is on ", affine->device());
+  check_device(name, *affine, input);
   const auto dtype = affine->scalar_type();
   const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
   TORCH_CHECK(dtype == input.scalar_type() || (half && dtype == at::kFloat), "Expected ", name, " of dtype ",
@@ -4511,8 +4523,6 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
   check_affine(weight, bias, input, shape);
 }
 
-// ---- What the kernels and the Meta functions share: shapes and allocations ----
-
 SymInt product(SymIntArrayRef sizes) {
   SymInt n = 1;
   for (const auto& size : sizes) n *= size;
@@ -4522,6 +4532,16 @@ SymInt product(SymIntArrayRef sizes) {
 SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
   return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
 }
+
+// Also what forward saved: a parameter can be converted since, and hooks may give back another tensor.
+void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
+                    const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias) {
+  check(input, shape, weight, bias);
+  check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
+  check_tensor("statistics", statistics, {2, row_count(input, shape)}, at::kFloat, input);
+}
+
+// ---- What the kernels and the Meta functions share: allocations ----
 
 // Makes a tensor on the device of `like`, contiguous as at::native_layer_norm's, whatever the strides of
 // `like`.
@@ -4646,14 +4666,14 @@ Outputs forward_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const
 void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                   const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                   int64_t activation, double scale, const Gradients& gradients) {
-  const Tensor dy = grad_output.contiguous(), x = input.contiguous();
+  const Tensor dy = grad_output.contiguous(), x = input.contiguous(), stats = statistics.contiguous();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   const auto& affine = present(w) ? w : b;
   Backward call = {};
   call.grad_output = read(dy);
   call.input = read(x);
-  call.mean = read(statistics);
-  call.rstd = static_cast<const char*>(call.mean) + statistics.nbytes() / 2;
+  call.mean = read(stats);
+  call.rstd = static_cast<const char*>(call.mean) + stats.nbytes() / 2;
   call.weight = read(w);
   call.grad_input = write(std::get<0>(gradients));
   call.grad_weight = write(std::get<1>(gradients));
@@ -4672,6 +4692,7 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
 Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                         const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                         int64_t activation, double scale, std::array<bool, 3> output_mask) {
+  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
   const c10::cuda::CUDAGuard guard(input.device());
   const Gradients gradients = allocate_backward(input, weight, bias, output_mask, empty_cuda);
   run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
@@ -4684,24 +4705,24 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
               "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
   const auto dtype = input.scalar_type();
   check_dtype(input);
-  auto check_parameter = [&](const char* name, const Tensor& t, const std::vector<SymInt>& sizes) {
-    TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
-                text(t.sym_sizes()));
-    TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, " (the input's), but got ",
-                t.scalar_type());
-    TORCH_CHECK(t.device() == input.device(),
-                "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
-                name, " is on ", t.device());
-  };
-  check_parameter("conv_weight", conv_weight, {32, 64, 4, 4, 4});
-  if (present(conv_bias)) check_parameter("conv_bias", *conv_bias, {64});
-  const std::vector<SymInt> shape = {64};
-  check_affine(weight, bias, input, shape);
+  check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
+  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, dtype, input);
+  check_affine(weight, bias, input, {64});
+}
+
+std::vector<SymInt> output_sizes(const Tensor& input) {
+  return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
+}
+
+void check_convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
+                                const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                const OptionalTensor& bias) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
 }
 
 Tensor allocate_convolution(const Tensor& input) {
-  return at::empty_symint({input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64},
-                          input.options().memory_format(at::MemoryFormat::Contiguous));
+  return at::empty_symint(output_sizes(input), input.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 // Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
@@ -4765,9 +4786,8 @@ Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const Op
   const c10::cuda::CUDAGuard guard(input.device());
   if (!fits_convolution(input)) {
     const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
-    const std::vector<SymInt> shape = {64};
     const auto gelu = static_cast<int64_t>(Activation::Gelu);
-    return std::get<0>(forward_kernel(y, shape, weight, bias, eps, gelu, scale, false));
+    return std::get<0>(forward_kernel(y, {64}, weight, bias, eps, gelu, scale, false));
   }
   const Tensor output = allocate_convolution(input);
   run_convolution(input, conv_weight, conv_bias, weight, bias, output, {}, eps, scale);
@@ -4792,6 +4812,7 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
                                                const Tensor& conv_weight, const OptionalTensor& conv_bias,
                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                double eps, double scale, std::array<bool, 5> output_mask) {
+  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
   // conv_bias leaves with the mean of a row, so that its gradient stays 0. The sums over parts of the batch
@@ -4822,8 +4843,7 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     const Gradients parts = {wants_convolution ? conv : Tensor(),  // a row is read before it is written
                              sums[1].defined() ? at::empty_like(sums[1]) : Tensor(),
                              sums[2].defined() ? at::empty_like(sums[2]) : Tensor()};
-    const std::vector<SymInt> shape = {64};
-    run_backward(dy, conv, shape, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
+    run_backward(dy, conv, {64}, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
     Tensor part_input, part_conv_weight;
     if (wants_convolution) {
       std::tie(part_input, part_conv_weight, std::ignore) = at::convolution_backward(
@@ -4859,9 +4879,10 @@ Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const
   return allocate_forward(input, normalized_shape, true, empty_meta);
 }
 
-Gradients backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, const Tensor&,
-                        const OptionalTensor& weight, const OptionalTensor& bias, int64_t, double,
-                        std::array<bool, 3> output_mask) {
+Gradients backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                        int64_t, double, std::array<bool, 3> output_mask) {
+  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
   return allocate_backward(input, weight, bias, output_mask, empty_meta);
 }
 
@@ -4871,10 +4892,11 @@ Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const Op
   return allocate_convolution(input);
 }
 
-ConvolutionGradients convolution_backward_meta(const Tensor&, const Tensor& input, const Tensor& conv_weight,
-                                               const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                               const OptionalTensor& bias, double, double,
-                                               std::array<bool, 5> output_mask) {
+ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const Tensor& input,
+                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                               double, double, std::array<bool, 5> output_mask) {
+  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
   return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
 }
 
@@ -4976,24 +4998,23 @@ struct KernelBackward : torch::autograd::Node {
 };
 
 struct LayerNormBackward : KernelBackward {
-  int64_t dims, activation;
+  c10::SymDimVector shape;
+  int64_t activation;
 
   std::string name() const override { return "LayerNormBackward"; }
-
-  SymIntArrayRef shape(const Tensor& input) const { return input.sym_sizes().slice(input.dim() - dims); }
 
   variable_list backward(const Tensor& grad_output, const Tensors& tensors,
                          const std::array<bool, 5>& wanted) const override {
     static const auto op = find_op<decltype(backward_cuda)>("backward");
     const auto& [x, w, b, statistics, none] = tensors;
     const auto [grad_input, grad_weight, grad_bias] = op.call(
-        grad_output, x, shape(x), statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
+        grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
     return {grad_input, grad_weight, grad_bias};
   }
 
   Tensor composed_forward(const Tensors& tensors) const override {
     const auto& [x, w, b, statistics, none] = tensors;
-    return composed_layer_norm(x, shape(x), w, b, eps, activation, scale);
+    return composed_layer_norm(x, shape, w, b, eps, activation, scale);
   }
 };
 
@@ -5009,7 +5030,7 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
   auto& node = static_cast<LayerNormBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
   node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
-  node.dims = normalized_shape.size();
+  node.shape = normalized_shape;
   node.activation = activation;
   node.eps = eps;
   node.scale = scale;
@@ -5043,8 +5064,7 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                             double scale) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  const std::vector<SymInt> shape = {64};
-  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), shape, weight, bias, eps,
+  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), {64}, weight, bias, eps,
                  static_cast<int64_t>(Activation::Gelu), scale);
 }
 

@@ -2660,6 +2660,50 @@ def test_bad_input_of_the_convolution(words, change):
         layernorm_inline._ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
 
 
+@kernels
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=gpu)])
+def test_backward_checks_every_tensor(device):
+    def empty(*shape):
+        return torch.empty(shape, device=device)
+
+    x, weights = empty(1, 32, 2, 3, 32), (empty(32, 64, 4, 4, 4), empty(64), empty(64), empty(64))
+    ops, other = layernorm_inline._ops, "cpu" if device == "meta" else "meta"
+    for op, arguments in (
+        (ops.backward, [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 0, 1.0, [True] * 3]),
+        (ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
+    ):
+        op(*arguments)
+        for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):
+            t = arguments[i]
+            for wrong in (t.half(), t[..., :-1], torch.empty_like(t, device=other)):
+                with pytest.raises(RuntimeError, match="^(Expected|Given)"):
+                    op(*arguments[:i], wrong, *arguments[i + 1 :])
+
+
+@gpu
+def test_backward_of_what_has_changed_since():
+    def change(t, to):
+        t.data = to
+
+    for words, do in [
+        ("weight of dtype Float .*, but got Half", lambda norm, x: norm.half()),
+        ("weight of dtype Float .*, but got Double", lambda norm, x: norm.double()),
+        ("bias to be of same shape", lambda norm, x: change(norm.bias, norm.bias[:8].detach().clone())),
+        ("Float, Half or BFloat16, but got Double", lambda norm, x: change(x, x.detach().double())),
+        ("expected input with shape", lambda norm, x: change(x, x.detach()[0, :8].clone())),
+        ("grad_output of shape", lambda norm, x: change(x, x.detach()[:3].clone())),
+    ]:
+        norm, x = ModelNew(64).cuda(), torch.randn(5, 64, device="cuda", requires_grad=True)
+        y = norm(x)
+        do(norm, x)
+        with pytest.raises(RuntimeError, match=words):
+            y.sum().backward()
+    norm, x, dy = ModelNew(64).cuda(), torch.randn(5, 64, device="cuda", requires_grad=True), torch.randn(5, 64).cuda()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() == 2 else t):
+        y = norm(x)
+    assert all(torch.equal(*g) for g in zip(*(torch.autograd.grad(f, [x, norm.weight], dy) for f in (y, norm(x)))))
+
+
 # ---- Python API: autograd ----
 
 

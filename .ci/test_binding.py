@@ -51,6 +51,7 @@ tests = importlib.import_module("test_layernorm_emulated")
 CHOSEN = """
     test_values test_only_the_gradients_asked_for test_strided_weight_bias_and_grad_output test_shapes_and_strides
     test_no_rows test_bad_input test_bad_dtypes_and_devices test_bad_input_of_the_convolution
+    test_backward_checks_every_tensor test_backward_of_what_has_changed_since
     test_gradcheck_and_gradgradcheck test_float64_is_pytorchs test_third_derivatives test_copy_on_write_tensors_stay_shared
     test_functional_transforms test_vmap test_vmap_over_backward test_vmap_checks_the_slices test_forward_mode
     test_the_node_in_the_graph test_threads_in_backward_over_one_graph test_checkpoint_and_gradient_accumulation
