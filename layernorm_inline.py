@@ -4951,6 +4951,10 @@ bool in_transform() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
+bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+// Of forward mode, which the kernels do not know.
+bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
+
 // A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
 struct KernelBackward : torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
@@ -4976,7 +4980,9 @@ struct KernelBackward : torch::autograd::Node {
     std::array<bool, 5> wanted = {};
     for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
     const bool create_graph = at::GradMode::is_enabled();
-    if (!create_graph && !in_transform()) return backward(grad_outputs[0], tensors, wanted);
+    if (!create_graph && !in_transform() && !has_tangent(grad_outputs[0])) {
+      return backward(grad_outputs[0], tensors, wanted);
+    }
 
     lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
     const at::AutoGradMode with_gradients(true);
@@ -5037,11 +5043,6 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
   torch::autograd::set_history(output, pointer);
   return output;
 }
-
-bool requires_grad(const Tensor& t) { return t.requires_grad(); }
-bool has_tangent(const Tensor& t) {
-  return t._fw_grad(0).defined();
-}  // which a C++ autograd node does not know
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {

@@ -2987,6 +2987,27 @@ def test_forward_mode():
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
+@gpu
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_forward_over_reverse(create_graph):
+    """A tangent that comes in with grad_output alone."""
+    forward_ad = torch.autograd.forward_ad
+    norm = randomize(nn.LayerNorm(8).cuda())
+    for modules, shape in (
+        ((norm, replace_layer_norm(copy.deepcopy(norm))), (6, 8)),
+        (models_34(ARGUMENTS_34, "cuda"), (1, 32, 1, 2, 32)),
+    ):
+        x, results = torch.randn(shape, device="cuda", requires_grad=True), []
+        with convolutions_in_tf32(False):
+            tangent, dy = torch.randn((2, *modules[0](x).shape), device="cuda")
+            for module in modules:
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(dy, tangent)
+                    (grad,) = torch.autograd.grad(module(x), x, dual, create_graph=create_graph)
+                    results.append(forward_ad.unpack_dual(grad))
+        torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
 class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -205,6 +205,7 @@ MUTANTS = [
     Mutant("binding: bias saved in weight's place", "{{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}}", "{{{input, false}, {bias, false}, {bias, false}, {statistics, false}, {}}}", "vmap or " + ASKED_FOR),
     Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(i);", "task_should_compute_output(i == 0 || i > 2 ? i : 3 - i);", ASKED_FOR),
     Mutant("binding: gradient of bias alone", "has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias))", "has(input) || (present(weight) && has(*weight))", ASKED_FOR),
+    Mutant("binding: tangent of grad_output dropped", "&& !has_tangent(grad_outputs[0])", "", "forward_over_reverse"),
     Mutant("binding: input not cast under autocast", "at::autocast::cached_cast(at::kFloat, input), normalized_shape", "input, normalized_shape", "autocast"),
     Mutant("binding: weight on another device", "check_device(name, *affine, input);", "", "bad_dtypes_and_devices"),
     Mutant("binding: backward checks nothing", "check_backward(grad_output, input, normalized_shape, statistics, weight, bias); const", "const", "backward_checks"),

@@ -53,7 +53,7 @@ CHOSEN = """
     test_no_rows test_bad_input test_bad_dtypes_and_devices test_bad_input_of_the_convolution
     test_backward_checks_every_tensor test_backward_of_what_has_changed_since
     test_gradcheck_and_gradgradcheck test_float64_is_pytorchs test_third_derivatives test_copy_on_write_tensors_stay_shared
-    test_functional_transforms test_vmap test_vmap_over_backward test_vmap_checks_the_slices test_forward_mode
+    test_functional_transforms test_vmap test_vmap_over_backward test_vmap_checks_the_slices test_forward_mode test_forward_over_reverse
     test_the_node_in_the_graph test_threads_in_backward_over_one_graph test_checkpoint_and_gradient_accumulation
     test_torch_compile_in_one_graph test_opcheck test_export_and_no_recompiling
     test_replace_layer_norm test_with_the_rest_of_nn test_torchscript_and_fx test_meta_device_then_materialized
