@@ -56,6 +56,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import numbers
 import os
 import re
 import shlex
@@ -70,7 +71,8 @@ from collections.abc import Sequence
 from typing import Optional, Union
 
 import torch
-from torch import fx, nn
+from torch import _VF, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 __version__ = "0.1.0"
 __all__ = [
@@ -5516,6 +5518,15 @@ if (
     torch.library.register_vmap(_layer_norm_op, _layer_norm_vmap)
 
 
+_TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first: of a Parameter isinstance takes 0.07 us
+
+_is_overridden = has_torch_function_variadic
+if torch.__version__ < "2.2":  # whose torch.compile cannot trace the question
+
+    def _is_overridden(*tensors):
+        return not torch._utils.is_compiling() and has_torch_function_variadic(*tensors)
+
+
 def layer_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -5549,30 +5560,34 @@ def layer_norm(
             input is a CUDA tensor and at the import there was nothing to compile for (no GPU and no
             TORCH_CUDA_ARCH_LIST, none of compute capability 7.5 or newer, PyTorch without CUDA). A compilation
             that fails raises at the import.
-        TypeError: input is no Tensor, normalized_shape no tuple or list, or scale a Tensor.
+        TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
         ValueError: activation is none of the three.
     """
-    if isinstance(scale, torch.Tensor):  # its gradient would be lost
-        raise TypeError("Expected scale to be a number, but got a Tensor: multiply the output by it instead")
+    if _is_overridden(input, weight, bias):
+        rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
+        return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **rest)
+    if type(scale) is not float and not isinstance(scale, numbers.Real):  # a Tensor's gradient would be lost
+        raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     plain = activation is None and scale == 1
     if not plain and activation not in tuple(_ACTIVATIONS):  # a tuple: of a list it would be no TypeError
         raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
-    if isinstance(input, torch.Tensor) and not isinstance(normalized_shape, (tuple, list)):
-        got = type(normalized_shape).__name__
-        raise TypeError(f"layer_norm(): argument 'normalized_shape' (position 2) must be tuple of ints, not {got}")
-    if isinstance(input, torch.Tensor) and input.is_cuda and input.dtype is not torch.float64:
-        if _layer_norm_op is None:
-            raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
-        if plain:
-            return _layer_norm_op(input, normalized_shape, weight, bias, eps)
-        return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
-    if not isinstance(input, torch.Tensor):
-        raise TypeError(f"layer_norm(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
-    output = torch.ops.aten.layer_norm.default(input, normalized_shape, weight, bias, eps)
-    return _activate(output, _ACTIVATIONS[activation], scale)
-
-
-fx.wrap("layer_norm")  # symbolic tracing records a call, and does not ask proxies where they are
+    if not isinstance(input, torch.Tensor) or not input.is_cuda or input.dtype is torch.float64:
+        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), _ACTIVATIONS[activation], scale)
+    if _layer_norm_op is None:
+        raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
+    usual = (
+        type(eps) in (float, int)
+        and isinstance(normalized_shape, (tuple, list))
+        and (type(weight) in _TENSORS or isinstance(weight, torch.Tensor))
+        and (type(bias) in _TENSORS or isinstance(bias, torch.Tensor))
+    )
+    for size in normalized_shape if usual else ():
+        usual = usual and type(size) is int
+    if not usual:  # PyTorch, given no rows, raises its own TypeError where it does not take the argument
+        _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
+    if plain:
+        return _layer_norm_op(input, normalized_shape, weight, bias, eps)
+    return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -2597,22 +2597,41 @@ BAD = [
     (RuntimeError, "not implemented|Complex", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
     (TypeError, "list", lambda d: layer_norm([1.0, 2.0], (2,))),
     (TypeError, "not int", lambda d: layer_norm(torch.zeros(2, 5, device=d), 5)),
+    (TypeError, "normalized_shape.* float", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5.0,))),
+    (TypeError, "normalized_shape.* float", lambda d: layer_norm(torch.zeros(2, 5, device=d), [2, 5.0])),
+    (TypeError, "normalized_shape.* bool", lambda d: layer_norm(torch.zeros(2, 1, device=d), (True,))),
+    (TypeError, "normalized_shape.* range", lambda d: layer_norm(torch.zeros(2, 5, device=d), range(5, 6))),
+    (TypeError, "'weight'.* not list", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), [1.0] * 5)),
+    (TypeError, "'bias'.* not float", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), None, 0.0)),
+    (TypeError, "'eps'.* not NoneType", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), eps=None)),
+    (TypeError, "'eps'.* not str", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), eps="1")),
+    (TypeError, "'eps'.* not Tensor", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), eps=torch.ones((), requires_grad=True))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize("error,words,call", BAD)
 def test_bad_input(error, words, call, device):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as raised:
         call(device)
+    assert "layernorm_" not in str(raised.value)  # the name of the op, which has a hash
     assert torch.isfinite(layer_norm(torch.randn(2, 5, device=device), (5,))).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_a_scale_with_a_gradient_is_refused(device):
-    x, scale = torch.randn(2, 5, device=device), torch.tensor(2.0, requires_grad=True)
-    with pytest.raises(TypeError, match="scale to be a number"):
-        layer_norm(x, (5,), scale=scale)
+def test_a_scale_is_a_number(device):
+    x = torch.randn(2, 5, device=device)
+    for scale in (torch.ones((), requires_grad=True), "2", None, 1j):
+        with pytest.raises(TypeError, match=f"scale to be a number, but got {type(scale).__name__}"):
+            layer_norm(x, (5,), scale=scale)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_arguments_of_other_types(device):
+    """What PyTorch's function takes besides."""
+    x = torch.randn(2, 5, device=device)
+    for eps, size in ((1, torch.tensor(5)), (torch.tensor(1.0), 5), (True, 5)):
+        torch.testing.assert_close(layer_norm(x, [size], eps=eps), nn.functional.layer_norm(x, (5,), eps=1.0))
 
 
 @pytest.mark.parametrize("call", [call for _, _, call in BAD])
@@ -3441,6 +3460,39 @@ def test_torchscript_and_fx(device):
         torch.testing.assert_close(module(x), expected)
         torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, theirs)))
     torch.testing.assert_close(torch.jit.script(ours[1])(x), theirs[1](x))
+
+    def function(x):  # of a name that this file has from the other one
+        return layer_norm(x, (8,), activation="gelu")
+
+    graph = torch.fx.symbolic_trace(function)
+    assert [node.target for node in graph.graph.nodes][-2] is layer_norm
+    for traced in (graph, torch.jit.trace(function, x), torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(traced(x), function(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_what_overrides_functions_is_asked(device):
+    calls = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Duck:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return function, args[1], kwargs["scale"]
+
+    x, weight = torch.randn(2, 8, device=device), torch.randn(8, device=device)
+    expected = layer_norm(x, (8,), weight)
+    with Mode():
+        assert torch.equal(layer_norm(x, (8,), weight), expected)
+    assert calls[0] is layer_norm
+    for arguments in ((Duck(), (8,)), (x, (8,), Duck()), (x, (8,), None, Duck())):
+        assert layer_norm(*arguments, scale=2.0) == (layer_norm, (8,), 2.0)
+    subclass = layer_norm(x.as_subclass(type("Subclass", (torch.Tensor,), {})), (8,), weight)
+    assert type(subclass).__name__ == "Subclass" and torch.equal(subclass.as_subclass(torch.Tensor), expected)
 
 
 @gpu

@@ -84,6 +84,7 @@ IN_THE_BINDING = {
     ASKED_FOR: "asked_for",
     "vmap or " + ASKED_FOR: "vmap or asked_for",
     "float64_is_pytorchs": "float64_is_pytorchs",
+    "bad_input": "bad_input",
 }
 
 
@@ -232,7 +233,10 @@ MUTANTS = [
     Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit"),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
-    Mutant("Python: float64 for the kernels", "and input.dtype is not torch.float64", "", "float64_is_pytorchs"),
+    Mutant("Python: overrides not asked", "_is_overridden(input, weight, bias):", "False:", "torchscript or overrides"),
+    Mutant("Python: types of arguments not asked", "if not usual:", "if False:", "bad_input"),
+    Mutant("Python: scale of any type", "not isinstance(scale, numbers.Real):", "False:", "scale_is_a_number"),
+    Mutant("Python: float64 for the kernels", "or input.dtype is torch.float64", "", "float64_is_pytorchs"),
     Mutant("Python: the two forms of GELU swapped", '"gelu": 1, "gelu_tanh": 2', '"gelu": 2, "gelu_tanh": 1', VALUES),
     Mutant("Python: vmap's weights along the wrong dimension", "[1] * (none_of_x.dim() - 1 - len(normalized_shape))", "[1] * (none_of_x.dim() - len(normalized_shape))", "vmap"),
     Mutant("Python: subclasses replaced, too", "if type(child) in types:", "if isinstance(child, tuple(types)):", "replace_layer_norm"),
