@@ -2444,6 +2444,7 @@ def test_problem_34_cuda_graph_of_a_training_step(dtype_34):
 
 
 @gpu
+@convolutions_in_tf32(False)
 def test_problem_34_with_hooks():
     """Hooks of the inner modules run, forward and backward, and change nothing else."""
     _, ours = models_34(ARGUMENTS_34, "cuda")
@@ -2457,6 +2458,28 @@ def test_problem_34_with_hooks():
             hook.remove()
             torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     assert len(seen) == 4
+
+    parts = {ours.conv_transpose, ours.layer_norm}
+    for register in (
+        nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook, nn.modules.module.register_module_full_backward_hook,
+    ):  # fmt: skip
+        seen, hook = [], register(lambda module, *_: seen.append(module))
+        ours(x.requires_grad_()).sum().backward()
+        hook.remove()
+        assert parts <= set(seen)
+    for part in parts:
+        for owner in (part, type(part)):
+            with pytest.MonkeyPatch.context() as patch:
+                seen, original = [], owner.forward
+                patch.setattr(owner, "forward", lambda *arguments: seen.append(1) or original(*arguments))
+                torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=1e-4)
+            assert seen == [1] and ours._in_one_kernel(x)
+    with pytest.raises(TypeError, match="argument 'input'.* not NoneType"):
+        ours(None)
+    ours.scaling_factor = "2"
+    with pytest.raises(TypeError, match="scale to be a number"):
+        ours(x)
 
 
 @gpu
