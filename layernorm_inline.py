@@ -66,8 +66,8 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import Optional, Union
 
 import torch
@@ -5618,7 +5618,8 @@ def replace_layer_norm(
 
     The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
     and references hold. Other subclasses of nn.LayerNorm are left as they are, with a warning: their
-    forward may differ. Name in `types` those whose forward does not.
+    forward may differ. Name in `types` those whose forward does not. What has another class or forward since
+    (parametrize, FSDP's fully_shard, accelerate's hooks) is left with a warning, too: replace before that.
 
     Args:
         module: an nn.Module.
@@ -5629,25 +5630,29 @@ def replace_layer_norm(
         module.
 
     Raises:
-        TypeError: a class in types is neither nn.LayerNorm nor a subclass of it.
+        TypeError: module is no nn.Module, or types anything but nn.LayerNorm, subclasses of it, or a list of these.
     """
-    types = (types,) if isinstance(types, type) else types
-    for cls in types:
-        if not issubclass(cls, nn.LayerNorm):
-            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, but got {cls.__qualname__}")
-    left = Counter()
-    for child in module.modules():
-        if type(child) in types:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected module to be an nn.Module, but got {type(module).__name__}")
+    classes = tuple(types) if isinstance(types, Collection) else (types,)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.LayerNorm)):
+            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, in a tuple or list, but got {types!r}")
+    left = defaultdict(Counter)
+    for child in (m for m in module.modules() if isinstance(m, nn.LayerNorm) and not isinstance(m, LayerNorm)):
+        cls = type(child)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if "forward" in vars(child) or (cls is not nn.LayerNorm and name.startswith("torch.")):
+            left["what has another class or forward since (call replace_layer_norm before that)"][name] += 1
+        elif cls in classes:
             child.__class__ = LayerNorm
-        elif isinstance(child, nn.LayerNorm) and type(child) is not nn.LayerNorm and not isinstance(child, LayerNorm):
-            left[f"{type(child).__module__}.{type(child).__qualname__}"] += 1
-    if left:
-        classes = ", ".join(f"{name} ({count})" for name, count in left.items())
-        warnings.warn(
-            "replace_layer_norm left subclasses of nn.LayerNorm as they are, as their forward may differ: "
-            f"{classes}. Name those whose forward does not in types=(nn.LayerNorm, ...).",
-            stacklevel=2,
-        )
+        elif cls is not nn.LayerNorm:
+            left["subclasses (name those that compute the same in types=(nn.LayerNorm, ...))"][name] += 1
+    report = [f"left {what}: {', '.join(f'{name} ({n})' for name, n in names.items())}" for what, names in left.items()]
+    if not report and not any(isinstance(m, LayerNorm) for m in module.modules()):
+        report = [f"found no nn.LayerNorm in {type(module).__name__}"]
+    if report:
+        warnings.warn(f"replace_layer_norm {'; and '.join(report)}.", stacklevel=2)
     return module
 
 

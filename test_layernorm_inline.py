@@ -3413,9 +3413,32 @@ def test_replace_layer_norm(device):
         assert type(replace_layer_norm(Custom(3), types=Custom)) is ModelNew
         replace_layer_norm(model, types=(nn.LayerNorm, Custom))
         assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew] * 3 + [Mine]
-        with pytest.raises(TypeError, match="subclasses of nn.LayerNorm, but got GroupNorm"):
-            replace_layer_norm(model, types=(nn.GroupNorm,))
+        replace_layer_norm(model)  # nothing is left to do
+        for types in ((nn.GroupNorm,), "LayerNorm", None, (cls for cls in [nn.LayerNorm])):
+            with pytest.raises(TypeError, match="types to be subclasses of nn.LayerNorm.* but got .*"):
+                replace_layer_norm(model, types=types)
+        for wrong in (None, nn.LayerNorm):
+            with pytest.raises(TypeError, match=f"to be an nn.Module, but got {type(wrong).__name__}"):
+                replace_layer_norm(wrong)
         torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_replace_layer_norm_says_what_it_leaves():
+    """Parametrized modules have a class of PyTorch's, which cannot be turned; accelerate sets forward on the module."""
+    parametrized, patched, x = nn.LayerNorm(3), nn.LayerNorm(3), torch.randn(2, 3)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    patched.forward = lambda x: 2 * type(patched).forward(patched, x)
+    for module, words in [
+        (parametrized, "before that\\): torch.*ParametrizedLayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(patched, nn.LayerNorm(3)), "before that\\): torch.*LayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(nn.Linear(3, 3)), "found no nn.LayerNorm in Sequential"),
+    ]:
+        expected = module(x)
+        for types in (nn.LayerNorm, [nn.LayerNorm, type(parametrized)]):
+            with pytest.warns(UserWarning, match=words) as warned:
+                replace_layer_norm(module, types)
+            assert len(warned) == 1 and "in types" not in str(warned[0].message)
+            torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
