@@ -4,7 +4,7 @@
 What it is
     The CUDA source below is compiled when this file is first imported (about
     half a minute, once; later imports load the result from the cache).
-    CUDA tensors run these kernels or raise; other tensors go to PyTorch.
+    CUDA tensors run these kernels or raise; float64 and other devices go to PyTorch.
     torch.func's gradient transforms, forward mode and double backward run
     PyTorch's operations, which can be differentiated again.
 
@@ -56,6 +56,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import numbers
 import os
 import re
 import shlex
@@ -65,12 +66,13 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import Optional, Union
 
 import torch
-from torch import fx, nn
+from torch import _VF, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 __version__ = "0.1.0"
 __all__ = [
@@ -4589,14 +4591,26 @@ std::string text(SymIntArrayRef sizes) {
   return "[" + list + "]";
 }
 
+void check_device(const char* name, const Tensor& t, const Tensor& input) {
+  TORCH_CHECK(t.device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
+              input.device(), " and ", name, " is on ", t.device());
+}
+
+void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype,
+                  const Tensor& input) {
+  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
+              text(t.sym_sizes()));
+  TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ",
+              t.scalar_type());
+  check_device(name, t, input);
+}
+
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
   TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ",
               text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
-  TORCH_CHECK(affine->device() == input.device(),
-              "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
-              name, " is on ", affine->device());
+  check_device(name, *affine, input);
   const auto dtype = affine->scalar_type();
   const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
   TORCH_CHECK(dtype == input.scalar_type() || (half && dtype == at::kFloat), "Expected ", name, " of dtype ",
@@ -4612,6 +4626,12 @@ void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, cons
               bias->scalar_type());
 }
 
+void check_dtype(const Tensor& input) {
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
+}
+
 void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
            const OptionalTensor& bias) {
   TORCH_CHECK(!shape.empty(),
@@ -4620,14 +4640,9 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
               "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
               text(shape).substr(1), ", but got input of size ", text(sizes));
-  const auto dtype = input.scalar_type();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
-      "layer_norm expects input of dtype Float, Half, BFloat16 or Double, but got ", dtype);
+  check_dtype(input);
   check_affine(weight, bias, input, shape);
 }
-
-// ---- What the kernels and the Meta functions share: shapes and allocations ----
 
 SymInt product(SymIntArrayRef sizes) {
   SymInt n = 1;
@@ -4639,17 +4654,24 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
   return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
 }
 
+// Also what forward saved: a parameter can be converted since, and hooks may give back another tensor.
+void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
+                    const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias) {
+  check(input, shape, weight, bias);
+  check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
+  check_tensor("statistics", statistics, {2, row_count(input, shape)}, at::kFloat, input);
+}
+
+// ---- What the kernels and the Meta functions share: allocations ----
+
 // Makes a tensor on the device of `like`, contiguous as at::native_layer_norm's, whatever the strides of
 // `like`.
 using Empty = Tensor (*)(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like);
 
 Outputs allocate_forward(const Tensor& input, SymIntArrayRef shape, bool save_statistics, Empty empty) {
-  const auto dtype = input.scalar_type();
   Tensor statistics;
-  if (save_statistics) {
-    statistics = empty({2, row_count(input, shape)}, dtype == at::kDouble ? dtype : at::kFloat, input);
-  }
-  return {empty(input.sym_sizes(), dtype, input), statistics};
+  if (save_statistics) statistics = empty({2, row_count(input, shape)}, at::kFloat, input);
+  return {empty(input.sym_sizes(), input.scalar_type(), input), statistics};
 }
 
 Gradients allocate_backward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -4668,7 +4690,6 @@ DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kHalf: return DType::Float16;
     case at::kBFloat16: return DType::BFloat16;
-    case at::kDouble: return DType::Float64;
     default: return DType::Float32;
   }
 }
@@ -4766,14 +4787,14 @@ Outputs forward_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const
 void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                   const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                   int64_t activation, double scale, const Gradients& gradients) {
-  const Tensor dy = grad_output.contiguous(), x = input.contiguous();
+  const Tensor dy = grad_output.contiguous(), x = input.contiguous(), stats = statistics.contiguous();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   const auto& affine = present(w) ? w : b;
   Backward call = {};
   call.grad_output = read(dy);
   call.input = read(x);
-  call.mean = read(statistics);
-  call.rstd = static_cast<const char*>(call.mean) + statistics.nbytes() / 2;
+  call.mean = read(stats);
+  call.rstd = static_cast<const char*>(call.mean) + stats.nbytes() / 2;
   call.weight = read(w);
   call.grad_input = write(std::get<0>(gradients));
   call.grad_weight = write(std::get<1>(gradients));
@@ -4792,6 +4813,7 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
 Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                         const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                         int64_t activation, double scale, std::array<bool, 3> output_mask) {
+  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
   const c10::cuda::CUDAGuard guard(input.device());
   const Gradients gradients = allocate_backward(input, weight, bias, output_mask, empty_cuda);
   run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
@@ -4803,26 +4825,25 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
               "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
   const auto dtype = input.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
-  auto check_parameter = [&](const char* name, const Tensor& t, const std::vector<SymInt>& sizes) {
-    TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
-                text(t.sym_sizes()));
-    TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, " (the input's), but got ",
-                t.scalar_type());
-    TORCH_CHECK(t.device() == input.device(),
-                "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
-                name, " is on ", t.device());
-  };
-  check_parameter("conv_weight", conv_weight, {32, 64, 4, 4, 4});
-  if (present(conv_bias)) check_parameter("conv_bias", *conv_bias, {64});
-  const std::vector<SymInt> shape = {64};
-  check_affine(weight, bias, input, shape);
+  check_dtype(input);
+  check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
+  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, dtype, input);
+  check_affine(weight, bias, input, {64});
+}
+
+std::vector<SymInt> output_sizes(const Tensor& input) {
+  return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
+}
+
+void check_convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
+                                const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                const OptionalTensor& bias) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
 }
 
 Tensor allocate_convolution(const Tensor& input) {
-  return at::empty_symint({input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64},
-                          input.options().memory_format(at::MemoryFormat::Contiguous));
+  return at::empty_symint(output_sizes(input), input.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 // Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
@@ -4886,9 +4907,8 @@ Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const Op
   const c10::cuda::CUDAGuard guard(input.device());
   if (!fits_convolution(input)) {
     const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
-    const std::vector<SymInt> shape = {64};
     const auto gelu = static_cast<int64_t>(Activation::Gelu);
-    return std::get<0>(forward_kernel(y, shape, weight, bias, eps, gelu, scale, false));
+    return std::get<0>(forward_kernel(y, {64}, weight, bias, eps, gelu, scale, false));
   }
   const Tensor output = allocate_convolution(input);
   run_convolution(input, conv_weight, conv_bias, weight, bias, output, {}, eps, scale);
@@ -4913,6 +4933,7 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
                                                const Tensor& conv_weight, const OptionalTensor& conv_bias,
                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                double eps, double scale, std::array<bool, 5> output_mask) {
+  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
   // conv_bias leaves with the mean of a row, so that its gradient stays 0. The sums over parts of the batch
@@ -4943,8 +4964,7 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     const Gradients parts = {wants_convolution ? conv : Tensor(),  // a row is read before it is written
                              sums[1].defined() ? at::empty_like(sums[1]) : Tensor(),
                              sums[2].defined() ? at::empty_like(sums[2]) : Tensor()};
-    const std::vector<SymInt> shape = {64};
-    run_backward(dy, conv, shape, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
+    run_backward(dy, conv, {64}, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
     Tensor part_input, part_conv_weight;
     if (wants_convolution) {
       std::tie(part_input, part_conv_weight, std::ignore) = at::convolution_backward(
@@ -4980,9 +5000,10 @@ Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const
   return allocate_forward(input, normalized_shape, true, empty_meta);
 }
 
-Gradients backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, const Tensor&,
-                        const OptionalTensor& weight, const OptionalTensor& bias, int64_t, double,
-                        std::array<bool, 3> output_mask) {
+Gradients backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                        int64_t, double, std::array<bool, 3> output_mask) {
+  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
   return allocate_backward(input, weight, bias, output_mask, empty_meta);
 }
 
@@ -4992,10 +5013,11 @@ Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const Op
   return allocate_convolution(input);
 }
 
-ConvolutionGradients convolution_backward_meta(const Tensor&, const Tensor& input, const Tensor& conv_weight,
-                                               const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                               const OptionalTensor& bias, double, double,
-                                               std::array<bool, 5> output_mask) {
+ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const Tensor& input,
+                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                               double, double, std::array<bool, 5> output_mask) {
+  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
   return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
 }
 
@@ -5016,8 +5038,7 @@ auto find_op(const char* name) {
 Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, shape, weight, bias);
-  const auto dtype = input.scalar_type();
-  const Tensor x = dtype == at::kDouble ? input : input.to(at::kFloat);
+  const Tensor x = input.to(at::kFloat);
   std::vector<int64_t> dims(shape.size());
   std::iota(dims.begin(), dims.end(), input.dim() - static_cast<int64_t>(shape.size()));
   const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
@@ -5029,7 +5050,7 @@ Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const Opti
     case Activation::Gelu: y = at::gelu(y); break;
     case Activation::GeluTanh: y = at::gelu(y, "tanh"); break;
   }
-  return (scale == 1 ? y : y * scale).to(dtype);
+  return (scale == 1 ? y : y * scale).to(input.scalar_type());
 }
 
 using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr, newer: intrusive_ptr
@@ -5050,6 +5071,10 @@ NodePointer make_node() {
 bool in_transform() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
+
+bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+// Of forward mode, which the kernels do not know.
+bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
 
 // A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
 struct KernelBackward : torch::autograd::Node {
@@ -5076,7 +5101,9 @@ struct KernelBackward : torch::autograd::Node {
     std::array<bool, 5> wanted = {};
     for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
     const bool create_graph = at::GradMode::is_enabled();
-    if (!create_graph && !in_transform()) return backward(grad_outputs[0], tensors, wanted);
+    if (!create_graph && !in_transform() && !has_tangent(grad_outputs[0])) {
+      return backward(grad_outputs[0], tensors, wanted);
+    }
 
     lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
     const at::AutoGradMode with_gradients(true);
@@ -5098,24 +5125,23 @@ struct KernelBackward : torch::autograd::Node {
 };
 
 struct LayerNormBackward : KernelBackward {
-  int64_t dims, activation;
+  c10::SymDimVector shape;
+  int64_t activation;
 
   std::string name() const override { return "LayerNormBackward"; }
-
-  SymIntArrayRef shape(const Tensor& input) const { return input.sym_sizes().slice(input.dim() - dims); }
 
   variable_list backward(const Tensor& grad_output, const Tensors& tensors,
                          const std::array<bool, 5>& wanted) const override {
     static const auto op = find_op<decltype(backward_cuda)>("backward");
     const auto& [x, w, b, statistics, none] = tensors;
     const auto [grad_input, grad_weight, grad_bias] = op.call(
-        grad_output, x, shape(x), statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
+        grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
     return {grad_input, grad_weight, grad_bias};
   }
 
   Tensor composed_forward(const Tensors& tensors) const override {
     const auto& [x, w, b, statistics, none] = tensors;
-    return composed_layer_norm(x, shape(x), w, b, eps, activation, scale);
+    return composed_layer_norm(x, shape, w, b, eps, activation, scale);
   }
 };
 
@@ -5131,18 +5157,13 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
   auto& node = static_cast<LayerNormBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
   node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
-  node.dims = normalized_shape.size();
+  node.shape = normalized_shape;
   node.activation = activation;
   node.eps = eps;
   node.scale = scale;
   torch::autograd::set_history(output, pointer);
   return output;
 }
-
-bool requires_grad(const Tensor& t) { return t.requires_grad(); }
-bool has_tangent(const Tensor& t) {
-  return t._fw_grad(0).defined();
-}  // which a C++ autograd node does not know
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
@@ -5165,8 +5186,7 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                             double scale) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  const std::vector<SymInt> shape = {64};
-  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), shape, weight, bias, eps,
+  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), {64}, weight, bias, eps,
                  static_cast<int64_t>(Activation::Gelu), scale);
 }
 
@@ -5600,7 +5620,7 @@ def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, 
     ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
     shape = (info.batch_size, *ones, *normalized_shape)
     weight, bias = (t if d is None else t.reshape(shape) for t, d in zip((weight, bias), dims[1:]))
-    z = xhat.to(torch.promote_types(xhat.dtype, torch.float32))
+    z = xhat.float()
     if weight is not None:
         z = z * weight
     if bias is not None:
@@ -5615,6 +5635,15 @@ if (
     and not torch._C._dispatch_has_kernel_for_dispatch_key(_layer_norm_op.name(), "FuncTorchBatched")  # another copy's
 ):
     torch.library.register_vmap(_layer_norm_op, _layer_norm_vmap)
+
+
+_TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first: of a Parameter isinstance takes 0.07 us
+
+_is_overridden = has_torch_function_variadic
+if torch.__version__ < "2.2":  # whose torch.compile cannot trace the question
+
+    def _is_overridden(*tensors):
+        return not torch._utils.is_compiling() and has_torch_function_variadic(*tensors)
 
 
 def layer_norm(
@@ -5634,7 +5663,7 @@ def layer_norm(
     Differentiable, to any order without an activation and twice with one.
 
     Args:
-        input: (*, *normalized_shape), float32, float16, bfloat16 or float64; any strides.
+        input: (*, *normalized_shape), float32, float16 or bfloat16 (float64 goes to PyTorch); any strides.
         normalized_shape: sequence of ints, at least one.
         weight, bias: normalized_shape, of input's dtype (or float32 with a 16-bit input), or None.
         eps: added to the variance, in units of input squared.
@@ -5643,37 +5672,41 @@ def layer_norm(
 
     Returns:
         Tensor of input's shape and dtype (under CUDA's autocast float32, as nn.LayerNorm), contiguous.
-        Statistics and arithmetic are float32 (float64 for float64 input), whatever the dtype.
+        Statistics and arithmetic are float32, whatever the dtype.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
             input is a CUDA tensor and at the import there was nothing to compile for (no GPU and no
             TORCH_CUDA_ARCH_LIST, none of compute capability 7.5 or newer, PyTorch without CUDA). A compilation
             that fails raises at the import.
-        TypeError: input is no Tensor, normalized_shape no tuple or list, or scale a Tensor.
+        TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
         ValueError: activation is none of the three.
     """
-    if isinstance(scale, torch.Tensor):  # its gradient would be lost
-        raise TypeError("Expected scale to be a number, but got a Tensor: multiply the output by it instead")
+    if _is_overridden(input, weight, bias):
+        rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
+        return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **rest)
+    if type(scale) is not float and not isinstance(scale, numbers.Real):  # a Tensor's gradient would be lost
+        raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     plain = activation is None and scale == 1
     if not plain and activation not in tuple(_ACTIVATIONS):  # a tuple: of a list it would be no TypeError
         raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
-    if isinstance(input, torch.Tensor) and not isinstance(normalized_shape, (tuple, list)):
-        got = type(normalized_shape).__name__
-        raise TypeError(f"layer_norm(): argument 'normalized_shape' (position 2) must be tuple of ints, not {got}")
-    if isinstance(input, torch.Tensor) and input.is_cuda:
-        if _layer_norm_op is None:
-            raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
-        if plain:
-            return _layer_norm_op(input, normalized_shape, weight, bias, eps)
-        return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
-    if not isinstance(input, torch.Tensor):
-        raise TypeError(f"layer_norm(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
-    output = torch.ops.aten.layer_norm.default(input, normalized_shape, weight, bias, eps)
-    return _activate(output, _ACTIVATIONS[activation], scale)
-
-
-fx.wrap("layer_norm")  # symbolic tracing records a call, and does not ask proxies where they are
+    if not isinstance(input, torch.Tensor) or not input.is_cuda or input.dtype is torch.float64:
+        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), _ACTIVATIONS[activation], scale)
+    if _layer_norm_op is None:
+        raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
+    usual = (
+        type(eps) in (float, int)
+        and isinstance(normalized_shape, (tuple, list))
+        and (type(weight) in _TENSORS or isinstance(weight, torch.Tensor))
+        and (type(bias) in _TENSORS or isinstance(bias, torch.Tensor))
+    )
+    for size in normalized_shape if usual else ():
+        usual = usual and type(size) is int
+    if not usual:  # PyTorch, given no rows, raises its own TypeError where it does not take the argument
+        _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
+    if plain:
+        return _layer_norm_op(input, normalized_shape, weight, bias, eps)
+    return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -5704,7 +5737,8 @@ def replace_layer_norm(
 
     The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
     and references hold. Other subclasses of nn.LayerNorm are left as they are, with a warning: their
-    forward may differ. Name in `types` those whose forward does not.
+    forward may differ. Name in `types` those whose forward does not. What has another class or forward since
+    (parametrize, FSDP's fully_shard, accelerate's hooks) is left with a warning, too: replace before that.
 
     Args:
         module: an nn.Module.
@@ -5715,31 +5749,42 @@ def replace_layer_norm(
         module.
 
     Raises:
-        TypeError: a class in types is neither nn.LayerNorm nor a subclass of it.
+        TypeError: module is no nn.Module, or types anything but nn.LayerNorm, subclasses of it, or a list of these.
     """
-    types = (types,) if isinstance(types, type) else types
-    for cls in types:
-        if not issubclass(cls, nn.LayerNorm):
-            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, but got {cls.__qualname__}")
-    left = Counter()
-    for child in module.modules():
-        if type(child) in types:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected module to be an nn.Module, but got {type(module).__name__}")
+    classes = tuple(types) if isinstance(types, Collection) else (types,)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.LayerNorm)):
+            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, in a tuple or list, but got {types!r}")
+    left = defaultdict(Counter)
+    for child in (m for m in module.modules() if isinstance(m, nn.LayerNorm) and not isinstance(m, LayerNorm)):
+        cls = type(child)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if "forward" in vars(child) or (cls is not nn.LayerNorm and name.startswith("torch.")):
+            left["what has another class or forward since (call replace_layer_norm before that)"][name] += 1
+        elif cls in classes:
             child.__class__ = LayerNorm
-        elif isinstance(child, nn.LayerNorm) and type(child) is not nn.LayerNorm and not isinstance(child, LayerNorm):
-            left[f"{type(child).__module__}.{type(child).__qualname__}"] += 1
-    if left:
-        classes = ", ".join(f"{name} ({count})" for name, count in left.items())
-        warnings.warn(
-            "replace_layer_norm left subclasses of nn.LayerNorm as they are, as their forward may differ: "
-            f"{classes}. Name those whose forward does not in types=(nn.LayerNorm, ...).",
-            stacklevel=2,
-        )
+        elif cls is not nn.LayerNorm:
+            left["subclasses (name those that compute the same in types=(nn.LayerNorm, ...))"][name] += 1
+    report = [f"left {what}: {', '.join(f'{name} ({n})' for name, n in names.items())}" for what, names in left.items()]
+    if not report and not any(isinstance(m, LayerNorm) for m in module.modules()):
+        report = [f"found no nn.LayerNorm in {type(module).__name__}"]
+    if report:
+        warnings.warn(f"replace_layer_norm {'; and '.join(report)}.", stacklevel=2)
     return module
 
 
-def _has_hooks(module):
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+_FORWARDS = {cls: cls.forward for cls in (nn.ConvTranspose3d, LayerNorm)}  # before anybody patches them
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def _is_plain(module, cls):
+    """Whether a call of it is cls's forward and nothing else: no subclass, no hooks, nothing patched."""
+    return (
+        type(module) is cls
+        and module.forward == _FORWARDS[cls].__get__(module)
+        and not any(getattr(module, f"_{hooks}") or getattr(nn.modules.module, f"_global_{hooks}") for hooks in _HOOKS)
     )
 
 
@@ -5751,7 +5796,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     `conv_transpose` and an nn.LayerNorm(out_channels) `layer_norm`.
 
     For 32 input and 64 output channels, kernel 4, stride 2, padding 1, width 32, input and parameters of one
-    dtype (float32, float16 or bfloat16), outside of autocast and without hooks on the two modules, one kernel
+    dtype (float32, float16 or bfloat16), outside of autocast, the two modules without hooks or patches, one kernel
     does everything where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 115 KB): float32 in
     TF32 where PyTorch's convolutions may take it. Backward computes the convolution again, and neither its
     output nor LayerNorm's is kept. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling
@@ -5785,16 +5830,16 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         conv, norm = self.conv_transpose, self.layer_norm
         return (
             _ops is not None
+            and isinstance(x, torch.Tensor)
             and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
             and all(t.is_cuda and t.dtype == x.dtype for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
-            and (type(conv), type(norm)) == (nn.ConvTranspose3d, LayerNorm)
+            and (_is_plain(conv, nn.ConvTranspose3d) and _is_plain(norm, LayerNorm))
             and conv.weight.shape == (32, 64, 4, 4, 4)
             and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))
             and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))
-            and not any(map(_has_hooks, (conv, norm)))  # they must run
-            and not isinstance(self.scaling_factor, torch.Tensor)  # it may want a gradient
+            and isinstance(self.scaling_factor, numbers.Real)  # a Tensor may want a gradient
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -5808,7 +5853,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
                 x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor
             )
         y = conv(x)
-        if type(norm) is LayerNorm and not _has_hooks(norm) and not isinstance(self.scaling_factor, torch.Tensor):
+        if _is_plain(norm, LayerNorm) and not isinstance(self.scaling_factor, torch.Tensor):
             return layer_norm(
                 y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, activation="gelu", scale=self.scaling_factor
             )

@@ -680,7 +680,7 @@ def test_a_test_that_hangs_is_named(tmp_path):
     assert done.returncode == 1 and "Timeout" in done.stderr and "in test_hangs" in done.stderr, done.stderr
 
 
-FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 AFFINE = ["both", "weight", "bias", "none", "float32", "float32 weight", "float32 bias"]  # float32: with 16-bit input
 
 POISON_BYTES = 1 << 30  # more than all tensors of one call, but for the largest tests
@@ -746,7 +746,7 @@ def random_case(
     dy = normal(rows * cols).view(rows, cols).mul_(0.5).add_(0.5).add_(x, alpha=0.5)
     if telling:
         dy[-1] *= max(1, rows / 4)
-    x = placed((x.double() if dtype == torch.float64 else x).mul_(std).add_(mean), offsets[0], dtype)
+    x = placed(x.mul_(std).add_(mean), offsets[0], dtype)
     dy = placed(dy, offsets[3], dtype)
     affine_dtype = torch.float32 if "float32" in affine else dtype
     weight, bias = normal(cols).mul_(0.5).add_(1), normal(cols)
@@ -984,7 +984,7 @@ def layer_norm_with(bug=None):
     return function
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows,cols", TOY_SHAPES)
 def test_the_comparison_accepts_float32_arithmetic(rows, cols, dtype):
     for seed, affine in enumerate(AFFINE if dtype.itemsize == 2 else AFFINE[:4]):
@@ -993,7 +993,7 @@ def test_the_comparison_accepts_float32_arithmetic(rows, cols, dtype):
             assert_close_to_float64(case, function=layer_norm_with(), activation=activation, scale=scale)
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows,cols", TOY_SHAPES)
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_comparison_rejects(bug, rows, cols, dtype):
@@ -1022,19 +1022,19 @@ OTHER_KERNELS = {
     "arrange_weights": "test_problem_34", "conv_transpose_layer_norm_gelu": "test_problem_34"
 }  # fmt: skip
 
-TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FORMS = {"plain": (None, 1.0), "gelu": ("gelu", 1.0), "tanh": ("gelu_tanh", -0.5), "scale": (None, 2.0)}
 
 TABLE = [
     # Rows in registers: a load a thread; four rows a thread, where there are many short rows; two where they are not
     # aligned; four loads.
-    ("7 x 1", "fp32 fp16 bf16 fp64", "plain gelu", "", "both", "registers", "registers"),
-    ("300 x 33", "fp32 fp16 bf16 fp64", "plain gelu", "", "both", "registers", "registers"),
-    ("77 x 100", "fp32 fp16 bf16 fp64", "plain tanh", "", "both", "registers", "registers"),
-    ("40 x 256", "fp32 fp16 bf16 fp64", "plain gelu", "", "both", "registers", "registers"),
+    ("7 x 1", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
+    ("300 x 33", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
+    ("77 x 100", "fp32 fp16 bf16", "plain tanh", "", "both", "registers", "registers"),
+    ("40 x 256", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
     ("2500 x 64", "fp32 fp16 bf16", "plain gelu tanh scale", "", "both", "registers", "registers"),
     ("2213 x 65", "fp32 fp16 bf16", "plain gelu tanh scale", "", "both", "registers", "registers"),
-    ("2203 x 9", "fp32 fp16 bf16 fp64", "plain", "", "both", "registers", "registers"),
+    ("2203 x 9", "fp32 fp16 bf16", "plain", "", "both", "registers", "registers"),
     ("2209 x 768", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
     ("2213 x 255", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
     ("2205 x 1999", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
@@ -1042,8 +1042,6 @@ TABLE = [
     ("19 x 2041", "fp16 bf16", "plain", "", "both", "registers", "registers"),
     ("40 x 2000", "fp32 fp16 bf16", "plain tanh", "", "both", "registers", "registers"),
     ("9 x 4096", "fp16 bf16", "plain gelu", "", "both", "registers", "registers"),
-    ("3 x 2051", "fp64", "plain gelu", "", "both", "registers", "spread"),
-    ("9 x 3500", "fp64", "plain gelu", "", "both", "registers", "spread"),
     ("9 x 4096", "fp32", "plain gelu", "", "both", "registers", "pipeline"),
     ("180 x 4099", "fp32 fp16 bf16", "plain gelu", "", "both", "registers", "pipeline"),
     ("9 x 5000", "fp16 bf16", "plain gelu", "", "both", "registers", "pipeline"),
@@ -1089,12 +1087,9 @@ TABLE = [
     # Rows spread over the GPU.
     ("3 x 4194304", "fp32", "plain gelu", "", "both", "spread", "spread"),
     ("5 x 3786816", "fp32", "gelu tanh", "", "both", "spread", "spread"),
-    ("3 x 6000", "fp64", "plain gelu", "", "both", "spread", "spread"),
     ("2 x 1200001", "fp32 fp16 bf16", "plain gelu tanh", "", "both", "spread", "spread"),
     ("2 x 1200008", "fp32 fp16 bf16", "plain gelu scale", "", "both", "spread", "spread"),
     ("2 x 1196040", "fp16 bf16", "plain", "", "both", "spread", "spread"),  # the last piece has 8 columns
-    ("3 x 20000", "fp64", "plain gelu", "", "both", "spread", "spread"),
-    ("3 x 20001", "fp64", "plain gelu", "", "both", "spread", "spread"),
     *[("2 x 1200008", "fp32 bf16", "plain gelu", off, "both", "spread", "spread") for off in "xwbd"],
     # Weight and bias: either, none, float32 for input of 16 bits.
     *[
@@ -1218,8 +1213,8 @@ def test_the_library_has_the_kernels_of_the_table():
 def test_the_table_has_what_broke_before():
     """Forms and dtypes of each room, whatever lines come and go."""
     for forward, dtypes, fused in (
-        ("registers", "fp32 fp16 bf16 fp64", True), ("shared", "fp32 fp16 bf16", True), ("joint", "fp32", False),
-        ("pipeline", "fp32 fp16 bf16", True), ("spread", "fp32 fp16 bf16 fp64", True),
+        ("registers", "fp32 fp16 bf16", True), ("shared", "fp32 fp16 bf16", True), ("joint", "fp32", False),
+        ("pipeline", "fp32 fp16 bf16", True), ("spread", "fp32 fp16 bf16", True),
     ):  # fmt: skip
         for dtype in dtypes.split():
             here = [case for case in CASES if (case.forward, case.dtype) == (forward, dtype)]
@@ -1282,7 +1277,7 @@ def test_every_kernel_is_launched_and_by_the_calls_that_the_table_says(capsys):
             if not right or any(is_kernel(name, base) for name in names for base in others):
                 wrong.append(f"{case}: {case.forward} and {case.backward} expected, launched {names}")
         torch.cuda.empty_cache()
-    rest = [convolution(dtype, tf32) for dtype in FLOATS[:3] for tf32 in (True, False)]
+    rest = [convolution(dtype, tf32) for dtype in FLOATS for tf32 in (True, False)]
     for names in profiled(rest):
         assert all(any(is_kernel(name, base) for base in OTHER_KERNELS) or name in by for name in names), names
         reached.update(names)
@@ -1343,7 +1338,7 @@ def test_eps(case):
         assert_close_to_float64(case.tensors(), eps=eps, **case.epilogue)
 
 
-LARGE_MEANS = {"fp32": [(1e4, 1.0), (1e6, 0.1)], "fp16": [(1e3, 1.0)], "bf16": [(1e4, 100.0)], "fp64": [(1e9, 1.0)]}
+LARGE_MEANS = {"fp32": [(1e4, 1.0), (1e6, 0.1)], "fp16": [(1e3, 1.0)], "bf16": [(1e4, 100.0)]}
 
 
 @gpu
@@ -1548,7 +1543,7 @@ def property_test(test, capsys, examples, kinds):
     seed = int(os.environ.get("PROPERTY_SEED", time.time_ns() % 10**9))
     fraction = st.integers(0, 10**6).map(lambda n: n / 10**6)
     strategy = dict(
-        kind=st.sampled_from(kinds), u=fraction, v=fraction, dtype=st.sampled_from(FLOATS[:3]),
+        kind=st.sampled_from(kinds), u=fraction, v=fraction, dtype=st.sampled_from(FLOATS),
         affine=st.sampled_from(AFFINE), eps=st.sampled_from([1e-12, 1e-5, 1e-1]),
         mean=st.sampled_from([0.0, 1.0, -300.0, 1e6]), std=st.sampled_from([1e-3, 1.0, 1e3, 1e6]),
         offset=st.integers(0, 9), off=st.sampled_from(["", "x", "w", "b", "d", "xwbd"]), form=st.sampled_from([*FORMS]),
@@ -1707,7 +1702,7 @@ def test_activation_on_the_cpu(dtype, activation, scale):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_activation_of_every_argument(activation, dtype):
     """gelu(z) and its derivative, element by element: with a weight of 0, z is the bias."""
-    huge = [-1e4, -100.0, -0.0, 100.0, 1e4] + [-1e15, 1e15] * (dtype in (torch.float32, torch.float64))
+    huge = [-1e4, -100.0, -0.0, 100.0, 1e4] + [-1e15, 1e15] * (dtype == torch.float32)
     z = torch.cat([torch.linspace(-12, 12, 1 << 20), torch.tensor(huge)]).to("cuda", dtype).requires_grad_()
     y = layer_norm(torch.randn_like(z), z.shape, torch.zeros_like(z), z, activation=activation)
     y.sum().backward()
@@ -1723,9 +1718,8 @@ def test_activation_of_every_argument(activation, dtype):
         assert (error <= 0.75 * eps * exact.abs() + 1e-6).all()
         assert (slope_error <= 0.6 * eps * exact_z.grad.abs() + 1e-5).all()
     else:
-        few, some = (4, 20) if dtype == torch.float64 else (2, 3)  # of float64 the reference errs as much
-        assert (error <= few * eps * exact.abs().clamp_min(0.5)).all()
-        assert (slope_error <= some * eps * exact_z.grad.abs().clamp_min(1)).all()
+        assert (error <= 2 * eps * exact.abs().clamp_min(0.5)).all()
+        assert (slope_error <= 3 * eps * exact_z.grad.abs().clamp_min(1)).all()
         tail = (z > -5) & (z < 0)
         assert activation != "gelu" or (error[tail] <= 100 * eps * exact[tail].abs()).all()
 
@@ -1750,13 +1744,12 @@ def test_gelu_of_infinity(rows, cols, activation, dtype):
 @gpu
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_activation_gradcheck(activation):
-    x, weight, bias, _ = (t.requires_grad_() for t in random_case(3, 7, torch.float64, "both", seed=0))
+    x, weight, bias, _ = (t.requires_grad_() for t in random_case(3, 7, torch.float32, "both", seed=0, telling=False))
 
     def fused(x, weight, bias):
         return layer_norm(x, (7,), weight, bias, activation=activation, scale=-1.5)
 
-    assert torch.autograd.gradcheck(fused, (x, weight, bias))
-    assert torch.autograd.gradgradcheck(fused, (x, weight, bias))
+    assert_derivatives(fused, (x, weight, bias), 2, functools.partial(formula, activation=activation, scale=-1.5))
     torch.testing.assert_close(
         torch.func.grad(lambda x: fused(x, weight, bias).sum())(x),
         torch.autograd.grad(fused(x, weight, bias).sum(), x)[0],
@@ -2451,6 +2444,7 @@ def test_problem_34_cuda_graph_of_a_training_step(dtype_34):
 
 
 @gpu
+@convolutions_in_tf32(False)
 def test_problem_34_with_hooks():
     """Hooks of the inner modules run, forward and backward, and change nothing else."""
     _, ours = models_34(ARGUMENTS_34, "cuda")
@@ -2464,6 +2458,28 @@ def test_problem_34_with_hooks():
             hook.remove()
             torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     assert len(seen) == 4
+
+    parts = {ours.conv_transpose, ours.layer_norm}
+    for register in (
+        nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook, nn.modules.module.register_module_full_backward_hook,
+    ):  # fmt: skip
+        seen, hook = [], register(lambda module, *_: seen.append(module))
+        ours(x.requires_grad_()).sum().backward()
+        hook.remove()
+        assert parts <= set(seen)
+    for part in parts:
+        for owner in (part, type(part)):
+            with pytest.MonkeyPatch.context() as patch:
+                seen, original = [], owner.forward
+                patch.setattr(owner, "forward", lambda *arguments: seen.append(1) or original(*arguments))
+                torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=1e-4)
+            assert seen == [1] and ours._in_one_kernel(x)
+    with pytest.raises(TypeError, match="argument 'input'.* not NoneType"):
+        ours(None)
+    ours.scaling_factor = "2"
+    with pytest.raises(TypeError, match="scale to be a number"):
+        ours(x)
 
 
 @gpu
@@ -2604,22 +2620,41 @@ BAD = [
     (RuntimeError, "not implemented|Complex", lambda d: layer_norm(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
     (TypeError, "list", lambda d: layer_norm([1.0, 2.0], (2,))),
     (TypeError, "not int", lambda d: layer_norm(torch.zeros(2, 5, device=d), 5)),
+    (TypeError, "normalized_shape.* float", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5.0,))),
+    (TypeError, "normalized_shape.* float", lambda d: layer_norm(torch.zeros(2, 5, device=d), [2, 5.0])),
+    (TypeError, "normalized_shape.* bool", lambda d: layer_norm(torch.zeros(2, 1, device=d), (True,))),
+    (TypeError, "normalized_shape.* range", lambda d: layer_norm(torch.zeros(2, 5, device=d), range(5, 6))),
+    (TypeError, "'weight'.* not list", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), [1.0] * 5)),
+    (TypeError, "'bias'.* not float", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), None, 0.0)),
+    (TypeError, "'eps'.* not NoneType", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), eps=None)),
+    (TypeError, "'eps'.* not str", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), eps="1")),
+    (TypeError, "'eps'.* not Tensor", lambda d: layer_norm(torch.zeros(2, 5, device=d), (5,), eps=torch.ones((), requires_grad=True))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize("error,words,call", BAD)
 def test_bad_input(error, words, call, device):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as raised:
         call(device)
+    assert "layernorm_" not in str(raised.value)  # the name of the op, which has a hash
     assert torch.isfinite(layer_norm(torch.randn(2, 5, device=device), (5,))).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_a_scale_with_a_gradient_is_refused(device):
-    x, scale = torch.randn(2, 5, device=device), torch.tensor(2.0, requires_grad=True)
-    with pytest.raises(TypeError, match="scale to be a number"):
-        layer_norm(x, (5,), scale=scale)
+def test_a_scale_is_a_number(device):
+    x = torch.randn(2, 5, device=device)
+    for scale in (torch.ones((), requires_grad=True), "2", None, 1j):
+        with pytest.raises(TypeError, match=f"scale to be a number, but got {type(scale).__name__}"):
+            layer_norm(x, (5,), scale=scale)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_arguments_of_other_types(device):
+    """What PyTorch's function takes besides."""
+    x = torch.randn(2, 5, device=device)
+    for eps, size in ((1, torch.tensor(5)), (torch.tensor(1.0), 5), (True, 5)):
+        torch.testing.assert_close(layer_norm(x, [size], eps=eps), nn.functional.layer_norm(x, (5,), eps=1.0))
 
 
 @pytest.mark.parametrize("call", [call for _, _, call in BAD])
@@ -2667,6 +2702,50 @@ def test_bad_input_of_the_convolution(words, change):
         layernorm_inline._ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
 
 
+@kernels
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=gpu)])
+def test_backward_checks_every_tensor(device):
+    def empty(*shape):
+        return torch.empty(shape, device=device)
+
+    x, weights = empty(1, 32, 2, 3, 32), (empty(32, 64, 4, 4, 4), empty(64), empty(64), empty(64))
+    ops, other = layernorm_inline._ops, "cpu" if device == "meta" else "meta"
+    for op, arguments in (
+        (ops.backward, [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 0, 1.0, [True] * 3]),
+        (ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
+    ):
+        op(*arguments)
+        for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):
+            t = arguments[i]
+            for wrong in (t.half(), t[..., :-1], torch.empty_like(t, device=other)):
+                with pytest.raises(RuntimeError, match="^(Expected|Given)"):
+                    op(*arguments[:i], wrong, *arguments[i + 1 :])
+
+
+@gpu
+def test_backward_of_what_has_changed_since():
+    def change(t, to):
+        t.data = to
+
+    for words, do in [
+        ("weight of dtype Float .*, but got Half", lambda norm, x: norm.half()),
+        ("weight of dtype Float .*, but got Double", lambda norm, x: norm.double()),
+        ("bias to be of same shape", lambda norm, x: change(norm.bias, norm.bias[:8].detach().clone())),
+        ("Float, Half or BFloat16, but got Double", lambda norm, x: change(x, x.detach().double())),
+        ("expected input with shape", lambda norm, x: change(x, x.detach()[0, :8].clone())),
+        ("grad_output of shape", lambda norm, x: change(x, x.detach()[:3].clone())),
+    ]:
+        norm, x = ModelNew(64).cuda(), torch.randn(5, 64, device="cuda", requires_grad=True)
+        y = norm(x)
+        do(norm, x)
+        with pytest.raises(RuntimeError, match=words):
+            y.sum().backward()
+    norm, x, dy = ModelNew(64).cuda(), torch.randn(5, 64, device="cuda", requires_grad=True), torch.randn(5, 64).cuda()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() == 2 else t):
+        y = norm(x)
+    assert all(torch.equal(*g) for g in zip(*(torch.autograd.grad(f, [x, norm.weight], dy) for f in (y, norm(x)))))
+
+
 # ---- Python API: autograd ----
 
 
@@ -2696,41 +2775,99 @@ def ops_on_the_cpu():
     del library
 
 
+def formula(x, weight, bias, activation=None, scale=1.0, eps=EPS):
+    """Over the last dimension, of operations that PyTorch differentiates to any order (its layer norm's third are wrong)."""
+    distance = x - x.mean(-1, keepdim=True)
+    y = distance * (distance.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    if activation:
+        y = nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return y * scale
+
+
+def derivatives(function, tensors, order):
+    """Of the order given, along random directions, of a sum in which all second derivatives count."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [t for t in tensors if t is not None]
+    total = function(*tensors).sin().sum()
+    for i in range(order):
+        gradients = torch.autograd.grad(total, leaves, create_graph=i + 1 < order)
+        directions = [torch.randn(t.shape, generator=generator).to(t) for t in leaves]
+        total = sum((g * d).sum() for g, d in zip(gradients, directions))
+    return gradients
+
+
+def assert_derivatives(function, tensors, most, exact=formula):
+    """Those of function, of float32, are the formula's in float64."""
+    doubles = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+    for order in range(1, most + 1):
+        for mine, right in zip(derivatives(function, tensors, order), derivatives(exact, doubles, order)):
+            torch.testing.assert_close(mine.double(), right, rtol=0, atol=1e-5 * right.abs().max().item())
+
+
 @gpu
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
 @pytest.mark.parametrize("shape", [(3, 7), (2, 3, 8), (2, 5000)])
 def test_gradcheck_and_gradgradcheck(shape, affine):
-    x, weight, bias, _ = random_case(1, shape[-1], torch.float64, affine, seed=0)
-    x = torch.randn(shape, dtype=torch.float64, device="cuda", requires_grad=True)
+    _, weight, bias, _ = random_case(1, shape[-1], torch.float32, affine, seed=0)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to("cuda").requires_grad_()
     inputs = [x] + [None if t is None else t.requires_grad_() for t in (weight, bias)]
 
     def function(*tensors):
-        return layer_norm(tensors[0], shape[-1:], *tensors[1:])
+        return layer_norm(tensors[0], shape[-1:], *tensors[1:], eps=EPS)
 
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=shape[-1] > 1000)
-    if shape[-1] < 1000:
-        assert torch.autograd.gradgradcheck(function, inputs)
+    assert_derivatives(function, inputs, 2)
+
+
+@gpu
+@pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", -0.5)])
+def test_float64_is_pytorchs(activation, scale):
+    """Results, derivatives, forward mode, transforms, torch.compile: by PyTorch's own operations, to the bit."""
+    x, weight, bias, dy = random_case(6, 8, torch.float64, "both", seed=0)
+    results = []
+    for function in (layer_norm, chain):
+
+        def norm(x, weight=weight, bias=bias, function=function):
+            return function(x, (8,), weight, bias, EPS, activation=activation, scale=scale)
+
+        results.append([
+            *run_case(lambda *arguments: norm(arguments[0], *arguments[2:4]), x, weight, bias, dy),
+            *torch.func.jvp(norm, (x,), (dy,)),
+            torch.func.vmap(norm)(x),
+            torch.func.hessian(lambda x: norm(x).sin().sum())(x[0]),
+        ])  # fmt: skip
+        if function is layer_norm:
+            compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")(x)
+    assert all(torch.equal(a, b) for a, b in zip(*results)) and torch.equal(compiled, results[1][0])
+    with torch.device("meta"):
+        assert layer_norm(torch.empty(3, 8, dtype=x.dtype), (8,), torch.empty(8, dtype=x.dtype)).dtype == x.dtype
+    with pytest.raises(NotImplementedError, match="Float, Half or BFloat16, but got Double"):
+        layernorm_inline._ops.layer_norm(x, [8], weight, bias, EPS)
 
 
 @kernels
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_third_derivatives(device, activation):
-    x, weight, bias, _ = random_case(3, 5, torch.float64, "both", seed=0, telling=False, device=device)
+    x, weight, bias, _ = random_case(3, 5, torch.float32, "both", seed=0, telling=False, device=device)
     inputs = [t.requires_grad_() for t in (x, weight, bias)]
     with ops_on_the_cpu() as op:
 
-        def loss(x, weight, bias):  # of the op, one input is computed from another
-            return op(x * weight, [5], weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], 1.5).sin().sum()
+        def function(x, weight, bias):  # of the op, one input is computed from another
+            return op(x * weight, [5], weight, bias, 1e-5, layernorm_inline._ACTIVATIONS[activation], 1.5)
 
-        def slope(*tensors):
-            return torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
+        def exact(x, weight, bias):
+            return formula(x * weight, weight, bias, activation, 1.5, eps=1e-5)
 
-        assert torch.autograd.gradcheck(slope, inputs)
-        assert torch.autograd.gradgradcheck(slope, inputs)
-        rest = [t.detach() for t in inputs[1:]]
-        forward_last = torch.func.jacfwd(torch.func.jacrev(loss))(x.detach(), *rest)
-        torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(loss))(x.detach(), *rest), forward_last)
+        assert_derivatives(function, inputs, 3, exact)
+
+        def loss(*tensors):
+            return function(*tensors).sin().sum()
+
+        inputs = [t.detach() for t in inputs]
+        forward_last = torch.func.jacfwd(torch.func.jacrev(loss))(*inputs)
+        torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(loss))(*inputs), forward_last)
 
 
 @gpu
@@ -2766,7 +2903,7 @@ FUNCTIONS = dict(kernels=layer_norm, pytorch=nn.functional.layer_norm)
 
 @gpu
 def test_functional_transforms():
-    x, weight, bias, dy = random_case(6, 8, torch.float64, "both", seed=0)
+    x, weight, bias, dy = random_case(6, 8, torch.float32, "both", seed=0)
     results = []
     for function in FUNCTIONS.values():
 
@@ -2781,7 +2918,7 @@ def test_functional_transforms():
             torch.func.jacrev(lambda x: function(x, (8,), weight, bias))(x[0]),
             torch.func.hessian(lambda x: loss(x, weight, bias))(x[0]),
         ])  # fmt: skip
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
@@ -2796,7 +2933,7 @@ def no_vmap_fallback():
 
 @kernels
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", 2.0)])
 @pytest.mark.parametrize(
     "x,weight,bias,in_dims",
@@ -2848,14 +2985,14 @@ def test_vmap(x, weight, bias, in_dims, activation, scale, dtype, device, no_vma
                     *(torch.stack([t, 2 * t]) for t in detached)
                 ),
             ])  # fmt: skip
-    loose = dict(atol=0.15, rtol=0.05) if dtype == torch.bfloat16 else {}
+    loose = dict(atol=0.15, rtol=0.05) if dtype == torch.bfloat16 else dict(atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(*results, **loose)
 
 
 @kernels
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_vmap_over_backward(device, no_vmap_fallback):
-    x, weight, bias, _ = random_case(5, 8, torch.float64, "both", seed=0, device=device)
+    x, weight, bias, _ = random_case(5, 8, torch.float32, "both", seed=0, device=device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     gradients = torch.randn(3, 5, 8, dtype=x.dtype, device=device)
     results = []
@@ -2883,13 +3020,34 @@ def test_vmap_checks_the_slices(device, no_vmap_fallback):
 
 @gpu
 def test_forward_mode():
-    x, weight, bias, tangent = random_case(6, 8, torch.float64, "both", seed=0)
+    x, weight, bias, tangent = random_case(6, 8, torch.float32, "both", seed=0)
     results = []
     for function in FUNCTIONS.values():
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, tangent)
             results.append(torch.autograd.forward_ad.unpack_dual(function(dual, (8,), weight, bias)))
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+@gpu
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_forward_over_reverse(create_graph):
+    """A tangent that comes in with grad_output alone."""
+    forward_ad = torch.autograd.forward_ad
+    norm = randomize(nn.LayerNorm(8).cuda())
+    for modules, shape in (
+        ((norm, replace_layer_norm(copy.deepcopy(norm))), (6, 8)),
+        (models_34(ARGUMENTS_34, "cuda"), (1, 32, 1, 2, 32)),
+    ):
+        x, results = torch.randn(shape, device="cuda", requires_grad=True), []
+        with convolutions_in_tf32(False):
+            tangent, dy = torch.randn((2, *modules[0](x).shape), device="cuda")
+            for module in modules:
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(dy, tangent)
+                    (grad,) = torch.autograd.grad(module(x), x, dual, create_graph=create_graph)
+                    results.append(forward_ad.unpack_dual(grad))
+        torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
 class NoGradient(torch.autograd.Function):
@@ -3255,9 +3413,32 @@ def test_replace_layer_norm(device):
         assert type(replace_layer_norm(Custom(3), types=Custom)) is ModelNew
         replace_layer_norm(model, types=(nn.LayerNorm, Custom))
         assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew] * 3 + [Mine]
-        with pytest.raises(TypeError, match="subclasses of nn.LayerNorm, but got GroupNorm"):
-            replace_layer_norm(model, types=(nn.GroupNorm,))
+        replace_layer_norm(model)  # nothing is left to do
+        for types in ((nn.GroupNorm,), "LayerNorm", None, (cls for cls in [nn.LayerNorm])):
+            with pytest.raises(TypeError, match="types to be subclasses of nn.LayerNorm.* but got .*"):
+                replace_layer_norm(model, types=types)
+        for wrong in (None, nn.LayerNorm):
+            with pytest.raises(TypeError, match=f"to be an nn.Module, but got {type(wrong).__name__}"):
+                replace_layer_norm(wrong)
         torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_replace_layer_norm_says_what_it_leaves():
+    """Parametrized modules have a class of PyTorch's, which cannot be turned; accelerate sets forward on the module."""
+    parametrized, patched, x = nn.LayerNorm(3), nn.LayerNorm(3), torch.randn(2, 3)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    patched.forward = lambda x: 2 * type(patched).forward(patched, x)
+    for module, words in [
+        (parametrized, "before that\\): torch.*ParametrizedLayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(patched, nn.LayerNorm(3)), "before that\\): torch.*LayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(nn.Linear(3, 3)), "found no nn.LayerNorm in Sequential"),
+    ]:
+        expected = module(x)
+        for types in (nn.LayerNorm, [nn.LayerNorm, type(parametrized)]):
+            with pytest.warns(UserWarning, match=words) as warned:
+                replace_layer_norm(module, types)
+            assert len(warned) == 1 and "in types" not in str(warned[0].message)
+            torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
@@ -3325,6 +3506,39 @@ def test_torchscript_and_fx(device):
         torch.testing.assert_close(module(x), expected)
         torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, theirs)))
     torch.testing.assert_close(torch.jit.script(ours[1])(x), theirs[1](x))
+
+    def function(x):  # of a name that this file has from the other one
+        return layer_norm(x, (8,), activation="gelu")
+
+    graph = torch.fx.symbolic_trace(function)
+    assert [node.target for node in graph.graph.nodes][-2] is layer_norm
+    for traced in (graph, torch.jit.trace(function, x), torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(traced(x), function(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_what_overrides_functions_is_asked(device):
+    calls = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Duck:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return function, args[1], kwargs["scale"]
+
+    x, weight = torch.randn(2, 8, device=device), torch.randn(8, device=device)
+    expected = layer_norm(x, (8,), weight)
+    with Mode():
+        assert torch.equal(layer_norm(x, (8,), weight), expected)
+    assert calls[0] is layer_norm
+    for arguments in ((Duck(), (8,)), (x, (8,), Duck()), (x, (8,), None, Duck())):
+        assert layer_norm(*arguments, scale=2.0) == (layer_norm, (8,), 2.0)
+    subclass = layer_norm(x.as_subclass(type("Subclass", (torch.Tensor,), {})), (8,), weight)
+    assert type(subclass).__name__ == "Subclass" and torch.equal(subclass.as_subclass(torch.Tensor), expected)
 
 
 @gpu

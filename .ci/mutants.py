@@ -83,6 +83,9 @@ IN_THE_BINDING = {
     "current_stream and (64 or 768)": "test_values",
     ASKED_FOR: "asked_for",
     "vmap or " + ASKED_FOR: "vmap or asked_for",
+    "float64_is_pytorchs": "float64_is_pytorchs",
+    "bad_input": "bad_input",
+    "with_hooks": "with_hooks",
 }
 
 
@@ -194,7 +197,8 @@ MUTANTS = [
     Mutant("convolution: float32 always in TF32", "call.tf32 = takes_tf32()", "call.tf32 = true", CONVOLUTION),
     # ---- Binding ----
     Mutant("binding: weight's strides ignored, forward", "const Tensor x = input.contiguous(); const OptionalTensor w = contiguous(weight)", "const Tensor x = input.contiguous(); const OptionalTensor w = weight", "stride"),
-    Mutant("binding: weight's strides ignored, backward", ", x = input.contiguous(); const OptionalTensor w = contiguous(weight)", ", x = input.contiguous(); const OptionalTensor w = weight", "stride"),
+    Mutant("binding: weight's strides ignored, backward", "stats = statistics.contiguous(); const OptionalTensor w = contiguous(weight)", "stats = statistics.contiguous(); const OptionalTensor w = weight", "stride"),
+    Mutant("binding: strides of statistics ignored", "stats = statistics.contiguous()", "stats = statistics", "changed_since"),
     Mutant("binding: grad_output's strides ignored", "dy = grad_output.contiguous()", "dy = grad_output", "stride"),
     Mutant("binding: float32 bias without weight", "present(w) ? w : b; Forward call", "w; Forward call", VALUES),
     Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); const Outputs outputs", "const Outputs outputs", "not_current"),
@@ -203,8 +207,14 @@ MUTANTS = [
     Mutant("binding: bias saved in weight's place", "{{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}}", "{{{input, false}, {bias, false}, {bias, false}, {statistics, false}, {}}}", "vmap or " + ASKED_FOR),
     Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(i);", "task_should_compute_output(i == 0 || i > 2 ? i : 3 - i);", ASKED_FOR),
     Mutant("binding: gradient of bias alone", "has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias))", "has(input) || (present(weight) && has(*weight))", ASKED_FOR),
+    Mutant("binding: tangent of grad_output dropped", "&& !has_tangent(grad_outputs[0])", "", "forward_over_reverse"),
     Mutant("binding: input not cast under autocast", "at::autocast::cached_cast(at::kFloat, input), normalized_shape", "input, normalized_shape", "autocast"),
-    Mutant("binding: weight on another device", "affine->device() == input.device()", "true", "bad_dtypes_and_devices"),
+    Mutant("binding: weight on another device", "check_device(name, *affine, input);", "", "bad_dtypes_and_devices"),
+    Mutant("binding: backward checks nothing", "check_backward(grad_output, input, normalized_shape, statistics, weight, bias); const", "const", "backward_checks"),
+    Mutant("binding: backward of the convolution checks nothing", "check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias); const", "const", "backward_checks"),
+    Mutant("binding: shape of grad_output and statistics", "t.sym_sizes().equals(sizes)", "true", "backward_checks"),
+    Mutant("binding: dtype of grad_output and statistics", "t.scalar_type() == dtype, \"Expected", "true, \"Expected", "backward_checks"),
+    Mutant("binding: device of grad_output and statistics", "check_device(name, t, input);", "", "backward_checks"),
     Mutant("binding: copies what is copied on write", "return t.const_data_ptr();", "return t.data_ptr();", "copy_on_write"),
     Mutant("binding: gradients of the batch's last part only", "sums[i].add_(added[i])", "sums[i].copy_(added[i])", CONVOLUTION),
     Mutant("binding: convolution's input taken to be aligned", "% 16 == 0 ? x : x.clone()", "% 16 == 0 ? x : x", CONVOLUTION),
@@ -224,13 +234,21 @@ MUTANTS = [
     Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit"),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
+    Mutant("Python: overrides not asked", "_is_overridden(input, weight, bias):", "False:", "torchscript or overrides"),
+    Mutant("Python: types of arguments not asked", "if not usual:", "if False:", "bad_input"),
+    Mutant("Python: scale of any type", "not isinstance(scale, numbers.Real):", "False:", "scale_is_a_number"),
+    Mutant("Python: float64 for the kernels", "or input.dtype is torch.float64", "", "float64_is_pytorchs"),
     Mutant("Python: the two forms of GELU swapped", '"gelu": 1, "gelu_tanh": 2', '"gelu": 2, "gelu_tanh": 1', VALUES),
     Mutant("Python: vmap's weights along the wrong dimension", "[1] * (none_of_x.dim() - 1 - len(normalized_shape))", "[1] * (none_of_x.dim() - len(normalized_shape))", "vmap"),
-    Mutant("Python: subclasses replaced, too", "if type(child) in types:", "if isinstance(child, tuple(types)):", "replace_layer_norm"),
+    Mutant("Python: subclasses replaced, too", "elif cls in classes:", "elif issubclass(cls, classes):", "replace_layer_norm"),
+    Mutant("Python: modules with a forward of their own replaced, too", '"forward" in vars(child) or', "", "replace_layer_norm"),
+    Mutant("Python: PyTorch's classes replaced, too", '(cls is not nn.LayerNorm and name.startswith("torch."))', "False", "replace_layer_norm"),
     Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))", "", "one_kernel"),
     Mutant("Python: convolution of any dilation and groups", "and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))", "", "one_kernel"),
     Mutant("convolution: TF32 without cuDNN", "at::globalContext().userEnabledCuDNN() &&", "", "setting_of_convolutions"),
-    Mutant("Python: hooks left out", "and not any(map(_has_hooks, (conv, norm)))", "", "one_kernel or hooks"),
+    Mutant("Python: hooks left out", 'getattr(module, f"_{hooks}") or', "", "one_kernel or with_hooks"),
+    Mutant("Python: global hooks left out", 'or getattr(nn.modules.module, f"_global_{hooks}")', "", "with_hooks"),
+    Mutant("Python: patched forwards left out", "and module.forward == _FORWARDS[cls].__get__(module)", "", "with_hooks"),
 ]  # fmt: skip
 
 
