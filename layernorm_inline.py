@@ -139,7 +139,7 @@ struct Backward {
 struct Convolution {
   const void* input;        // (batch, 32, depth, height, 32) of dtype: float32, float16 or bfloat16
   const void* conv_weight;  // (32, 64, 4, 4, 4) of dtype
-  const void* conv_bias;    // (64) of dtype or null; matters to 16 bits only
+  const void* conv_bias;    // (64) of dtype or null; of float32 only NaN and infinity matter
   const void* weight;       // (64) of dtype or null, or float32 where affine_float32
   const void* bias;         // as weight
   void* output;             // (batch, 64, 2 depth, 2 height, 64) of dtype
@@ -3715,8 +3715,12 @@ template <typename T, bool SPLIT>
 constexpr int kConvShared = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
 
 // Tensor cores ignore all but 10 bits of mantissa. Ties go to even, as in cuDNN: if they went up, one output
-// of 850 would be off by more than 1e-4 from PyTorch's.
-__device__ inline uint32_t round_to_tf32(uint32_t x) { return x + 0xfff + (x >> 13 & 1); }
+// of 850 would be off by more than 1e-4 from PyTorch's. NaN as arithmetic makes it, 0x7fffffff, would carry
+// into the sign, here and in first_part.
+__device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
+  if (isnan(__uint_as_float(x))) return 0x7fc00000;
+  return rounded ? x + 0xfff + (x >> 13 & 1) : x;
+}
 
 // Hopper's own products (wgmma) run in the background and read shared memory themselves.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -3754,7 +3758,9 @@ __global__ void __launch_bounds__(256) arrange_weights(Convolution call, T* arra
   const int d = 1 - parity_d + 2 * tap_d, h = 1 - parity_h + 2 * tap_h, w = 1 - parity_w + 2 * tap_w;
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kConvOut + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
-    if (rounded) weight = __uint_as_float(round_to_tf32(__float_as_uint(weight)));
+    const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
+    weight += bias - bias;  // leaves with the mean of a row, unless it is NaN or infinite
+    weight = __uint_as_float(factor_of(__float_as_uint(weight), rounded));
   }
   arranged[index] = weight;
 }
@@ -4064,9 +4070,9 @@ __global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
           rows[i] = columns[i];
-          if constexpr (sizeof(T) == 4 && !SPLIT) {
-            rows[i] = {round_to_tf32(rows[i].x), round_to_tf32(rows[i].y), round_to_tf32(rows[i].z),
-                       round_to_tf32(rows[i].w)};
+          if constexpr (sizeof(T) == 4) {
+            rows[i] = {factor_of(rows[i].x, !SPLIT), factor_of(rows[i].y, !SPLIT),
+                       factor_of(rows[i].z, !SPLIT), factor_of(rows[i].w, !SPLIT)};
           }
         }
 #pragma unroll
@@ -4796,21 +4802,22 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
                                                double eps, double scale, std::array<bool, 5> output_mask) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
-  // conv_bias leaves with the mean of a row, so that its gradient stays 0. The sums over parts of the batch
-  // are of float32 also where the gradients are not.
+  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
+  // parts of the batch are of float32 also where the gradients are not.
   const auto gradients = allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
-  const Tensor& grad_input = std::get<0>(gradients);
+  const Tensor &grad_input = std::get<0>(gradients), &grad_conv_bias = std::get<2>(gradients);
   const std::array<Tensor, 3> totals = {std::get<1>(gradients), std::get<3>(gradients),
                                         std::get<4>(gradients)};
   std::array<Tensor, 3> sums;
   for (int i = 0; i < 3; ++i) {
     if (totals[i].defined()) sums[i] = at::zeros_like(totals[i], totals[i].options().dtype(at::kFloat));
   }
+  if (grad_conv_bias.defined()) sums[0] = at::zeros_like(conv_weight, input.options().dtype(at::kFloat));
   auto in_float32 = [](const OptionalTensor& t) {
     return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
   };
   const OptionalTensor w = in_float32(weight), b = in_float32(bias);
-  const bool wants_convolution = output_mask[0] || output_mask[1];
+  const bool wants_convolution = output_mask[0] || sums[0].defined();
 
   const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
   const int64_t bytes = rows * 64 * input.element_size();
@@ -4828,8 +4835,9 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     run_backward(dy, conv, shape, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
     Tensor part_input, part_conv_weight;
     if (wants_convolution) {
-      std::tie(part_input, part_conv_weight, std::ignore) = at::convolution_backward(
-          conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1, {output_mask[0], output_mask[1], false});
+      std::tie(part_input, part_conv_weight, std::ignore) =
+          at::convolution_backward(conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
+                                   {output_mask[0], sums[0].defined(), false});
     }
     if (output_mask[0]) grad_input.narrow(0, first, count).copy_(part_input);
     const std::array<Tensor, 3> added = {part_conv_weight, std::get<1>(parts), std::get<2>(parts)};
@@ -4838,8 +4846,9 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     }
   }
   for (int i = 0; i < 3; ++i) {
-    if (sums[i].defined()) totals[i].copy_(sums[i]);
+    if (totals[i].defined()) totals[i].copy_(sums[i]);
   }
+  if (grad_conv_bias.defined()) grad_conv_bias.copy_(sums[0].sum({0, 2, 3, 4}).mul_(0));
   return gradients;
 }
 

@@ -436,3 +436,29 @@ def test_convolution(sms, places, affine, form, for_backward):
         assert error <= 1.5 * allowed + rounding, (error, allowed)
     if not for_backward:
         assert torch.equal(y, Emulator(sms, seed=2).convolution(*tensors, **options)[0])
+
+
+# As int32: NaN as arithmetic on a GPU makes it, the same negated, float("nan"), infinities.
+NOT_FINITE = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000]
+
+
+@pytest.mark.parametrize("for_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("form", FORMS_34)
+@pytest.mark.parametrize("where", ["input", "conv_weight", "conv_bias"])
+def test_convolution_of_nan(where, form, for_backward):
+    """Each in another input of the batch, or for another channel: rows are NaN where PyTorch's are, and no others."""
+    x, conv_weight, conv_bias, *affine = convolution_case((6, 1, 1), form)
+    numbers = torch.tensor(NOT_FINITE, dtype=torch.int32).view(torch.float32)
+    if x.dtype.itemsize == 2:  # their first halves
+        numbers = numbers.view(torch.bfloat16)[1::2] if form == "bfloat16" else numbers.half()
+    places = {
+        "input": x[:5, 3, 0, 0, 7],
+        "conv_weight": conv_weight[3, :50:10, 1, 2, 0],
+        "conv_bias": conv_bias[:50:10],
+    }
+    places[where].copy_(numbers)
+    tensors = x, conv_weight, conv_bias, *affine
+    expected = convolution_in(torch.float64, *tensors, EPS, 1)[0].isnan()
+    assert expected.any() and not expected.all()
+    y, rstd = Emulator(4).convolution(*tensors, eps=EPS, tf32=form == "tf32", for_backward=for_backward)
+    assert torch.equal((y if rstd is None else y * rstd.unsqueeze(-1)).isnan(), expected)
