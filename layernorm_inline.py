@@ -3726,7 +3726,7 @@ struct Slab {
     kBytes = 16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth
   };
   static_assert(kPlaneStep % 2 == 1 && 4 * (4 * kSteps) * kFragment * kUnit == kWeights,
-                "4 blocks have all weights");
+                "blocks of four parities have all weights");
 
   static __device__ int fragment_at(int step, int parity_w, int tap_w) {
     return step * 4 + parity_w * 2 + tap_w;
@@ -3752,42 +3752,27 @@ __device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
 
 // ---- Convolution: weights as products take them ----
 
-__device__ inline int take_digit(int& number, int base) {
-  const int digit = number % base;
-  number /= base;
-  return digit;
-}
-
-struct Channels {
-  int out, in;  // in: of two units
-};
-
-// The channels of number i of a fragment. For async products: (unit, output channel, input channel in the
-// unit). Else as mma.sync has them in registers: (16 output channels, lane, register).
-template <typename T>
-__device__ Channels channels_in_fragment(int i, bool async) {
-  constexpr int kUnit = 16 / sizeof(T), kWord = 4 / sizeof(T);  // kWord: channels in a register
-  if (async) return {i / kUnit % kOutChannels, i % kUnit + i / (kUnit * kOutChannels) * kUnit};
-  const int word = i / kWord;
-  return {word / 128 * 16 + word / 16 % 8 + word % 2 * 8,
-          word / 4 % 4 * kWord + i % kWord + word / 2 % 2 * kUnit};
-}
-
-// Output: (parity of d, parity of h, step, parity of w, tap of w, number of the fragment).
+// Output: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w), then a fragment.
+// For async products: (unit, output channel, input channel in the unit). Else as mma.sync has it in
+// registers: (16 output channels, lane, register).
 template <typename T>
 __global__ void __launch_bounds__(kArrangeThreads) arrange_weights(Convolution call, T* arranged) {
-  constexpr int kUnit = 16 / sizeof(T);
-  const int index = blockIdx.x * kArrangeThreads + threadIdx.x;
-  int digits = index / (kFragment * kUnit);
-  const int tap_w = take_digit(digits, 2), parity_w = take_digit(digits, 2);
-  const int two_units = take_digit(digits, kInChannels / (2 * kUnit)), tap_h = take_digit(digits, 2);
-  const int tap_d = take_digit(digits, 2), parity_h = take_digit(digits, 2), parity_d = digits;
+  constexpr int kUnit = 16 / sizeof(T), kWord = 4 / sizeof(T);  // channels in a unit, in a register
+  constexpr int kNumbers = kFragment * kUnit, kChunks = kInChannels / (2 * kUnit);
+  const int index = blockIdx.x * kArrangeThreads + threadIdx.x, i = index % kNumbers,
+            fragment = index / kNumbers;
   const bool rounded = sizeof(T) == 2 || call.tf32;
-  const auto [out, in] = channels_in_fragment<T>(index % (kFragment * kUnit), kHasAsyncProducts && rounded);
-  const int channel = in + two_units * 2 * kUnit;
-  const int d = 1 - parity_d + 2 * tap_d, h = 1 - parity_h + 2 * tap_h, w = 1 - parity_w + 2 * tap_w;
-  const int from = (((channel * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w;
-  T weight = static_cast<const T*>(call.conv_weight)[from];
+  const int word = i / kWord;
+  int out = word / 128 * 16 + word / 16 % 8 + word % 2 * 8;
+  int in = word / 4 % 4 * kWord + i % kWord + word / 2 % 2 * kUnit;
+  if (kHasAsyncProducts && rounded) {
+    out = i / kUnit % kOutChannels, in = i % kUnit + i / (kUnit * kOutChannels) * kUnit;
+  }
+  in += fragment / 4 % kChunks * 2 * kUnit;
+  const int taps = fragment / 4 / kChunks;
+  const int w = 1 - fragment / 2 % 2 + 2 * (fragment % 2);
+  const int h = 1 - taps / 4 % 2 + 2 * (taps % 2), d = 1 - taps / 8 + 2 * (taps / 2 % 2);
+  T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
     const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
     weight += bias - bias;  // leaves with the mean of a row, unless it is NaN or infinite
@@ -3870,13 +3855,13 @@ __device__ inline void named_barrier_wait(int name, int threads) {
 [[maybe_unused]] __device__ inline void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
-// Of group 0 (group 1 has the next): it may multiply, its input is there, its input was read.
-enum : int { kTurn = 1 /* 0: __syncthreads */, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
+// Of group 0, and the next of group 1: may multiply, input is there, input was read. 0 is __syncthreads.
+enum : int { kTurn = 1, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
 
 // ---- Convolution: what the steps share ----
 
-struct Place {
-  int batch, d, h;  // of a round's outputs; h: of the first line, both in steps of two
+struct Place {  // of a round's outputs: q of depth, q of the first line
+  int batch, d, h;
 };
 
 // A block: its outputs are those of one parity of d and of h. Rounds go through depths first; the block has a
@@ -3914,8 +3899,7 @@ struct Block {
   }
 };
 
-// A thread's sums: quarters of kRows rows, row r that of tile r / 2 and of channel r % 2 * 8 + lane / 4 in
-// it.
+// A thread's sums: quarters of kRows rows; row r is channel r % 2 * 8 + lane / 4 of tile r / 2.
 constexpr int kRows = 2 * kTiles;
 struct Sums {
   float at[2][kTiles][16];  // parity of w, tile, (8 columns of a parity, register)
@@ -3938,7 +3922,7 @@ struct Tiles {
 
   __device__ explicit Tiles(int warp)
       : first_channel((ASYNC ? warp : warp % 2 * 2) * kTileChannels), first_line(ASYNC ? 0 : warp / 2 * 2) {}
-  // From the first ones.
+  // From the first channel, from the first line.
   static __device__ int channel(int tile) { return ASYNC ? 0 : tile % 2 * kTileChannels; }
   static __device__ int line(int tile) { return ASYNC ? tile : tile / 2; }
   __device__ int channel_of_row(int row) const {
@@ -3985,7 +3969,7 @@ struct Share {
 
 // Starts copies of a round's input; kUnit columns of a channel go where kUnit channels of a column will be.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void fetch(const Block<T, SPLIT>& block, int group, int round) {
+__device__ void fetch(const Block<T, SPLIT>& block, int group, int round) {
   using S = SlabOf<T, SPLIT>;
   const Convolution& call = block.call;
   const Share<S> share(threadIdx.x % kGroupThreads);
@@ -4011,7 +3995,7 @@ __device__ __forceinline__ void fetch(const Block<T, SPLIT>& block, int group, i
 
 // Transposes what this thread has fetched, and rounds it.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
+__device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
   using S = SlabOf<T, SPLIT>;
   constexpr int kUnit = S::kUnit;
   const Share<S> share(threadIdx.x % kGroupThreads);
@@ -4047,15 +4031,6 @@ __device__ __forceinline__ void arrange(const Block<T, SPLIT>& block, int group,
   UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i / 16 % 4][i % 16])::"memory");
 }
 
-// The first fragment, as wgmma has it in registers.
-template <bool ASYNC>
-__device__ void load_fragment(uint32_t (&to)[4], const uint4* fragment, const Tiles<ASYNC>& tiles) {
-  UNROLL(i, 4) {
-    const int unit = i / 2 * kOutChannels + tiles.channel_of_row(i % 2);
-    to[i] = reinterpret_cast<const uint32_t*>(fragment + unit)[threadIdx.x % 4];
-  }
-}
-
 // Where p is, in units. Of lane 0: the compiler then knows that all lanes have the same.
 [[maybe_unused]] __device__ inline unsigned unit_in_shared(const uint4* p) {
   return __shfl_sync(~0u, shared_address(p) / 16, 0);
@@ -4064,8 +4039,8 @@ __device__ void load_fragment(uint32_t (&to)[4], const uint4* fragment, const Ti
 // Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
 // bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
 template <typename T>
-__device__ __forceinline__ void multiply_async(Sums& sums, const Block<T, false>& block, int group, int round,
-                                               const uint32_t (&register_fragment)[4]) {
+__device__ void multiply_async(Sums& sums, const Block<T, false>& block, int group, int round,
+                               const uint32_t (&register_fragment)[4]) {
   using S = SlabOf<T, false>;
   constexpr int kChunks = S::kPlanes / 2;
   const unsigned slabs[2] = {unit_in_shared(block.slab(group, round, 0)),
@@ -4115,8 +4090,8 @@ struct Parts {
 // (Ootomo, Yokota, 2022, arXiv:2203.03341). Tensor cores truncate sums, and so add no more than 6 of them
 // before a rounded addition.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void multiply_taps(float* c, const uint32_t (&a)[2][4], const uint32_t (&b0)[2],
-                                              const uint32_t (&b1)[2]) {
+__device__ void multiply_taps(float* c, const uint32_t (&a)[2][4], const uint32_t (&b0)[2],
+                              const uint32_t (&b1)[2]) {
   if constexpr (!SPLIT) {
     multiply_add<T>(c, a[0], b0);
     multiply_add<T>(c, a[1], b1);
@@ -4135,8 +4110,8 @@ __device__ __forceinline__ void multiply_taps(float* c, const uint32_t (&a)[2][4
 
 // A step at a time, with all weights of the step in registers.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
-                                         const Tiles<false>& tiles) {
+__device__ void multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
+                         const Tiles<false>& tiles) {
   using S = Slab<T, false>;
   const int lane = threadIdx.x % 32;
   const uint4* const slabs[2] = {block.slab(group, round, 0), block.slab(group, round, 1)};
@@ -4165,19 +4140,10 @@ __device__ __forceinline__ void multiply(Sums& sums, const Block<T, SPLIT>& bloc
 
 // ---- Convolution: from sums to output ----
 
-template <typename T, bool ASYNC>
-__device__ void load_conv_bias(uint32_t (&conv_bias)[kRows], const Convolution& call,
-                               const Tiles<ASYNC>& tiles) {
-  UNROLL(row, kRows) {
-    const float b = widen(static_cast<const T*>(call.conv_bias)[tiles.channel_of_row(row)]);
-    conv_bias[row] = narrow_pair<T>(b, b);
-  }
-}
-
 // Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be
-// further from PyTorch's than KernelBench allows. conv_bias: of a row, twice.
+// further from PyTorch's than KernelBench allows.
 template <typename T>
-__device__ __forceinline__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
+__device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
   UNROLL(row, kRows) {
     UNROLL(i, 8) {
       float &x = sums(row, i / 2 * 4 + i % 2), &y = sums(row, i / 2 * 4 + i % 2 + 2);  // of one parity
@@ -4196,58 +4162,48 @@ __device__ inline float center_row(Sums& sums, int row, float eps) {
   return rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + eps);
 }
 
-// Where a thread's rows begin in output.
-template <bool ASYNC>
-struct OutputRows {
-  int64_t first, channel_step;
-  int lines;  // from the first tile's on
-
-  template <typename T, bool SPLIT>
-  __device__ OutputRows(const Block<T, SPLIT>& block, const Tiles<ASYNC>& tiles, const Place& p) {
-    const int depth = block.call.depth, height = block.call.height, lane = threadIdx.x % 32;
-    channel_step = int64_t(depth) * 2 * height * 2 * kOutWidth;
-    first = (int64_t(p.batch) * kOutChannels + tiles.channel_of_row(0)) * channel_step +
-            (int64_t(2 * p.d + block.parity_d) * height + p.h + tiles.first_line) * 2 * kOutWidth +
-            block.parity_h * kOutWidth + lane % 4 * 4;
-    lines = height - p.h - tiles.first_line;
-  }
-  __device__ bool has(int row) const { return Tiles<ASYNC>::line(row / 2) < lines; }
-  __device__ int64_t at(int row) const {
-    return first + (Tiles<ASYNC>::channel(row / 2) + row % 2 * 8) * channel_step +
-           Tiles<ASYNC>::line(row / 2) * 2 * kOutWidth;
-  }
-};
-
-// For backward.
-template <typename T, bool ASYNC>
-__device__ __forceinline__ void write_distances(const Convolution& call, Sums& sums,
-                                                const float (&rstd)[kRows], const OutputRows<ASYNC>& rows) {
-  T* output = static_cast<T*>(call.output);
-  UNROLL(row, kRows) {
-    if (!rows.has(row)) continue;
-    if (threadIdx.x % 4 == 0) call.rstd[rows.at(row) / kOutWidth] = rstd[row];
-    UNROLL(j, 4) store<T, 4, true>(output + rows.at(row) + 16 * j, sums.four(row, j).at);
-  }
-}
-
+// As many digits as the products have.
 template <typename T, bool SPLIT>
-__device__ float normal_tail_of(float t) {
-  if constexpr (SPLIT) return normal_tail(t);
-  return sizeof(T) == 4 ? normal_tail_5_digits(t) : normal_tail_16_bits(t);
+__device__ float gelu_after_convolution(float z) {
+  const float t = fabsf(z), tail = SPLIT            ? normal_tail(t)
+                                   : sizeof(T) == 4 ? normal_tail_5_digits(t)
+                                                    : normal_tail_16_bits(t);
+  return gelu_of_tail(z, tail);
 }
 
-template <typename T, bool SPLIT, bool ASYNC>
-__device__ __forceinline__ void write_output(const Block<T, SPLIT>& block, Sums& sums,
-                                             const float (&rstd)[kRows], const OutputRows<ASYNC>& rows) {
-  T* output = static_cast<T*>(block.call.output);
-  const float scale = block.call.scale;
+// Distances and rstd where backward asks for them, else GELU of the layer norm.
+template <typename T, bool SPLIT>
+__device__ void write_rows(const Block<T, SPLIT>& block, const Tiles<kIsAsync<SPLIT>>& tiles, const Place& p,
+                           Sums& sums, const float (&rstd)[kRows]) {
+  const Convolution& call = block.call;
+  const int quarter = threadIdx.x % 4 * 4, lines = call.height - p.h - tiles.first_line;
+  const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
+  const int64_t first =
+      (int64_t(p.batch) * kOutChannels + tiles.channel_of_row(0)) * channel_step +
+      (int64_t(2 * p.d + block.parity_d) * call.height + p.h + tiles.first_line) * 2 * kOutWidth +
+      block.parity_h * kOutWidth + quarter;
+  auto exists = [&](int row) { return tiles.line(row / 2) < lines; };
+  auto begin_of = [&](int row) {
+    return first + (tiles.channel(row / 2) + row % 2 * 8) * channel_step +
+           tiles.line(row / 2) * 2 * kOutWidth;
+  };
+  T* output = static_cast<T*>(call.output);
+  const float scale = call.scale;
+  if (call.rstd != nullptr) {
+    UNROLL(row, kRows) {
+      if (!exists(row)) continue;
+      if (quarter == 0) call.rstd[begin_of(row) / kOutWidth] = rstd[row];
+      UNROLL(j, 4) store<T, 4, true>(output + begin_of(row) + 16 * j, sums.four(row, j).at);
+    }
+    return;
+  }
   UNROLL(j, 4) {
-    const float* affine = block.affine + 16 * j + threadIdx.x % 4 * 4;
+    const float* affine = block.affine + 16 * j + quarter;
     const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
     UNROLL(row, kRows) {
       auto y = sums.four(row, j) * rstd[row] * weight + bias;
-      UNROLL(i, y.kSize) y[i] = scale * gelu_of_tail(y[i], normal_tail_of<T, SPLIT>(fabsf(y[i])));
-      if (rows.has(row)) store<T, 4, true>(output + rows.at(row) + 16 * j, y.at);
+      UNROLL(i, y.kSize) y[i] = scale * gelu_after_convolution<T, SPLIT>(y[i]);
+      if (exists(row)) store<T, 4, true>(output + begin_of(row) + 16 * j, y.at);
     }
   }
 }
@@ -4286,8 +4242,8 @@ __device__ void load_rounds(const Block<T, false>& block) {
 
 // One group multiplies while the other one normalizes and writes.
 template <typename T>
-__device__ __forceinline__ void multiply_in_turn(Sums& sums, const Block<T, false>& block, int group,
-                                                 int round, const uint32_t (&register_fragment)[4]) {
+__device__ void multiply_in_turn(Sums& sums, const Block<T, false>& block, int group, int round,
+                                 const uint32_t (&register_fragment)[4]) {
   named_barrier_wait(kFull + group, 2 * kGroupThreads);
   if (group == 1 || round > 0) named_barrier_wait(kTurn + group, 2 * kGroupThreads);
   multiply_async(sums, block, group, round, register_fragment);
@@ -4299,8 +4255,8 @@ __device__ __forceinline__ void multiply_in_turn(Sums& sums, const Block<T, fals
 
 // Without loading warps: copies of the next round's input run while a group normalizes and writes.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void load_and_multiply(Sums& sums, const Block<T, SPLIT>& block, int group,
-                                                  int round, const Tiles<false>& tiles) {
+__device__ void load_and_multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
+                                  const Tiles<false>& tiles) {
   if (round == 0) fetch(block, group, round);
   arrange(block, group, round);
   named_barrier_wait(kFull + group, kGroupThreads);
@@ -4311,15 +4267,23 @@ __device__ __forceinline__ void load_and_multiply(Sums& sums, const Block<T, SPL
 
 // A group's warps: multiply, normalize, write.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void compute_rounds(const Block<T, SPLIT>& block, int group,
-                                               const uint4* fragments) {
+__device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const uint4* fragments) {
   constexpr bool kAsync = block.kAsync;
+  constexpr int kRegisters = 4 * SlabOf<T, SPLIT>::kRegisterFragments;
   const Convolution& call = block.call;
   const Tiles<kAsync> tiles(threadIdx.x % kGroupThreads / 32);
   const float eps = call.eps;
-  uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};
-  if (sizeof(T) == 2 && call.conv_bias != nullptr) load_conv_bias<T>(conv_bias, call, tiles);
-  if constexpr (SlabOf<T, SPLIT>::kRegisterFragments > 0) load_fragment(register_fragment, fragments, tiles);
+  uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
+  if (sizeof(T) == 2 && call.conv_bias != nullptr) {
+    UNROLL(row, kRows) {
+      const float b = widen(static_cast<const T*>(call.conv_bias)[tiles.channel_of_row(row)]);
+      conv_bias[row] = narrow_pair<T>(b, b);
+    }
+  }
+  UNROLL(i, kRegisters) {
+    const uint4* unit = fragments + i / 2 * kOutChannels + tiles.channel_of_row(i % 2);
+    register_fragment[i] = reinterpret_cast<const uint32_t*>(unit)[threadIdx.x % 4];
+  }
   ROLLED(round, block.rounds(group)) {
     Sums sums = {};
     if constexpr (kAsync) {
@@ -4330,12 +4294,7 @@ __device__ __forceinline__ void compute_rounds(const Block<T, SPLIT>& block, int
     if constexpr (sizeof(T) == 2) add_conv_bias<T>(sums, conv_bias);
     float rstd[kRows];
     UNROLL(row, kRows) rstd[row] = center_row(sums, row, eps);
-    const OutputRows<kAsync> rows(block, tiles, block.place(group, round));
-    if (call.rstd != nullptr) {
-      write_distances<T>(call, sums, rstd, rows);
-    } else {
-      write_output(block, sums, rstd, rows);
-    }
+    write_rows(block, tiles, block.place(group, round), sums, rstd);
   }
 }
 
