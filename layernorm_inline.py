@@ -141,7 +141,7 @@ struct Backward {
 struct Convolution {
   const void* input;        // (batch, 32, depth, height, 32) of dtype: float32, float16 or bfloat16
   const void* conv_weight;  // (32, 64, 4, 4, 4) of dtype
-  const void* conv_bias;    // (64) of dtype or null; matters to 16 bits only
+  const void* conv_bias;    // (64) of dtype or null; of float32 only NaN and infinity matter
   const void* weight;       // (64) of dtype or null, or float32 where affine_float32
   const void* bias;         // as weight
   void* output;             // (batch, 64, 2 depth, 2 height, 64) of dtype
@@ -3792,106 +3792,135 @@ cudaError_t launch(const Backward& call, const Context& context) {
 _CONVOLUTION = r"""
 namespace convolution {
 
-// ---- ConvTranspose3d with LayerNorm, GELU and scaling in its epilogue (sm_80 and up) ----
-// For kernel 4, stride 2, padding 1, output position o gets input positions (o + 1 - k) / 2 for the two k of
-// the parity of o + 1. So outputs of one parity per dimension, o = 2 q + p, are a dense convolution with two
-// taps t a dimension: k = 1 - p + 2 t reads input q + p - t. An output line (all w' of one d', h' for 64
-// channels) is a matrix product: channels x (taps, input channels) x w'.
-//
-// The kernel is persistent: a block keeps the weights of one (parity of d', parity of h') on chip. Its two
-// groups of four warps take 4 lines a round each, h' two apart, then go on to the next depth, of which one
-// tap has been read. Rows that LayerNorm normalizes, the last dimension, are each in the accumulators of four
-// lanes. T is float (in TF32, or SPLIT for full float32) or 16-bit. Shared memory is counted in units of 16
-// bytes, kUnit channels of one place; products take two units: all else is the same for all T.
+// ---- Convolution: ConvTranspose3d, then LayerNorm, GELU and scaling (sm_80 and up) ----
+// With kernel 4, stride 2 and padding 1, output 2 q + p of a dimension reads two inputs: for tap t = 0 and 1,
+// input q + p - t times weight 1 - p + 2 t. Output 5, for example, reads inputs 3 and 2 with weights 0 and 2.
+// So outputs of one parity p in each dimension are a dense convolution, and one of their lines, all columns
+// of 64 channels, is a product of matrices: channels x (taps, input channels) x columns. A block keeps the
+// weights of one parity of depth and of height on chip. Its two groups of four warps take four lines a round,
+// two apart in height, and in the next round those at the next depth: one of the two depths that they read is
+// there already. Four lanes hold a row of LayerNorm, 64 columns of one channel, in registers. T is of 16 bits
+// or float, and float is rounded to TF32 or, if SPLIT, keeps its digits.
 
-[[maybe_unused]] constexpr int kConvIn = 32, kConvOut = 64,
-                               kConvWidth = 32;  // channels in and out, input width
-constexpr int kConvLines = 4, kConvGroups = 2, kConvGroupThreads = 128;
-constexpr int kConvElements = kConvIn * kConvOut * 64;  // of all weights
-// A fragment: the weights of two units of input channels for one tap and parity of each dimension.
-constexpr int kConvFragment = 2 * kConvOut;
+#define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
 
-// A slab: a round's input lines of one depth, as (plane, line, column), with zeros beside the first and last
-// column. ASYNC: every 8 columns have copies of their neighbours beside them, for one product of all lines.
-template <typename T, bool ASYNC>
-struct Slab {
-  enum : int {
-    kUnit = 16 / sizeof(T),
-    kPlanes = kConvIn / kUnit,
-    kLines = kConvLines + 1,
-    kEightColumns = ASYNC ? 10 : 8,  // units to the next 8 columns, the next line, the next plane
-    kLine = ASYNC ? 40 : 34,
-    kPlane = ASYNC ? 201 : 171,  // the last place spreads four planes over the banks
-    kUnits = kPlanes * kPlane,
-    // A step is a tap of d, a tap of h and two planes, with four fragments.
-    kSteps = 2 * kPlanes,
-    // The first fragment of float weights is in registers where shared memory has no room for it.
-    kHeld = ASYNC && sizeof(T) == 4 ? 1 : 0,
-    kFragments = 4 * kSteps - kHeld,  // in shared memory
-    kBytes = 16 * (kFragments * kConvFragment + kConvGroups * 2 * kUnits) + 4 * 2 * kConvOut
-  };
-
-  // Where an output line's input begins for a step: the column before its first one.
-  static __device__ int columns_of(int step, int line) {
-    return step % (kPlanes / 2) * 2 * kPlane + (line + 1 - step / (kPlanes / 2) % 2) * kLine;
-  }
-};
-template <typename T, bool SPLIT>
-constexpr int kConvShared = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
-
-// Tensor cores ignore all but 10 bits of mantissa. Ties go to even, as in cuDNN: if they went up, one output
-// of 850 would be off by more than 1e-4 from PyTorch's.
-__device__ inline uint32_t round_to_tf32(uint32_t x) { return x + 0xfff + (x >> 13 & 1); }
+constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
+constexpr int kWeights = kInChannels * kOutChannels * 4 * 4 * 4, kArrangeThreads = 256;
+constexpr int kLines = 4;                        // of a round
+constexpr int kGroups = 2, kGroupThreads = 128;  // of a block
+constexpr int kTiles = 4, kTileChannels = 16;    // of a warp; a tile is 16 channels of a line
+constexpr int kFragment = 2 * kOutChannels;      // units of 16 bytes: weights of a product, for one tap of w
+static_assert(kWeights % kArrangeThreads == 0 && kGroups == 2, "no thread is left over; groups take turns");
+static_assert(kGroupThreads / 32 * kTiles * kTileChannels == kLines * kOutChannels,
+              "warps have all of a round");
 
 // Hopper's own products (wgmma) run in the background and read shared memory themselves.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasAsyncProducts = true;
 #else
-[[maybe_unused]] constexpr bool kHasAsyncProducts = false;
+constexpr bool kHasAsyncProducts = false;
 #endif
+template <bool SPLIT>
+constexpr bool kIsAsync = !SPLIT && kHasAsyncProducts;
 
-[[maybe_unused]] __device__ inline int fragment_of(int step, int parity_w, int tap_w) {
-  return (step * 2 + parity_w) * 2 + tap_w;
+// With async products four more warps load input for the two groups, and leave registers to them (float32 in
+// TF32: 0.61 ms -> 0.58). Without, a group loads its own.
+constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
+template <bool SPLIT>
+constexpr int kThreads = kGroupThreads * (kGroups + kIsAsync<SPLIT>);
+static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536,
+              "registers of an SM");
+
+// A slab is a round's input of one depth: units of kUnit channels, (plane of channels, line, column), and
+// zeros beside the first and last column. A product takes two planes; if ASYNC, all lines at once, for which
+// every 8 columns have copies of their neighbours beside them.
+template <typename T, bool ASYNC>
+struct Slab {
+  enum : int {
+    kUnit = 16 / sizeof(T),
+    kPlanes = kInChannels / kUnit,
+    kSlabLines = kLines + 1,
+    kEightStep = ASYNC ? 10 : 8,  // units from 8 columns to the next
+    kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2,
+    kPlaneStep = kSlabLines * kLineStep + 1,  // odd: four planes are spread over the banks
+    kUnits = kPlanes * kPlaneStep,
+    kSteps = 2 * kPlanes,  // a step: a tap of d, a tap of h, two planes; it takes four fragments
+    // The first fragment of float weights is in registers where shared memory has no room for it.
+    kRegisterFragments = ASYNC && sizeof(T) == 4 ? 1 : 0,
+    kSharedFragments = 4 * kSteps - kRegisterFragments,
+    kBytes = 16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth
+  };
+  static_assert(kPlaneStep % 2 == 1 && 4 * (4 * kSteps) * kFragment * kUnit == kWeights,
+                "blocks of four parities have all weights");
+
+  static __device__ int fragment_at(int step, int parity_w, int tap_w) {
+    return step * 4 + parity_w * 2 + tap_w;
+  }
+  // Where the input of an output line begins for a step: the column before its first one.
+  static __device__ int columns_at(int step, int line) {
+    return step % (kPlanes / 2) * 2 * kPlaneStep + (line + 1 - step / (kPlanes / 2) % 2) * kLineStep;
+  }
+};
+template <typename T, bool SPLIT>
+using SlabOf = Slab<T, kIsAsync<SPLIT>>;
+template <typename T, bool SPLIT>
+constexpr int kSharedBytes = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
+static_assert(kSharedBytes<float, false> <= 227 << 10, "Hopper's");
+
+// Tensor cores ignore all but 10 bits of mantissa. Ties go to even, as in cuDNN: if they went up, one output
+// of 850 would be off by more than 1e-4 from PyTorch's. NaN as arithmetic makes it, 0x7fffffff, would carry
+// into the sign, here and in first_part.
+__device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
+  if (isnan(__uint_as_float(x))) return 0x7fc00000;
+  return rounded ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
-// The weights as blocks take them: (parity of d, of h, step, parity of w, tap of w), then for async products
-// (unit, output channel, input channel in the unit), else (16 output channels, lane, register).
+// ---- Convolution: weights as products take them ----
+
+// Output: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w), then a fragment.
+// For async products: (unit, output channel, input channel in the unit). Else as mma.sync has it in
+// registers: (16 output channels, lane, register).
 template <typename T>
-__global__ void __launch_bounds__(256) arrange_weights(Convolution call, T* arranged) {
+__global__ void __launch_bounds__(kArrangeThreads) arrange_weights(Convolution call, T* arranged) {
   constexpr int kUnit = 16 / sizeof(T), kWord = 4 / sizeof(T);  // channels in a unit, in a register
-  const int index = blockIdx.x * 256 + threadIdx.x, within = index % (kConvFragment * kUnit);
-  int rest = index / (kConvFragment * kUnit);
-  auto digit = [&](int base) {
-    const int d = rest % base;
-    rest /= base;
-    return d;
-  };
-  const int tap_w = digit(2), parity_w = digit(2), chunk = digit(kConvIn / (2 * kUnit)), tap_h = digit(2);
-  const int tap_d = digit(2), parity_h = digit(2), parity_d = rest;
+  constexpr int kNumbers = kFragment * kUnit, kChunks = kInChannels / (2 * kUnit);
+  const int index = blockIdx.x * kArrangeThreads + threadIdx.x, i = index % kNumbers,
+            fragment = index / kNumbers;
   const bool rounded = sizeof(T) == 2 || call.tf32;
-  const int word = within / kWord;
+  const int word = i / kWord;
   int out = word / 128 * 16 + word / 16 % 8 + word % 2 * 8;
-  int in = word / 4 % 4 * kWord + within % kWord + word / 2 % 2 * kUnit;  // as mma.sync has them in registers
+  int in = word / 4 % 4 * kWord + i % kWord + word / 2 % 2 * kUnit;
   if (kHasAsyncProducts && rounded) {
-    out = within / kUnit % kConvOut, in = within % kUnit + within / (kUnit * kConvOut) * kUnit;
+    out = i / kUnit % kOutChannels, in = i % kUnit + i / (kUnit * kOutChannels) * kUnit;
   }
-  in += chunk * 2 * kUnit;
-  const int d = 1 - parity_d + 2 * tap_d, h = 1 - parity_h + 2 * tap_h, w = 1 - parity_w + 2 * tap_w;
-  T weight = static_cast<const T*>(call.conv_weight)[(((in * kConvOut + out) * 4 + d) * 4 + h) * 4 + w];
+  in += fragment / 4 % kChunks * 2 * kUnit;
+  const int taps = fragment / 4 / kChunks;
+  const int w = 1 - fragment / 2 % 2 + 2 * (fragment % 2);
+  const int h = 1 - taps / 4 % 2 + 2 * (taps % 2), d = 1 - taps / 8 + 2 * (taps / 2 % 2);
+  T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
-    if (rounded) weight = __uint_as_float(round_to_tf32(__float_as_uint(weight)));
+    const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
+    weight += bias - bias;  // leaves with the mean of a row, unless it is NaN or infinite
+    weight = __uint_as_float(factor_of(__float_as_uint(weight), rounded));
   }
   arranged[index] = weight;
 }
 
-// ---- Convolution: matrix products ----
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <typename T, bool SPLIT>
+__global__ void conv_transpose_layer_norm_gelu(Convolution, const uint4*) {
+  __trap();  // fits() keeps calls away from code without these instructions
+}
+#else
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+// ---- Convolution: instructions ----
+
 #define LAYERNORM_MULTIPLY_ADD_SYNC(types)                                                        \
   asm volatile("mma.sync.aligned." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 
+// c += a * b, of 16 rows, two units and 8 columns.
 template <typename T>
 __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -3903,6 +3932,47 @@ __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint
   }
 }
 
+// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). a is
+// in registers or in shared memory: two instructions with one list of c's 64 registers.
+#define LAYERNORM_FOUR_SUMS(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define LAYERNORM_SIXTEEN_SUMS(i) \
+  LAYERNORM_FOUR_SUMS(i), LAYERNORM_FOUR_SUMS(i + 4), LAYERNORM_FOUR_SUMS(i + 8), LAYERNORM_FOUR_SUMS(i + 12)
+#define LAYERNORM_MULTIPLY_ADD(types, a, b, transposed, ...)                                     \
+  asm volatile(                                                                                  \
+      "{ .reg .pred p;\n"                                                                        \
+      "setp.ne.b32 p, 1, 0;\n"                                                                   \
+      "wgmma.mma_async.sync.aligned." types                                                      \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"                                                     \
+      "%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32," \
+      "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
+      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1" transposed "; }\n"           \
+      : LAYERNORM_SIXTEEN_SUMS(0), LAYERNORM_SIXTEEN_SUMS(16), LAYERNORM_SIXTEEN_SUMS(32),       \
+        LAYERNORM_SIXTEEN_SUMS(48)                                                               \
+      : __VA_ARGS__                                                                              \
+      : "memory")
+
+template <typename T>
+__device__ void multiply_add_async(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
+  LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}", "%68", "", "r"(a[0]), "r"(a[1]),
+                         "r"(a[2]), "r"(a[3]), "l"(b));
+}
+template <typename T>
+__device__ void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, float>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64", "%65", "", "l"(a), "l"(b));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.f16.f16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+  } else {
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.bf16.bf16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+  }
+}
+
+// In units: where it begins in shared memory, the step to the next plane, that to the next 8 columns or
+// channels.
+[[maybe_unused]] __device__ inline uint64_t matrix_at(unsigned begin, int plane_step, int eight_step) {
+  return uint64_t(eight_step) << 32 | (begin + (plane_step << 16));
+}
+
 // A barrier of some warps: `threads` threads wait at it, or only arrive.
 __device__ inline void named_barrier_wait(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -3910,17 +3980,84 @@ __device__ inline void named_barrier_wait(int name, int threads) {
 [[maybe_unused]] __device__ inline void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// Of group 0, and the next of group 1: may multiply, input is there, input was read. 0 is __syncthreads.
+enum : int { kTurn = 1, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
 
-// Float32 is the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
-// second is found again at every use, as there are no registers to keep it for all weights.
-__device__ inline uint32_t first_part(uint32_t x) { return x + 0x1000; }
-__device__ inline uint32_t second_part(uint32_t x) {
-  uint32_t first;
-  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(first_part(x)));
-  return first_part(__float_as_uint(__uint_as_float(x) - __uint_as_float(first)));
-}
+// ---- Convolution: what the steps share ----
 
-// Column c of a block of kUnit channels (rows) x kUnit columns: one unit.
+struct Place {  // of a round's outputs: q of depth, q of the first line
+  int batch, d, h;
+};
+
+// A block: its outputs are those of one parity of d and of h. Rounds go through depths first; the block has a
+// range of them, of which group 0 takes the first half.
+template <typename T, bool SPLIT>
+struct Block {
+  static constexpr bool kAsync = kIsAsync<SPLIT>;
+  using S = SlabOf<T, SPLIT>;
+  const Convolution& call;
+  uint4* weights;  // in shared memory, as the next two
+  float* affine;   // LayerNorm's weight, then its bias
+  uint4* slabs;
+  int parity_d, parity_h, line_groups, first_round, all_rounds;
+
+  __device__ Block(const Convolution& call, uint4* shared) : call(call), weights(shared) {
+    affine = reinterpret_cast<float*>(weights + S::kSharedFragments * kFragment);
+    slabs = reinterpret_cast<uint4*>(affine + 2 * kOutWidth);
+    parity_d = blockIdx.x % 4 / 2, parity_h = blockIdx.x % 2;
+    line_groups = (call.height + kLines - 1) / kLines;
+    const int64_t rounds_of_all = call.batch * line_groups * call.depth;
+    const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
+    first_round = rounds_of_all * block / blocks;
+    all_rounds = int(rounds_of_all * (block + 1) / blocks) - first_round;
+  }
+  __device__ int rounds(int group) const { return group == 0 ? all_rounds - all_rounds / 2 : all_rounds / 2; }
+  __device__ Place place(int group, int round) const {
+    const int index = first_round + group * rounds(0) + round, column = index / call.depth;
+    return {column / line_groups, index % call.depth, column % line_groups * kLines};
+  }
+  // Taps of d that the round before has not left.
+  __device__ int new_taps(int depth, int round) const { return round == 0 || depth == 0 ? 2 : 1; }
+  // The second tap of a depth is the first one of the depth before.
+  __device__ uint4* slab(int group, int round, int tap) const {
+    return slabs + (2 * group + (round + tap) % 2) * S::kUnits;
+  }
+};
+
+// A thread's sums: quarters of kRows rows; row r is channel r % 2 * 8 + lane / 4 of tile r / 2.
+constexpr int kRows = 2 * kTiles;
+struct Sums {
+  float at[2][kTiles][16];  // parity of w, tile, (8 columns of a parity, register)
+
+  // Number i of 16 of a row: column 16 (i / 4) + 4 (lane % 4) + i % 4.
+  __device__ float& operator()(int row, int i) {
+    return at[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2];
+  }
+  __device__ Vec<float, 4> four(int row, int j) {
+    Vec<float, 4> x;
+    UNROLL(i, x.kSize) x[i] = (*this)(row, 4 * j + i);
+    return x;
+  }
+};
+
+// The tiles of a warp: if ASYNC, four lines of 16 channels; else two lines of 32 channels.
+template <bool ASYNC>
+struct Tiles {
+  int first_channel, first_line;
+
+  __device__ explicit Tiles(int warp)
+      : first_channel((ASYNC ? warp : warp % 2 * 2) * kTileChannels), first_line(ASYNC ? 0 : warp / 2 * 2) {}
+  // From the first channel, from the first line.
+  static __device__ int channel(int tile) { return ASYNC ? 0 : tile % 2 * kTileChannels; }
+  static __device__ int line(int tile) { return ASYNC ? tile : tile / 2; }
+  __device__ int channel_of_row(int row) const {
+    return first_channel + channel(row / 2) + row % 2 * 8 + threadIdx.x % 32 / 4;
+  }
+};
+
+// ---- Convolution: input ----
+
+// Column c of kUnit channels (rows) x kUnit columns: one unit.
 template <typename T>
 __device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
   auto word = [&](int row, int w) {
@@ -3935,431 +4072,373 @@ __device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
     return {pair(0), pair(2), pair(4), pair(6)};
   }
 }
-#endif
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). a is
-// in registers or in shared memory: two instructions with one list of c's 64 registers.
-#define LAYERNORM_MULTIPLY_ADD(types, a, b, transposed, ...)                                            \
-  asm volatile(                                                                                         \
-      "{ .reg .pred p;\n"                                                                               \
-      "setp.ne.b32 p, 1, 0;\n"                                                                          \
-      "wgmma.mma_async.sync.aligned." types                                                             \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"                                                            \
-      "%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"        \
-      "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,"        \
-      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1" transposed "; }\n"                  \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), \
-        "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]),        \
-        "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]),      \
-        "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]),      \
-        "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]),      \
-        "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), "+f"(c[42]),      \
-        "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]), "+f"(c[49]),      \
-        "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]),      \
-        "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])       \
-      : __VA_ARGS__                                                                                     \
-      : "memory")
+// What a thread brings of a slab: kUnit channels x kUnit columns of every kSweep-th line.
+template <typename S>
+struct Share {
+  static constexpr int kHalves = 8 / S::kUnit, kPlaneGroups = S::kPlanes / 4;  // kHalves: of 8 columns
+  static constexpr int kLineThreads = 16 * kHalves * kPlaneGroups, kSweep = kGroupThreads / kLineThreads;
+  static constexpr int kSweeps = (S::kSlabLines + kSweep - 1) / kSweep;
+  int half, eight, plane, line;
 
-// In units: a place in shared memory, the step to the next plane, the step to the next 8 columns or channels.
-__device__ inline uint64_t matrix_at(unsigned place, int plane_step, int eight_step) {
-  return uint64_t(eight_step) << 32 | (place + (plane_step << 16));
-}
+  __device__ explicit Share(int thread)
+      : half(thread % kHalves),
+        eight(thread / kHalves / 4 % 4),
+        plane(thread / kHalves % 4 + thread / kHalves / 16 % kPlaneGroups * 4),
+        line(thread / kLineThreads) {}
+  __device__ int first_unit() const {
+    return plane * S::kPlaneStep + line * S::kLineStep + eight * S::kEightStep + 1 + half * S::kUnit;
+  }
+  __device__ bool has(int sweep) const { return line + sweep * kSweep < S::kSlabLines; }
+};
 
-__device__ inline void multiply_add_async(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
-  LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}", "%68", "", "r"(a[0]), "r"(a[1]),
-                         "r"(a[2]), "r"(a[3]), "l"(b));
-}
-template <typename T>
-__device__ inline void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, float>) {
-    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64", "%65", "", "l"(a), "l"(b));
-  } else if constexpr (std::is_same_v<T, __half>) {
-    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.f16.f16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
-  } else {
-    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.bf16.bf16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+// Starts copies of a round's input; kUnit columns of a channel go where kUnit channels of a column will be.
+template <typename T, bool SPLIT>
+__device__ void fetch(const Block<T, SPLIT>& block, int group, int round) {
+  using S = SlabOf<T, SPLIT>;
+  const Convolution& call = block.call;
+  const Share<S> share(threadIdx.x % kGroupThreads);
+  const Place p = block.place(group, round);
+  const int64_t channel_step = int64_t(call.depth) * call.height * kInWidth;
+  const T* from = static_cast<const T*>(call.input) +
+                  (int64_t(p.batch) * kInChannels + S::kUnit * share.plane) * channel_step + share.eight * 8 +
+                  share.half * S::kUnit;
+  ROLLED(tap, block.new_taps(p.d, round)) {
+    const int d = p.d + block.parity_d - tap;
+    uint4* to = block.slab(group, round, tap) + share.first_unit();
+    UNROLL(sweep, share.kSweeps) {
+      if (!share.has(sweep)) continue;
+      const int line = sweep * share.kSweep, h = p.h + block.parity_h - 1 + share.line + line;
+      const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
+      const int64_t offset = exists ? (int64_t(d) * call.height + h) * kInWidth : 0;
+      UNROLL(i, S::kUnit) {
+        copy_or_zero(to + line * S::kLineStep + i, from + i * channel_step + offset, exists);
+      }
+    }
   }
 }
 
-// sums: (parity of w, unit, (8 columns, register)) of a round. A unit is a line of 16 channels, and a warp
-// has four of the 16: async, four lines of the same channels, else two lines of 32. slabs: both taps of d.
-// held: the first fragment, where it is in registers.
+// Transposes what this thread has fetched, and rounds it.
+template <typename T, bool SPLIT>
+__device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
+  using S = SlabOf<T, SPLIT>;
+  constexpr int kUnit = S::kUnit;
+  const Share<S> share(threadIdx.x % kGroupThreads);
+  wait_for_copies();
+  ROLLED(tap, block.new_taps(block.place(group, round).d, round)) {
+    uint4* first = block.slab(group, round, tap) + share.first_unit();
+    UNROLL(sweep, share.kSweeps) {
+      if (!share.has(sweep)) continue;
+      uint4 rows[kUnit], *columns = first + sweep * share.kSweep * S::kLineStep;
+      UNROLL(i, kUnit) {
+        rows[i] = columns[i];
+        if constexpr (sizeof(T) == 4) {
+          rows[i] = {factor_of(rows[i].x, !SPLIT), factor_of(rows[i].y, !SPLIT), factor_of(rows[i].z, !SPLIT),
+                     factor_of(rows[i].w, !SPLIT)};
+        }
+      }
+      UNROLL(c, kUnit) columns[c] = column_of<T>(rows, c);
+      if constexpr (block.kAsync) {  // copies beside the 8 columns before, and the next 8
+        if (share.half == 0 && share.eight > 0) columns[-2] = column_of<T>(rows, 0);
+        if (share.half == share.kHalves - 1 && share.eight < 3) {
+          columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
+        }
+      }
+    }
+  }
+  if constexpr (block.kAsync) writes_before_copies();
+}
+
+// ---- Convolution: asynchronous products ----
+
+// The compiler would wait for each product if it could move the sums.
+[[maybe_unused]] __device__ inline void keep_in_registers(Sums& sums) {
+  UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i / 16 % 4][i % 16])::"memory");
+}
+
+// Where p is, in units. Of lane 0: the compiler then knows that all lanes have the same.
+[[maybe_unused]] __device__ inline unsigned unit_in_shared(const uint4* p) {
+  return __shfl_sync(~0u, shared_address(p) / 16, 0);
+}
+
+// Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
+// bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
 template <typename T>
-__device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const uint32_t (&held)[4],
-                                               const uint4* weights, const uint4* const (&slabs)[2]) {
-  using S = Slab<T, true>;
-  auto place_of = [](const uint4* p) {  // of one lane: the compiler knows that all have the same
-    return __shfl_sync(~0u, unsigned(__cvta_generic_to_shared(p)) / 16, 0);
-  };
-  const unsigned places[2] = {place_of(slabs[0]), place_of(slabs[1])}, weights_place = place_of(weights);
-  auto keep_in_registers = [&] {  // where they must stay: the compiler would wait for each product
-#pragma unroll
-    for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(sums[i / 64][i / 16 % 4][i % 16])::"memory");
-  };
-  keep_in_registers();
+__device__ void multiply_async(Sums& sums, const Block<T, false>& block, int group, int round,
+                               const uint32_t (&register_fragment)[4]) {
+  using S = SlabOf<T, false>;
+  constexpr int kChunks = S::kPlanes / 2;
+  const unsigned slabs[2] = {unit_in_shared(block.slab(group, round, 0)),
+                             unit_in_shared(block.slab(group, round, 1))};
+  const unsigned weights = unit_in_shared(block.weights);
+  keep_in_registers(sums);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  // Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
-  // bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
-#pragma unroll
-  for (int i = 0; i < 4 * S::kSteps; ++i) {
-    constexpr int kChunks = S::kPlanes / 2;
+  UNROLL(i, 4 * S::kSteps) {
     const int parity_w = i % 2, chunk = i / 2 % kChunks, taps = 7 - i / 2 / kChunks;
-    const int step = taps / 2 * kChunks + chunk, tap_w = taps % 2,
-              fragment = fragment_of(step, parity_w, tap_w);
-    const unsigned columns = places[step / S::kPlanes] + S::columns_of(step, 0) + 1 + parity_w - tap_w;
-    const uint64_t b = matrix_at(columns, S::kPlane, S::kEightColumns);
-    float (&sum)[64] = reinterpret_cast<float (&)[64]>(sums[parity_w]);
-    if (fragment < S::kHeld) {
-      multiply_add_async(sum, held, b);
+    const int step = taps / 2 * kChunks + chunk, tap_w = taps % 2;
+    const int fragment = S::fragment_at(step, parity_w, tap_w) - S::kRegisterFragments;
+    const unsigned columns = slabs[step / S::kPlanes] + S::columns_at(step, 0) + 1 + parity_w - tap_w;
+    const uint64_t b = matrix_at(columns, S::kPlaneStep, S::kEightStep);
+    float (&c)[64] = reinterpret_cast<float (&)[64]>(sums.at[parity_w]);
+    if (fragment < 0) {
+      multiply_add_async<T>(c, register_fragment, b);
     } else {
-      const unsigned place = weights_place + (fragment - S::kHeld) * kConvFragment;
-      multiply_add_async<T>(sum, matrix_at(place, kConvOut, 8), b);
+      multiply_add_async<T>(c, matrix_at(weights + fragment * kFragment, kOutChannels, 8), b);
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  keep_in_registers();
+  keep_in_registers(sums);
 }
-#endif
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-// SPLIT: each product is three, of both factors' leading and remaining bits (Ootomo, Yokota, 2022,
-// arXiv:2203.03341). Tensor cores truncate sums, and so add no more than 6 of them before a rounded addition.
-// Else factors are of 16 bits, or rounded to TF32 as PyTorch does where it is allowed.
+// ---- Convolution: products of a warp's own ----
+
+// Float32 is the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
+// second is found again at every use, as there are no registers to keep it for all weights.
+__device__ inline uint32_t first_part(uint32_t x) { return x + 0x1000; }
+__device__ inline uint32_t second_part(uint32_t x) {
+  uint32_t first;
+  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(first_part(x)));
+  return first_part(__float_as_uint(__uint_as_float(x) - __uint_as_float(first)));
+}
+
+template <int N>
+struct Parts {
+  uint32_t first[N], second[N];
+
+  __device__ explicit Parts(const uint32_t (&x)[N]) {
+    UNROLL(i, N) first[i] = first_part(x[i]), second[i] = second_part(x[i]);
+  }
+};
+
+// c += a[0] * b0 + a[1] * b1. SPLIT: each product is three, of both factors' leading and remaining bits
+// (Ootomo, Yokota, 2022, arXiv:2203.03341). Tensor cores truncate sums, and so add no more than 6 of them
+// before a rounded addition.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void multiply(float (&sums)[2][4][16], const uint4* weights,
-                                         const uint4* const (&slabs)[2], int first_tile, int first_line) {
+__device__ void multiply_taps(float* c, const uint32_t (&a)[2][4], const uint32_t (&b0)[2],
+                              const uint32_t (&b1)[2]) {
+  if constexpr (!SPLIT) {
+    multiply_add<T>(c, a[0], b0);
+    multiply_add<T>(c, a[1], b1);
+  } else {
+    float sum[4] = {};
+    UNROLL(tap, 2) {
+      const Parts<4> weights(a[tap]);
+      const Parts<2> input(tap == 0 ? b0 : b1);
+      multiply_add<T>(sum, weights.second, input.first);
+      multiply_add<T>(sum, weights.first, input.second);
+      multiply_add<T>(sum, weights.first, input.first);
+    }
+    UNROLL(k, 4) c[k] += sum[k];
+  }
+}
+
+// A step at a time, with all weights of the step in registers.
+template <typename T, bool SPLIT>
+__device__ void multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
+                         const Tiles<false>& tiles) {
   using S = Slab<T, false>;
   const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int step = 0; step < S::kSteps; ++step) {
-    uint32_t a[2][2][2][4];  // parity of w, tap of w, tile
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4* from = weights + fragment_of(step, i / 4, i / 2 % 2) * kConvFragment;
-      const uint4 four = from[(first_tile + i % 2) * 32 + lane];
-      uint32_t (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
+  const uint4* const slabs[2] = {block.slab(group, round, 0), block.slab(group, round, 1)};
+  ROLLED(step, S::kSteps) {
+    uint32_t a[2][2][2][4];  // parity of w, 16 of the channels, tap of w
+    UNROLL(i, 8) {
+      const uint4* fragment = block.weights + S::fragment_at(step, i / 4, i / 2 % 2) * kFragment;
+      const uint4 four = fragment[(tiles.first_channel / kTileChannels + i % 2) * 32 + lane];
+      uint32_t (&to)[4] = a[i / 4][i % 2][i / 2 % 2];
       to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     }
-#pragma unroll
-    for (int line = 0; line < 2; ++line) {
-      const uint4* slab = step < S::kPlanes ? slabs[0] : slabs[1];
-      const auto* from = reinterpret_cast<const uint32_t*>(slab + S::columns_of(step, first_line + line));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t b[3][2];  // shifted by -1, 0, 1
-#pragma unroll
-        for (int i = 0; i < 6; ++i) {
-          b[i / 2][i % 2] = from[4 * (S::kEightColumns * j + i / 2 + i % 2 * S::kPlane) + lane];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int tile = i / 2, parity_w = i % 2;
-          float* sum = sums[parity_w][2 * line + tile] + 4 * j;
-          if constexpr (!SPLIT) {
-            multiply_add<T>(sum, a[parity_w][0][tile], b[1 + parity_w]);
-            multiply_add<T>(sum, a[parity_w][1][tile], b[parity_w]);
-          } else {
-            float part[4] = {};
-#pragma unroll
-            for (int tap_w = 0; tap_w < 2; ++tap_w) {
-              uint32_t first_a[4], second_a[4], first_b[2], second_b[2];
-#pragma unroll
-              for (int k = 0; k < 4; ++k) {
-                first_a[k] = first_part(a[parity_w][tap_w][tile][k]);
-                second_a[k] = second_part(a[parity_w][tap_w][tile][k]);
-              }
-#pragma unroll
-              for (int k = 0; k < 2; ++k) {
-                first_b[k] = first_part(b[1 + parity_w - tap_w][k]);
-                second_b[k] = second_part(b[1 + parity_w - tap_w][k]);
-              }
-              multiply_add<T>(part, second_a, first_b);
-              multiply_add<T>(part, first_a, second_b);
-              multiply_add<T>(part, first_a, first_b);
-            }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) sum[k] += part[k];
-          }
-        }
+    UNROLL(i, 8) {  // 8 columns of one of two lines
+      const uint4* slab =
+          (step < S::kPlanes ? slabs[0] : slabs[1]) + S::columns_at(step, tiles.first_line + i / 4);
+      const auto* from = reinterpret_cast<const uint32_t*>(slab + i % 4 * S::kEightStep) + lane;
+      uint32_t b[3][2];  // shifted by -1, 0, 1
+      UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * S::kPlaneStep)];
+      UNROLL(k, 4) {
+        const int channels = k / 2, parity_w = k % 2;
+        float* c = sums.at[parity_w][i / 4 * 2 + channels] + i % 4 * 4;
+        multiply_taps<T, SPLIT>(c, a[parity_w][channels], b[1 + parity_w], b[parity_w]);
       }
     }
   }
 }
-#endif
 
-// ---- Convolution: kernel ----
+// ---- Convolution: from sums to output ----
 
-// With async products four more warps bring input to the two groups, and give them registers (float32 in
-// TF32: 0.61 ms -> 0.58). Without, a group brings its own.
-[[maybe_unused]] constexpr int kApplyingRegisters = 224, kLoadingRegisters = 56;
-template <bool LOADERS>
-constexpr int kConvThreads = kConvGroupThreads * (kConvGroups + LOADERS);
+// Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be
+// further from PyTorch's than KernelBench allows.
+template <typename T>
+__device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
+  UNROLL(row, kRows) {
+    UNROLL(i, 8) {
+      float &x = sums(row, i / 2 * 4 + i % 2), &y = sums(row, i / 2 * 4 + i % 2 + 2);  // of one parity
+      const float2 sum = widen_pair<T>(add_pairs<T>(narrow_pair<T>(x, y), conv_bias[row]));
+      x = sum.x, y = sum.y;
+    }
+  }
+}
+
+// A row becomes its distances from the mean, with which float32's bias would leave. Returns rstd.
+__device__ inline float center_row(Sums& sums, int row, float eps) {
+  float sum = 0, m2 = 0;
+  UNROLL(i, 16) sum += sums(row, i);
+  const float mean = combine_lanes(sum, 4) * (1.0f / kOutWidth);
+  UNROLL(i, 16) sums(row, i) -= mean, m2 += sums(row, i) * sums(row, i);
+  return rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + eps);
+}
+
+// As many digits as the products have.
+template <typename T, bool SPLIT>
+__device__ float gelu_after_convolution(float z) {
+  const float t = fabsf(z), tail = SPLIT            ? normal_tail(t)
+                                   : sizeof(T) == 4 ? normal_tail_5_digits(t)
+                                                    : normal_tail_16_bits(t);
+  return gelu_of_tail(z, tail);
+}
+
+// Distances and rstd where backward asks for them, else GELU of the layer norm.
+template <typename T, bool SPLIT>
+__device__ void write_rows(const Block<T, SPLIT>& block, const Tiles<kIsAsync<SPLIT>>& tiles, const Place& p,
+                           Sums& sums, const float (&rstd)[kRows]) {
+  const Convolution& call = block.call;
+  const int quarter = threadIdx.x % 4 * 4, lines = call.height - p.h - tiles.first_line;
+  const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
+  const int64_t first =
+      (int64_t(p.batch) * kOutChannels + tiles.channel_of_row(0)) * channel_step +
+      (int64_t(2 * p.d + block.parity_d) * call.height + p.h + tiles.first_line) * 2 * kOutWidth +
+      block.parity_h * kOutWidth + quarter;
+  auto exists = [&](int row) { return tiles.line(row / 2) < lines; };
+  auto begin_of = [&](int row) {
+    return first + (tiles.channel(row / 2) + row % 2 * 8) * channel_step +
+           tiles.line(row / 2) * 2 * kOutWidth;
+  };
+  T* output = static_cast<T*>(call.output);
+  const float scale = call.scale;
+  if (call.rstd != nullptr) {
+    UNROLL(row, kRows) {
+      if (!exists(row)) continue;
+      if (quarter == 0) call.rstd[begin_of(row) / kOutWidth] = rstd[row];
+      UNROLL(j, 4) store<T, 4, true>(output + begin_of(row) + 16 * j, sums.four(row, j).at);
+    }
+    return;
+  }
+  UNROLL(j, 4) {
+    const float* affine = block.affine + 16 * j + quarter;
+    const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
+    UNROLL(row, kRows) {
+      auto y = sums.four(row, j) * rstd[row] * weight + bias;
+      UNROLL(i, y.kSize) y[i] = scale * gelu_after_convolution<T, SPLIT>(y[i]);
+      if (exists(row)) store<T, 4, true>(output + begin_of(row) + 16 * j, y.at);
+    }
+  }
+}
+
+// ---- Convolution: what warps do ----
+
+// All of a block, before its first round.
+template <typename T, bool SPLIT>
+__device__ void fill_shared(const Block<T, SPLIT>& block, const uint4* fragments) {
+  using S = SlabOf<T, SPLIT>;
+  const Convolution& call = block.call;
+  for (int i = threadIdx.x; i < S::kSharedFragments * kFragment; i += blockDim.x) {
+    block.weights[i] = fragments[S::kRegisterFragments * kFragment + i];
+  }
+  for (int i = threadIdx.x; i < kGroups * 2 * S::kUnits; i += blockDim.x) block.slabs[i] = {};
+  if (threadIdx.x < kOutWidth) {
+    float weight[1], bias[1];
+    load_affine<T, 1>(weight, call.weight, call.affine_float32, threadIdx.x, 1);
+    load_affine<T, 1>(bias, call.bias, call.affine_float32, threadIdx.x, 0);
+    block.affine[threadIdx.x] = weight[0], block.affine[kOutWidth + threadIdx.x] = bias[0];
+  }
+}
+
+// The loading warps: both groups' input, a round of each in turns.
+template <typename T>
+__device__ void load_rounds(const Block<T, false>& block) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
+  ROLLED(i, block.all_rounds) {
+    const int group = i % kGroups, round = i / kGroups;
+    if (round > 0) named_barrier_wait(kEmpty + group, 2 * kGroupThreads);
+    fetch(block, group, round);
+    arrange(block, group, round);
+    named_barrier_arrive(kFull + group, 2 * kGroupThreads);
+  }
+}
+
+// One group multiplies while the other one normalizes and writes.
+template <typename T>
+__device__ void multiply_in_turn(Sums& sums, const Block<T, false>& block, int group, int round,
+                                 const uint32_t (&register_fragment)[4]) {
+  named_barrier_wait(kFull + group, 2 * kGroupThreads);
+  if (group == 1 || round > 0) named_barrier_wait(kTurn + group, 2 * kGroupThreads);
+  multiply_async(sums, block, group, round, register_fragment);
+  if (group == 0 ? round < block.rounds(1) : round + 1 < block.rounds(0)) {
+    named_barrier_arrive(kTurn + 1 - group, 2 * kGroupThreads);
+  }
+  if (round + 1 < block.rounds(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
+}
+
+// Without loading warps: copies of the next round's input run while a group normalizes and writes.
+template <typename T, bool SPLIT>
+__device__ void load_and_multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
+                                  const Tiles<false>& tiles) {
+  if (round == 0) fetch(block, group, round);
+  arrange(block, group, round);
+  named_barrier_wait(kFull + group, kGroupThreads);
+  multiply(sums, block, group, round, tiles);
+  named_barrier_wait(kEmpty + group, kGroupThreads);
+  if (round + 1 < block.rounds(group)) fetch(block, group, round + 1);
+}
+
+// A group's warps: multiply, normalize, write.
+template <typename T, bool SPLIT>
+__device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const uint4* fragments) {
+  constexpr bool kAsync = block.kAsync;
+  constexpr int kRegisters = 4 * SlabOf<T, SPLIT>::kRegisterFragments;
+  const Convolution& call = block.call;
+  const Tiles<kAsync> tiles(threadIdx.x % kGroupThreads / 32);
+  const float eps = call.eps;
+  uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
+  if (sizeof(T) == 2 && call.conv_bias != nullptr) {
+    UNROLL(row, kRows) {
+      const float b = widen(static_cast<const T*>(call.conv_bias)[tiles.channel_of_row(row)]);
+      conv_bias[row] = narrow_pair<T>(b, b);
+    }
+  }
+  UNROLL(i, kRegisters) {
+    const uint4* unit = fragments + i / 2 * kOutChannels + tiles.channel_of_row(i % 2);
+    register_fragment[i] = reinterpret_cast<const uint32_t*>(unit)[threadIdx.x % 4];
+  }
+  ROLLED(round, block.rounds(group)) {
+    Sums sums = {};
+    if constexpr (kAsync) {
+      multiply_in_turn(sums, block, group, round, register_fragment);
+    } else {
+      load_and_multiply(sums, block, group, round, tiles);
+    }
+    if constexpr (sizeof(T) == 2) add_conv_bias<T>(sums, conv_bias);
+    float rstd[kRows];
+    UNROLL(row, kRows) rstd[row] = center_row(sums, row, eps);
+    write_rows(block, tiles, block.place(group, round), sums, rstd);
+  }
+}
 
 template <typename T, bool SPLIT>
-__global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
+__global__ void __launch_bounds__(kThreads<SPLIT>, 1)
     conv_transpose_layer_norm_gelu(Convolution call, const uint4* arranged) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  constexpr bool kAsync = !SPLIT && kHasAsyncProducts;
-  using S = Slab<T, kAsync>;
   extern __shared__ __align__(128) uint4 conv_shared[];
-  uint4* weights = conv_shared;
-  float* affine = reinterpret_cast<float*>(weights + S::kFragments * kConvFragment);
-  uint4* slabs = reinterpret_cast<uint4*>(affine + 2 * kConvOut);
-  // The second tap of a depth is the first one of the depth before.
-  auto slab_of = [&](int group, int round, int tap) {
-    return slabs + (2 * group + (round + tap) % 2) * S::kUnits;
-  };
-
-  const int parity = blockIdx.x % 4, parity_d = parity / 2, parity_h = parity % 2;
-  const int group = threadIdx.x / kConvGroupThreads, thread = threadIdx.x % kConvGroupThreads;
-  const int warp = thread / 32, lane = threadIdx.x % 32;
-
-  // Rounds go through depths first. A block has a range of them, of which group 0 takes the first half.
-  const int line_groups = (call.height + kConvLines - 1) / kConvLines;
-  const int64_t all_rounds = call.batch * line_groups * call.depth;
-  const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
-  const int begin = all_rounds * block / blocks, count = int(all_rounds * (block + 1) / blocks) - begin;
-  auto rounds_of = [&](int group) { return group == 0 ? count - count / 2 : count / 2; };
-
-  arranged += parity * (S::kFragments + S::kHeld) * kConvFragment;
-  for (int i = threadIdx.x; i < S::kFragments * kConvFragment; i += blockDim.x) {
-    weights[i] = arranged[S::kHeld * kConvFragment + i];
-  }
-  for (int i = threadIdx.x; i < kConvGroups * 2 * S::kUnits; i += blockDim.x) slabs[i] = {};
-  if (threadIdx.x < kConvOut) {
-    float w[1], b[1];
-    load_affine<T, 1>(w, call.weight, call.affine_float32, threadIdx.x, 1);
-    load_affine<T, 1>(b, call.bias, call.affine_float32, threadIdx.x, 0);
-    affine[threadIdx.x] = w[0], affine[kConvOut + threadIdx.x] = b[0];
-  }
+  const Block<T, SPLIT> block(call, conv_shared);
+  const uint4* fragments = arranged + blockIdx.x % 4 * (kWeights / 4 * sizeof(T) / 16);
+  const int group = threadIdx.x / kGroupThreads;
+  fill_shared(block, fragments);
   __syncthreads();
-
-  struct Place {
-    int batch, d, h;  // h: of the first line, in steps of two
-  };
-  auto place_of = [&](int group, int round) {
-    const int index = begin + group * rounds_of(0) + round, column = index / call.depth;
-    return Place{column / line_groups, index % call.depth, column % line_groups * kConvLines};
-  };
-  // Taps of d that the round before has not left.
-  auto new_taps = [&](const Place& p, int round) { return round == 0 || p.d == 0 ? 2 : 1; };
-
-  // A thread copies blocks of kUnit channels x kUnit columns, of every kSweep-th line.
-  constexpr int kUnit = S::kUnit, kHalves = 8 / kUnit, kPlaneGroups = S::kPlanes / 4,
-                kSweep = kConvGroupThreads / (16 * kHalves * kPlaneGroups);
-  const int copied_half = thread % kHalves, copied_eight = thread / kHalves / 4 % 4;  // of columns
-  const int copied_plane = thread / kHalves % 4 + thread / kHalves / 16 % kPlaneGroups * 4;
-  const int copied_line = thread / (16 * kHalves * kPlaneGroups);
-  const int copied = copied_plane * S::kPlane + copied_line * S::kLine + copied_eight * S::kEightColumns + 1 +
-                     copied_half * kUnit;
-  // kUnit columns of a channel come to where kUnit channels of a column will be.
-  auto fetch = [&](int group, int round) {
-    const Place p = place_of(group, round);
-    const int64_t channel_step = int64_t(call.depth) * call.height * kConvWidth;
-    const T* from = static_cast<const T*>(call.input) +
-                    (int64_t(p.batch) * kConvIn + kUnit * copied_plane) * channel_step + copied_eight * 8 +
-                    copied_half * kUnit;
-#pragma unroll 1
-    for (int tap = 0; tap < new_taps(p, round); ++tap) {
-      const int d = p.d + parity_d - tap, h = p.h + parity_h - 1 + copied_line;
-      uint4* to = slab_of(group, round, tap) + copied;
-#pragma unroll
-      for (int line = 0; line < S::kLines; line += kSweep) {
-        if (copied_line + line >= S::kLines) continue;
-        const bool exists = d >= 0 && d < call.depth && h + line >= 0 && h + line < call.height;
-        const int64_t offset = exists ? (int64_t(d) * call.height + h + line) * kConvWidth : 0;
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) {
-          copy_or_zero(to + line * S::kLine + i, from + i * channel_step + offset, exists);
-        }
-      }
-    }
-  };
-  // Transposes what this thread has copied, and rounds it.
-  auto arrange = [&](int group, int round) {
-    wait_for_copies();
-#pragma unroll 1
-    for (int tap = 0; tap < new_taps(place_of(group, round), round); ++tap) {
-      uint4* block = slab_of(group, round, tap) + copied;
-#pragma unroll
-      for (int line = 0; line < S::kLines; line += kSweep) {
-        if (copied_line + line >= S::kLines) continue;
-        uint4 rows[kUnit], *columns = block + line * S::kLine;
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) {
-          rows[i] = columns[i];
-          if constexpr (sizeof(T) == 4 && !SPLIT) {
-            rows[i] = {round_to_tf32(rows[i].x), round_to_tf32(rows[i].y), round_to_tf32(rows[i].z),
-                       round_to_tf32(rows[i].w)};
-          }
-        }
-#pragma unroll
-        for (int c = 0; c < kUnit; ++c) columns[c] = column_of<T>(rows, c);
-        if constexpr (kAsync) {  // copies beside the 8 columns before, and the next 8
-          if (copied_half == 0 && copied_eight > 0) columns[-2] = column_of<T>(rows, 0);
-          if (copied_half == kHalves - 1 && copied_eight < 3) {
-            columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
-          }
-        }
-      }
-    }
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kAsync) writes_before_copies();
-#endif
-  };
-
-  // Named barriers of a group (0: __syncthreads): its turn to multiply; its input is there; it was read.
-  auto turn_of = [](int group) { return 1 + group; };
-  auto ready = [](int group) { return 1 + kConvGroups + group; };
-  auto was_read = [](int group) { return 1 + 2 * kConvGroups + group; };
-  [[maybe_unused]] constexpr int kTwoGroups = 2 * kConvGroupThreads;
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  uint32_t held[4] = {};
-  if constexpr (kAsync) {
-    if (group == kConvGroups) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const int to = i % kConvGroups, round = i / kConvGroups;
-        if (round > 0) named_barrier_wait(was_read(to), kTwoGroups);
-        fetch(to, round);
-        arrange(to, round);
-        named_barrier_arrive(ready(to), kTwoGroups);
-      }
-      return;
-    }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kApplyingRegisters));
-    if constexpr (S::kHeld > 0) {
-      for (int i = 0; i < 4; ++i) {
-        const int unit = i / 2 * kConvOut + warp * 16 + lane / 4 + i % 2 * 8;
-        held[i] = reinterpret_cast<const uint32_t*>(arranged + unit)[lane % 4];
-      }
-    }
+  if constexpr (block.kAsync) {
+    if (group == kGroups) return load_rounds(block);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
-#endif
-
-  // This warp's units (see multiply_async): channels and line of the first one, and of the others from there.
-  const int first_tile = kAsync ? warp : warp % 2 * 2, first_line = kAsync ? 0 : warp / 2 * 2;
-  auto tile_of = [](int unit) { return kAsync ? 0 : unit % 2; };
-  auto line_of = [](int unit) { return kAsync ? unit : unit / 2; };
-  const float scale = call.scale, eps = call.eps;
-  const int rounds = rounds_of(group);
-  // Of a unit's 16 channels this thread has two: rows of all sums that are 8 apart.
-  uint32_t conv_bias[2][2] = {};  // tile, half; each number twice
-  if constexpr (sizeof(T) == 2) {
-    if (call.conv_bias != nullptr) {
-      for (int i = 0; i < (kAsync ? 2 : 4); ++i) {
-        const int out = (first_tile + i / 2) * 16 + i % 2 * 8 + lane / 4;
-        const float b = widen(static_cast<const T*>(call.conv_bias)[out]);
-        conv_bias[i / 2][i % 2] = narrow_pair<T>(b, b);
-      }
-    }
-  }
-  if (!kAsync && rounds > 0) fetch(group, 0);
-#pragma unroll 1
-  for (int round = 0; round < rounds; ++round) {
-    float sums[2][4][16] = {};  // parity of w, unit, (8 columns, register)
-    const uint4* const taps[2] = {slab_of(group, round, 0), slab_of(group, round, 1)};
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kAsync) {
-      named_barrier_wait(ready(group), kTwoGroups);
-      // One group multiplies while the other one normalizes and stores.
-      if (group == 1 || round > 0) named_barrier_wait(turn_of(group), kTwoGroups);
-      multiply_async<T>(sums, held, weights, taps);
-      if (group == 0 ? round < rounds_of(1) : round + 1 < rounds_of(0)) {
-        named_barrier_arrive(turn_of(1 - group), kTwoGroups);
-      }
-      if (round + 1 < rounds) named_barrier_arrive(was_read(group), kTwoGroups);
-    }
-#endif
-    if constexpr (!kAsync) {
-      arrange(group, round);
-      named_barrier_wait(ready(group), kConvGroupThreads);
-      multiply<T, SPLIT>(sums, weights, taps, first_tile, first_line);
-      named_barrier_wait(was_read(group), kConvGroupThreads);
-      if (round + 1 < rounds) fetch(group, round + 1);
-    }
-
-    // Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be
-    // further from PyTorch's than KernelBench allows. Float32's bias, one number a row, leaves with the mean.
-    if constexpr (sizeof(T) == 2) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        const int unit = i / 8 % 4, half = i % 2;
-        float* two = &sums[i / 32][unit][i / 2 % 4 * 4 + half * 2];
-        const uint32_t rounded = narrow_pair<T>(two[0], two[1]);
-        const float2 sum = widen_pair<T>(add_pairs<T>(rounded, conv_bias[tile_of(unit)][half]));
-        two[0] = sum.x, two[1] = sum.y;
-      }
-    }
-    // Values become distances from the mean.
-    float rstd[8];  // of rows: unit, half of a tile
-#pragma unroll
-    for (int row = 0; row < 8; ++row) {
-      auto value = [&](int i) -> float& { return sums[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2]; };
-      float sum = 0, m2 = 0;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) sum += value(i);
-      const float mean = combine_lanes(sum, 4) * (1.0f / kConvOut);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) value(i) -= mean, m2 += value(i) * value(i);
-      rstd[row] = rsqrtf(combine_lanes(m2, 4) * (1.0f / kConvOut) + eps);
-    }
-
-    // Where channels and lines begin in output, both parities of d and h counted.
-    const Place p = place_of(group, round);
-    const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kConvOut;
-    const int64_t first = (int64_t(p.batch) * kConvOut + first_tile * 16 + lane / 4) * channel_step +
-                          (int64_t(2 * p.d + parity_d) * call.height + p.h + first_line) * 2 * kConvOut +
-                          parity_h * kConvOut + lane % 4 * 4;
-    auto exists = [&](int row) { return first_line + line_of(row / 2) < call.height - p.h; };
-    auto offset_of = [&](int row) {
-      return first + (tile_of(row / 2) * 16 + row % 2 * 8) * channel_step + line_of(row / 2) * 2 * kConvOut;
-    };
-    T* output = static_cast<T*>(call.output);
-    if (call.rstd != nullptr) {  // for backward
-#pragma unroll
-      for (int row = 0; row < 8; ++row) {
-        if (!exists(row)) continue;
-        if (lane % 4 == 0) call.rstd[offset_of(row) / kConvOut] = rstd[row];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float distances[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) distances[i] = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
-          store<T, 4, true>(output + offset_of(row) + 16 * j, distances);
-        }
-      }
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int col = 16 * j + 4 * (lane % 4);
-      const float4 w = *reinterpret_cast<const float4*>(affine + col);
-      const float4 b = *reinterpret_cast<const float4*>(affine + kConvOut + col);
-      const float weight[4] = {w.x, w.y, w.z, w.w}, bias[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int row = 0; row < 8; ++row) {
-        float y[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float distance = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
-          const float z = distance * rstd[row] * weight[i] + bias[i], t = fabsf(z);
-          const float tail = SPLIT            ? normal_tail(t)
-                             : sizeof(T) == 4 ? normal_tail_5_digits(t)
-                                              : normal_tail_16_bits(t);
-          y[i] = scale * gelu_of_tail(z, tail);
-        }
-        if (exists(row)) store<T, 4, true>(output + offset_of(row) + 16 * j, y);
-      }
-    }
-  }
-#else
-  __trap();  // fits() keeps calls away from code without these instructions
-#endif
+  compute_rounds(block, group, fragments);
 }
+#endif
 
 // ---- Convolution: host side ----
 
@@ -4375,18 +4454,17 @@ auto with_convolution(DType dtype, bool tf32, F f) {
 
 bool fits(DType dtype, bool tf32, const Device& device) {
   return with_convolution(dtype, tf32, [&](auto t, auto split) {
-    constexpr int kShared = kConvShared<decltype(t), decltype(split)::value>;
-    return device.code >= 80 && device.shared_bytes >= kShared;
+    return device.code >= 80 && device.shared_bytes >= kSharedBytes<decltype(t), split.value>;
   });
 }
 
 cudaError_t launch(const Convolution& call, const Context& context) {
   return with_convolution(call.dtype, call.tf32, [&](auto t, auto split) {
     using T = decltype(t);
-    constexpr int kShared = kConvShared<T, decltype(split)::value>;
-    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kConvElements));
-    arrange_weights<T><<<kConvElements / 256, 256, 0, context.stream>>>(call, arranged);
-    const auto kernel = conv_transpose_layer_norm_gelu<T, decltype(split)::value>;
+    constexpr int kShared = kSharedBytes<T, split.value>;
+    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kWeights));
+    arrange_weights<T><<<kWeights / kArrangeThreads, kArrangeThreads, 0, context.stream>>>(call, arranged);
+    const auto kernel = conv_transpose_layer_norm_gelu<T, split.value>;
     cudaFuncAttributes attributes = {};  // compiled with loading warps or without
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
@@ -4936,21 +5014,22 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
   check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
-  // conv_bias leaves with the mean of a row, so that its gradient stays 0. The sums over parts of the batch
-  // are of float32 also where the gradients are not.
+  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
+  // parts of the batch are of float32 also where the gradients are not.
   const auto gradients = allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
-  const Tensor& grad_input = std::get<0>(gradients);
+  const Tensor &grad_input = std::get<0>(gradients), &grad_conv_bias = std::get<2>(gradients);
   const std::array<Tensor, 3> totals = {std::get<1>(gradients), std::get<3>(gradients),
                                         std::get<4>(gradients)};
   std::array<Tensor, 3> sums;
   for (int i = 0; i < 3; ++i) {
     if (totals[i].defined()) sums[i] = at::zeros_like(totals[i], totals[i].options().dtype(at::kFloat));
   }
+  if (grad_conv_bias.defined()) sums[0] = at::zeros_like(conv_weight, input.options().dtype(at::kFloat));
   auto in_float32 = [](const OptionalTensor& t) {
     return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
   };
   const OptionalTensor w = in_float32(weight), b = in_float32(bias);
-  const bool wants_convolution = output_mask[0] || output_mask[1];
+  const bool wants_convolution = output_mask[0] || sums[0].defined();
 
   const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
   const int64_t bytes = rows * 64 * input.element_size();
@@ -4967,8 +5046,9 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     run_backward(dy, conv, {64}, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
     Tensor part_input, part_conv_weight;
     if (wants_convolution) {
-      std::tie(part_input, part_conv_weight, std::ignore) = at::convolution_backward(
-          conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1, {output_mask[0], output_mask[1], false});
+      std::tie(part_input, part_conv_weight, std::ignore) =
+          at::convolution_backward(conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
+                                   {output_mask[0], sums[0].defined(), false});
     }
     if (output_mask[0]) grad_input.narrow(0, first, count).copy_(part_input);
     const std::array<Tensor, 3> added = {part_conv_weight, std::get<1>(parts), std::get<2>(parts)};
@@ -4977,8 +5057,9 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     }
   }
   for (int i = 0; i < 3; ++i) {
-    if (sums[i].defined()) totals[i].copy_(sums[i]);
+    if (totals[i].defined()) totals[i].copy_(sums[i]);
   }
+  if (grad_conv_bias.defined()) grad_conv_bias.copy_(sums[0].sum({0, 2, 3, 4}).mul_(0));
   return gradients;
 }
 

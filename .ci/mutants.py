@@ -189,11 +189,13 @@ MUTANTS = [
     # ---- Convolution ----
     Mutant("convolution: taps in another order", "taps = 7 - i / 2 / kChunks", "taps = i / 2 / kChunks", CONVOLUTION),
     Mutant("convolution: no padding before the first depth", "d >= 0 && d < call.depth", "d < call.depth", CONVOLUTION),
-    Mutant("convolution: no padding below the last line", "h + line < call.height", "h + line <= call.height", CONVOLUTION),
-    Mutant("convolution: last line not written", "line_of(row / 2) < call.height - p.h", "line_of(row / 2) < call.height - 1 - p.h", CONVOLUTION),
-    Mutant("convolution: eps dropped", "(1.0f / kConvOut) + eps", "(1.0f / kConvOut)", CONVOLUTION),
-    Mutant("convolution: input replaced while it is read", "if (round > 0) named_barrier_wait(was_read(to), kTwoGroups);", "", CONVOLUTION),
-    Mutant("convolution: rstd of a thread's first row saved for all", "kConvOut] = rstd[row];", "kConvOut] = rstd[0];", CONVOLUTION),
+    Mutant("convolution: no padding below the last line", "h >= 0 && h < call.height", "h >= 0 && h <= call.height", CONVOLUTION),
+    Mutant("convolution: last line not written", "line(row / 2) < lines", "line(row / 2) < lines - 1", CONVOLUTION),
+    Mutant("convolution: eps dropped", "(1.0f / kOutWidth) + eps", "(1.0f / kOutWidth)", CONVOLUTION),
+    Mutant("convolution: input replaced while it is read", "if (round > 0) named_barrier_wait(kEmpty + group, 2 * kGroupThreads);", "", CONVOLUTION),
+    Mutant("convolution: rstd of a thread's first row saved for all", "kOutWidth] = rstd[row];", "kOutWidth] = rstd[0];", CONVOLUTION),
+    Mutant("convolution: arithmetic's NaN becomes a number", "if (isnan(__uint_as_float(x))) return 0x7fc00000;", "", CONVOLUTION, emulated="its test has no GPU"),
+    Mutant("convolution: NaN of the convolution's bias is lost", "weight += bias - bias;", "", CONVOLUTION, emulated="its test has no GPU"),
     Mutant("convolution: float32 always in TF32", "call.tf32 = takes_tf32()", "call.tf32 = true", CONVOLUTION),
     # ---- Binding ----
     Mutant("binding: weight's strides ignored, forward", "const Tensor x = input.contiguous(); const OptionalTensor w = contiguous(weight)", "const Tensor x = input.contiguous(); const OptionalTensor w = weight", "stride"),

@@ -75,3 +75,18 @@ def test_autocast():
     torch.testing.assert_close(y, torch.layer_norm(x.float(), (768,), weight))
     y.sum().backward()
     assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("where", ["x", "dy", "weight", "bias"])
+def test_problem_34_gradients_are_nan_where_pytorchs_are(where):
+    """Of a NaN as arithmetic on a GPU makes it: also that of the convolution's bias, which is 0 else."""
+    x, dy = torch.randn(2, 32, 1, 1, 32), torch.randn(2, 64, 2, 2, 64)
+    results = []
+    for module in tests.models_34(tests.ARGUMENTS_34, "cpu"):
+        place = {"x": x, "dy": dy}.get(where, getattr(module.conv_transpose, where, None))
+        place.detach().view(torch.int32).view(-1)[20] = 0x7FFFFFFF
+        for wanted in ([x.requires_grad_(), *module.parameters()], [module.conv_transpose.bias]):
+            results.append([g.isnan() for g in torch.autograd.grad(module(x), wanted, dy)])
+    theirs, their_bias, mine, my_bias = results
+    assert all(map(torch.equal, theirs + their_bias, mine + my_bias))
+    assert theirs[-1].any() and my_bias[0].any()

@@ -406,16 +406,18 @@ def convolution_in(number, x, conv_weight, conv_bias, weight, bias, eps, scale, 
 @pytest.mark.parametrize("for_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("form", FORMS_34)
 @pytest.mark.parametrize(
-    "sms,places,affine",
+    "sms,code,places,affine",
     [
-        (4, (1, 1, 1), "both"),
-        (4, (2, 1, 5), "both"),
-        (8, (1, 2, 4), "none"),
-        (13, (2, 1, 9), "float32"),
-        (4, (1, 3, 3), "both"),
+        (4, 90, (1, 1, 1), "both"),
+        (4, 90, (2, 1, 5), "both"),
+        (4, 80, (2, 1, 5), "both"),
+        (8, 90, (1, 2, 4), "none"),
+        (13, 90, (2, 1, 9), "float32"),
+        (13, 80, (2, 1, 9), "float32"),
+        (4, 80, (1, 3, 3), "both"),
     ],
 )
-def test_convolution(sms, places, affine, form, for_backward):
+def test_convolution(sms, code, places, affine, form, for_backward):
     """No further from float64 than 1.5 times PyTorch's operations, plus rounding; the same bits in another order."""
     dtype, eps, scale = FORMS_34[form], 0.1, 0.5
     tensors = convolution_case(places, form, affine)
@@ -427,7 +429,7 @@ def test_convolution(sms, places, affine, form, for_backward):
     else:
         theirs = convolution_in(torch.float64, *tensors, eps, scale, lambda t: t.to(dtype).double())
     options = dict(eps=eps, scale=scale, tf32=form == "tf32", for_backward=for_backward)
-    y, rstd = Emulator(sms, seed=1).convolution(*tensors, **options)
+    y, rstd = Emulator(sms, code=code, seed=1).convolution(*tensors, **options)
     pairs = [(y, 1, dtype), (rstd, 2, torch.float32)] if for_backward else [(y, 0, dtype)]
     for mine, i, rounded_to in pairs:
         error, allowed = ((t.double() - exact[i]).abs().max().item() for t in (mine, theirs[i]))
@@ -435,4 +437,31 @@ def test_convolution(sms, places, affine, form, for_backward):
         rounding = max(4 * torch.finfo(torch.float32).eps, 0.5 * torch.finfo(rounded_to).eps) * largest
         assert error <= 1.5 * allowed + rounding, (error, allowed)
     if not for_backward:
-        assert torch.equal(y, Emulator(sms, seed=2).convolution(*tensors, **options)[0])
+        assert torch.equal(y, Emulator(sms, code=code, seed=2).convolution(*tensors, **options)[0])
+
+
+# As int32: NaN as arithmetic on a GPU makes it, the same negated, float("nan"), infinities.
+NOT_FINITE = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000]
+
+
+@pytest.mark.parametrize("for_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("form", FORMS_34)
+@pytest.mark.parametrize("where", ["input", "conv_weight", "conv_bias"])
+@pytest.mark.parametrize("code", [90, 80])
+def test_convolution_of_nan(code, where, form, for_backward):
+    """Each in another input of the batch, or for another channel: rows are NaN where PyTorch's are, and no others."""
+    x, conv_weight, conv_bias, *affine = convolution_case((6, 1, 1), form)
+    numbers = torch.tensor(NOT_FINITE, dtype=torch.int32).view(torch.float32)
+    if x.dtype.itemsize == 2:  # their first halves
+        numbers = numbers.view(torch.bfloat16)[1::2] if form == "bfloat16" else numbers.half()
+    places = {
+        "input": x[:5, 3, 0, 0, 7],
+        "conv_weight": conv_weight[3, :50:10, 1, 2, 0],
+        "conv_bias": conv_bias[:50:10],
+    }
+    places[where].copy_(numbers)
+    tensors = x, conv_weight, conv_bias, *affine
+    expected = convolution_in(torch.float64, *tensors, EPS, 1)[0].isnan()
+    assert expected.any() and not expected.all()
+    y, rstd = Emulator(4, code=code).convolution(*tensors, eps=EPS, tf32=form == "tf32", for_backward=for_backward)
+    assert torch.equal((y if rstd is None else y * rstd.unsqueeze(-1)).isnan(), expected)
