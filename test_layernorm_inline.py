@@ -142,29 +142,10 @@ def copying(x):
     return lambda: y.copy_(x)
 
 
-def code_that_runs(codes, gpu):
-    """Which of codes (sm_80, compute_80) a GPU (90: compute capability 9.0) runs, in words."""
-    native = [code for code in codes if layernorm_inline._runs(code, gpu)]
-    if native:
-        return max(native)
-    numbers = [layernorm_inline._number(code) for code in codes if code.startswith("compute")]
-    older = [number for number in numbers if number <= gpu]
-    return f"sm_{max(older)} code through PTX" if older else "none"
-
-
 def architecture():
-    """The code that the current GPU runs: sm_90a, or sm_80 code through PTX."""
-    if layernorm_inline._layer_norm_op is None:
-        return "none"
-    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
-    devices = range(torch.cuda.device_count())
-    gpus = sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
-    library, _ = layernorm_inline._layer_norm_op.name().split("::")
-    # Compiled for the GPUs that are there, or where there was none, for the whole list.
-    choices = [layernorm_inline._codes(seen, arch_list) for seen in (gpus, [])]
-    codes = next(codes for codes in choices if layernorm_inline._name(codes) == library)
-    major, minor = torch.cuda.get_device_capability()
-    return code_that_runs(codes, 10 * major + minor)
+    """What the kernels were compiled for: sm_90a. It is in the name of the library's folder."""
+    paths = [path for path in torch.ops.loaded_libraries if layernorm_inline._NAME in path]
+    return " ".join(os.path.basename(os.path.dirname(path)).partition("-")[2] for path in paths) or "none"
 
 
 def versions():
