@@ -5352,7 +5352,7 @@ def _find(cache, codes):
     """The folder with the fewest codes that has all of these (a container's, built for a list), or None."""
     folders = glob.glob(glob.escape(_folder(cache, [])) + "-*")
     folders = [folder for folder in folders if {*codes} <= {*os.path.basename(folder).split("-")}]
-    return min(filter(_is_built, folders), key=len, default=None)
+    return min(filter(_is_built, folders), key=lambda folder: folder.count("-"), default=None)
 
 
 def _lock(folder):
@@ -5377,11 +5377,10 @@ def _build(cache, codes):
             shutil.rmtree(folder, ignore_errors=True)  # what a killed build has left
             os.makedirs(folder, 0o755, exist_ok=True)
             _compile(folder, codes)
-            library, complete = f"{folder}/{_NAME}.so", f"{folder}/complete"
-            with open(complete, "w") as size:
-                size.write(str(os.path.getsize(library)))
-            for path in (library, complete):  # whatever the umask
-                os.chmod(path, 0o644)
+            os.chmod(f"{folder}/{_NAME}.so", 0o644)  # whatever the umask
+            with open(f"{folder}/complete", "w") as complete:
+                complete.write(str(os.path.getsize(f"{folder}/{_NAME}.so")))
+            os.chmod(complete.name, 0o644)
     return folder
 
 
