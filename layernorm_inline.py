@@ -5160,8 +5160,7 @@ TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm",
 # 4  Build: compile once, cache, load
 # ============================================================================
 
-# The ops' namespace and the library's name. It hashes the sources alone: a program saved on one machine finds
-# its ops on another.
+# Names the ops, after the sources alone: a program that was saved on one machine finds them on another.
 _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 _CUDA_FLAGS = ["-O1"]  # of the host code; device code is always optimized
 _CPP_FLAGS = ["-O2"]
@@ -5267,7 +5266,7 @@ def _path_to_ninja(folder):
     path = os.environ.get("PATH", os.defpath)
     places = [*(f"{p}/ninja/data/bin" for p in sys.path), path, sysconfig.get_path("scripts")]
     ninja = shutil.which("ninja", path=os.pathsep.join(places))
-    python = shutil.which("python3", path=os.path.dirname(sys.executable) + os.pathsep + path)
+    python = shutil.which("python3", path=os.path.dirname(sys.executable or "") + os.pathsep + path)
     if ninja and python:
         words = dict(python=shlex.quote(python), parent=os.getpid(), ninja=shlex.quote(os.path.abspath(ninja)))
         with open(f"{folder}/ninja", "w") as file:
@@ -5288,8 +5287,8 @@ def _compile(folder, codes):
         raise RuntimeError(f"layernorm_inline: {gap}")
     compiled_for = ", ".join(codes) + (f" ({gap}, and delete the folder {os.path.basename(folder)})" if unknown else "")
     architectures = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
-    seconds = 30 * len(codes)
-    print(f"layernorm_inline: compiling CUDA kernels for {compiled_for}, about {seconds} s, once", file=sys.stderr)
+    time = f"about {30 * len(codes)} s"
+    print(f"layernorm_inline: compiling CUDA kernels for {compiled_for}, {time}, only this once", file=sys.stderr)
     # PyTorch takes for built what this process has begun, also where that failed.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)
     newer = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames  # nvcc reads no torch header
@@ -5356,10 +5355,10 @@ def _find(cache, codes):
 
 
 def _lock(folder):
-    """The folder's lock, after other processes have compiled there: as long as it is open, they wait."""
+    """The folder's lock, once no other process has it. It is given back when the file is closed."""
     with contextlib.suppress(OSError):
-        path, private = f"{folder}/build.lock", functools.partial(os.open, mode=0o600)
-        lock = open(path, "w", opener=private)  # NFS locks only what is open for writing
+        # Nobody else can open it. NFS locks only what is open for writing.
+        lock = open(f"{folder}/build.lock", "w", opener=functools.partial(os.open, mode=0o600))
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
