@@ -54,17 +54,19 @@ Formula (Ba, Kiros, Hinton: Layer Normalization, 2016, arXiv:1607.06450)
 
 import contextlib
 import fcntl
+import functools
 import glob
 import hashlib
+import io
 import numbers
 import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -223,8 +225,8 @@ __device__ X opaque(X x) {
   return x;
 }
 
-// Computes a pointer once: the compiler would compute that of each pack anew (backward of bf16 rows of 2041: 0.79
-// of copy speed -> 0.83).
+// Computes a pointer once: the compiler would compute that of each pack anew (backward of bf16 rows of 2041:
+// 0.79 of copy speed -> 0.83).
 template <typename T>
 __device__ T* keep_pointer(T* pointer) {
   pointer = opaque(pointer);
@@ -1480,8 +1482,8 @@ cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, in
 
 _ROWS = r"""
 // ---- Rows: the steps of kernels whose threads hold them ----
-// A thread loads its columns of one or several rows, takes the mean and then the distances from it, each summed
-// with the other threads of the row, and writes the result. Statistics are the textbook ones.
+// A thread loads its columns of one or several rows, takes the mean and then the distances from it, each
+// summed with the other threads of the row, and writes the result. Statistics are the textbook ones.
 
 template <typename T>
 using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
@@ -1511,7 +1513,8 @@ struct Columns {
   }
 };
 
-// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count` exist.
+// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count`
+// exist.
 template <typename T>
 struct RowPlaces {
   T* first;
@@ -1627,7 +1630,8 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
                               const float (&mean)[ROWS], const float (&rstd)[ROWS],
                               const Vec<float, V>& weight, const Vec<float, V>& bias,
                               const Epilogue<float>& given) {
-  const Epilogue<float> epilogue = asked_anew<FUSED && ROWS == 1>(given);  // several rows ask once for all
+  const Epilogue<float> epilogue =
+      asked_anew < FUSED && ROWS == 1 > (given);  // several rows ask once for all
   UNROLL(r, ROWS) {
     auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
     apply_epilogue<T, FUSED>(y.at, epilogue);
@@ -1636,7 +1640,8 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
 }
 
 // Writes a thread's columns of its rows. EARLY: `affine` holds weight and bias already.
-template <bool FUSED, bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+template <bool FUSED, bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED,
+          bool IN_WARP>
 __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const RowParts<T, PACKS, ROWS>& x,
                            const Columns<T, SHIFTED, IN_WARP>& columns, const AffinePacks<T, PACKS>& affine,
                            const float (&mean)[ROWS], const float (&rstd)[ROWS],
@@ -1732,8 +1737,8 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   if (ROWS > 1) row += (row >> step_log2 << step_log2) * (ROWS - 1);
   row += threadIdx.y;
   const int step = ROWS > 1 ? 1 << step_log2 : 1, row_stride = cols * step;
-  const int count = ROWS == 1 ? row < call.rows
-                              : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
+  const int count =
+      ROWS == 1 ? row < call.rows : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
   const T* input_row = static_cast<const T*>(call.input) + row * cols;
   T* output_row = static_cast<T*>(call.output) + row * cols;
   const Columns<T, SHIFTED, IN_WARP> columns(output_row, count > 0 ? cols : 0);
@@ -1753,7 +1758,8 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) sum[r] = sum_of_row(x, r);
-  row_means<T, PACKS * kThreads * V, IN_WARP>(mean, sum, columns.count(PACKS), cols, constants.per_col, slots);
+  row_means<T, PACKS * kThreads * V, IN_WARP>(mean, sum, columns.count(PACKS), cols, constants.per_col,
+                                              slots);
   UNROLL(r, ROWS) distances[r] = distances_of_row(x, columns, r, mean[r]);
   combine_row<IN_WARP>(distances, slots.distances);
   UNROLL(r, ROWS) {
@@ -2346,16 +2352,16 @@ constexpr int64_t kLeastSlice = 2048;
 constexpr int kUnalignedFill = 70;
 
 struct Pipeline {
-  int slice;        // columns of a block; the last one of a group may have fewer
-  int stages;       // of the ring
-  int delay;        // stages between measuring and applying, less than stages
-  int flight;       // stages on their way at once
-  int slice_bytes;  // room for one tensor's slice of a row, a multiple of kLineBytes
-  int gatherers;    // warps that take turns, at most kGatherers
-  int lanes;        // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
-  bool prefetch;    // rows come to L2 while they wait for a place in the ring
+  int slice;            // columns of a block; the last one of a group may have fewer
+  int stages;           // of the ring
+  int delay;            // stages between measuring and applying, less than stages
+  int flight;           // stages on their way at once
+  int slice_bytes;      // room for one tensor's slice of a row, a multiple of kLineBytes
+  int gatherers;        // warps that take turns, at most kGatherers
+  int lanes;            // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
+  bool prefetch;        // rows come to L2 while they wait for a place in the ring
   L2Priority priority;  // of input
-  bool shifted;     // see ForwardPass
+  bool shifted;         // see ForwardPass
 };
 
 // Lanes that measure a part of a slice together; the publisher combines the parts. 32 lanes take 300 of 1600
@@ -4814,9 +4820,7 @@ void run(const Call& call, const Tensor& input) {
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
     const std::string capability = std::to_string(major) + "." + std::to_string(minor);
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
-                capability,
-                ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
-                ". The capability must be 7.5 or newer, and in TORCH_CUDA_ARCH_LIST where that is set");
+                capability, ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR);
   }
   C10_CUDA_CHECK(error);
 }
@@ -5380,28 +5384,32 @@ TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm",
 # 4  Build: compile once, cache, load
 # ============================================================================
 
+# Names the ops, after the sources alone: a program that was saved on one machine finds them on another.
+_NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 _CUDA_FLAGS = ["-O1"]  # of the host code; device code is always optimized
 _CPP_FLAGS = ["-O2"]
-_LOCK = "build.lock"
-_BUILD_BYTES = 64 << 20  # one architecture takes 10 MB, and 42 of temporary files
-_OLDEST_CODE = 75  # Turing
 _OLDEST_CUDA = (11, 8)  # the first that has cudaLaunchKernelExC
-_NAMED_ARCHITECTURES = {  # as torch.utils.cpp_extension names them
-    "Kepler": "3.5",
-    "Kepler+Tesla": "3.7",
-    "Maxwell": "5.0",
-    "Maxwell+Tegra": "5.3",
-    "Pascal": "6.0",
-    "Volta": "7.0",
-    "Volta+Tegra": "7.2",
-    "Turing": "7.5+PTX",
-    "Ampere": "8.0;8.6+PTX",
-    "Ampere+Tegra": "8.7",
-    "Ada": "8.9+PTX",
-    "Hopper": "9.0+PTX",
-    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
-    "Blackwell+Tegra": "11.0",
-}
+_BAD_FOLDER = (
+    "layernorm_inline: {} must be a folder that you can write and lock, and that nobody else can write or replace. "
+    "Name another place in the environment variable TORCH_EXTENSIONS_DIR."
+)
+
+# Takes ninja's place. It dies with this process, and ninja then gets SIGTERM, upon which it ends its compilers.
+_NINJA = """#!/bin/sh
+exec {python} -IS -c '
+import ctypes, os, subprocess, sys
+prctl = ctypes.CDLL(None).prctl
+prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.getppid() == {parent} and sys.exit(subprocess.call(sys.argv[1:], preexec_fn=lambda: prctl(1, 15)))
+' {ninja} "$@"
+"""
+
+
+def _output(*command):
+    """What a command prints: nothing where it cannot be executed."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout
+    return ""
 
 
 def _version(text):
@@ -5409,263 +5417,221 @@ def _version(text):
     return tuple(map(int, text.split(".")[:2]))
 
 
-def _output(*command):
-    return subprocess.run(command, capture_output=True, text=True).stdout
-
-
 def _number(code):
     """90 of sm_90a (machine code) and of compute_90 (PTX)."""
     return int(re.sub(r"\D", "", code))
 
 
-def _runs(code, gpu):
-    """Whether a GPU (90: compute capability 9.0) runs that machine code as it is."""
-    number = _number(code)
-    newer_minor = number // 10 == gpu // 10 and number <= gpu and not code.endswith("a")
-    return code.startswith("sm") and (number == gpu or newer_minor)
+def _cpp_extension():
+    """PyTorch's builder, without its warning that there is no GPU. A warm import on a GPU does not need it."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        from torch.utils import cpp_extension
+    return cpp_extension
 
 
-def _listed_codes(arch_list):
-    """What TORCH_CUDA_ARCH_LIST names: sm_80, sm_90 and compute_90 of "8.0;9.0+PTX"."""
-    codes = []
-    names = re.split(r"[;\s]+", arch_list)
-    for entry in filter(None, ";".join(_NAMED_ARCHITECTURES.get(name, name) for name in names).split(";")):
-        parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
-        if parts is None:
-            raise RuntimeError(
-                f"layernorm_inline: TORCH_CUDA_ARCH_LIST has {entry!r}, which names no architecture. "
-                "Names are, for example, 8.0, 9.0a, 8.0+PTX and Hopper, with ';' or ' ' between them."
-            )
-        major, minor, suffix, ptx = parts.groups()
-        number = major + minor + suffix
-        codes += ["sm_" + number, "compute_" + number] if ptx else ["sm_" + number]
-    return codes
+def _architectures():
+    """sm_90 for a visible GPU; without any, sm_80, sm_90, compute_90 for TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if devices:
+        return sorted({"sm_{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
+    if os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ") in ("", "native"):
+        return []
+    return re.findall(r",code=(\w+)", " ".join(_cpp_extension()._get_cuda_arch_flags()))
 
 
-def _codes(gpus, arch_list):
-    """What to compile for: the GPUs there are, of which TORCH_CUDA_ARCH_LIST, where it is set, may exclude some.
-
-    A GPU is in the list where it runs an entry's machine code. Where none is, or no GPU is there, all of
-    the list is compiled as it is.
-    """
-    listed = _listed_codes(arch_list)
-    chosen = [g for g in gpus if not listed or any(_runs(code, g) for code in listed)]
-    codes = [f"sm_{g}a" if g == 90 else f"sm_{g}" for g in chosen]  # 9.0a: wgmma, which only Hopper has
-    if not chosen:
-        codes = listed
-    elif len(chosen) < len(gpus):
-        codes += [code for code in listed if code.startswith("compute")]  # may run on the others
+def _codes(architectures):
+    """What to compile: sm_90a for sm_90, as only that has wgmma, and nothing for what is older than Turing."""
+    codes = {"sm_90a" if code == "sm_90" else code for code in architectures if _number(code) >= 75}
     if _version(torch.version.cuda)[0] == 11:  # has not all instructions that the kernels take on Hopper
-        codes = ["compute_80" if _number(code) >= 90 else code for code in codes]
-    return sorted({code for code in codes if _number(code) >= _OLDEST_CODE}, key=lambda code: (_number(code), code))
+        codes = {"compute_80" if _number(code) >= 90 else code for code in codes}
+    return sorted(codes, key=lambda code: (_number(code), code))
 
 
 def _find_cuda_home():
     """Folder and version of a toolkit of PyTorch's major version: where PyTorch looks, else where pip installs one."""
-    from torch.utils import cpp_extension  # a warm cache never needs it
-
     major = _version(torch.version.cuda)[0]
     pip_folders = [os.path.join(p, "nvidia", f"cu{major}") for p in sys.path]
-    others = ""
-    for home in dict.fromkeys(filter(None, [cpp_extension.CUDA_HOME, "/usr/local/cuda", *pip_folders])):
+    refused = []
+    for home in dict.fromkeys(filter(None, [_cpp_extension().CUDA_HOME, "/usr/local/cuda", *pip_folders])):
         nvcc = os.path.join(home, "bin", "nvcc")
         # An nvcc on PATH can be a wrapper that lies far from its headers (conda's are in targets).
         headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]
         if os.path.exists(nvcc) and any(map(glob.glob, headers)):
-            release = re.search(r"release (\d+\.\d+)|$", _output(nvcc, "--version"))[1] or "0.0"
-            if _version(release)[0] == major and _version(release) >= _OLDEST_CUDA:
+            release = re.search(r"release (\d+\.\d+)|$", _output(nvcc, "--version"))[1]
+            if release and _version(release)[0] == major and _version(release) >= _OLDEST_CUDA:
                 return home, release
-            others += f" (the one in {home} is of {release})"
-    wanted = "11.8" if major == 11 else f"{major}.x"
+            refused.append(f"the nvcc found in {home} " + (f"is of CUDA {release}" if release else "does not run"))
+    missing = "nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among the installed Python packages"
+    advice = f"CUDA toolkit {'11.8' if major == 11 else major} of NVIDIA or conda, and set CUDA_HOME to its folder"
     if major >= 13:
-        advice = 'pip install "cuda-toolkit[nvcc,crt,cccl]"'
-    else:
-        advice = f"NVIDIA's or conda's CUDA toolkit {wanted} (pip has none), then set CUDA_HOME to its folder"
-    raise RuntimeError(
-        "layernorm_inline: nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among the installed "
-        f"Python packages. PyTorch {torch.__version__} needs one of CUDA {wanted}{others}. Install it: {advice}"
-    )
+        advice = 'it: pip install "cuda-toolkit[nvcc,crt,cccl]"'
+    built = f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda}"
+    raise RuntimeError(f"layernorm_inline: {', '.join(refused) or missing}; {built}. Install {advice}")
 
 
 def _ptxas_flags(cuda_home):
     """Assembles kernels side by side, to the same machine code (first import, 16 cores: 44 s -> 30)."""
-    ptxas = os.path.join(cuda_home, "bin", "ptxas")
-    if not os.path.exists(ptxas):  # where nvcc is a wrapper
-        return []
-    options = _output(ptxas, "--help")
+    options = _output(f"{cuda_home}/bin/ptxas", "--help")
     threads = min(8, len(os.sched_getaffinity(0)))
     return ["-Xptxas", f"--split-compile={threads}"] if "--split-compile" in options else []  # CUDA 11 has none
 
 
-def _check_room(directory):
-    """Raises where the compiled kernels, or the compiler's temporary files, would find no room."""
-    for folder, variable in ((directory, "TORCH_EXTENSIONS_DIR"), (tempfile.gettempdir(), "TMPDIR")):
-        if shutil.disk_usage(folder).free < _BUILD_BYTES:
-            raise RuntimeError(
-                f"layernorm_inline: less than {_BUILD_BYTES >> 20} MB are free in {folder}, too few to compile "
-                f"the kernels. Make room, or name another folder in the environment variable {variable}."
-            )
+def _link_flags(cuda_home, folder):
+    """Shows the linker libcudart.so: pip's toolkit has only libcudart.so.13."""
+    libraries = glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.*")
+    if os.path.exists(f"{cuda_home}/lib64/libcudart.so") or not libraries:
+        return []
+    os.symlink(libraries[0], f"{folder}/libcudart.so")
+    return ["-L."]  # ninja links in the folder
 
 
-def _compile(name, directory, codes):
-    """Compiles the two sources into directory/name.so. The caller holds the build lock."""
+def _path_to_ninja(folder):
+    """PATH with _NINJA in front, which calls ninja (of an older pip package: the program, not the script on PATH)."""
+    path = os.environ.get("PATH", os.defpath)
+    places = [*(f"{p}/ninja/data/bin" for p in sys.path), path, sysconfig.get_path("scripts")]
+    ninja = shutil.which("ninja", path=os.pathsep.join(places))
+    python = shutil.which("python3", path=os.path.dirname(sys.executable or "") + os.pathsep + path)
+    if ninja and python:
+        words = dict(python=shlex.quote(python), parent=os.getpid(), ninja=shlex.quote(os.path.abspath(ninja)))
+        with open(f"{folder}/ninja", "w") as file:
+            file.write(_NINJA.format(**words))
+        os.chmod(file.name, 0o755)
+    return os.pathsep.join([folder, *places])
+
+
+def _compile(folder, codes):
+    """Compiles the two sources into the library, and loads it. The folder is empty."""
     cuda_home, release = _find_cuda_home()
-    from torch.utils import cpp_extension
-
-    # nvcc would fail on what it does not know, and no GPU could run.
-    known = _output(os.path.join(cuda_home, "bin", "nvcc"), "--list-gpu-code").split()
-    unknown = [code for code in codes if f"sm_{_number(code)}" not in known]
+    cpp_extension = _cpp_extension()
+    known = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code").split()
+    unknown = [code for code in codes if f"sm_{_number(code)}" not in known]  # nvcc would fail on them
     codes = [code for code in codes if code not in unknown]
-    gap = f"the nvcc of CUDA {release} does not know {', '.join(unknown)}" if unknown else ""
+    gap = f"the nvcc of CUDA {release} does not know {', '.join(unknown)}: install a newer one"
     if not codes:
-        raise RuntimeError(f"layernorm_inline: {gap}. Install a toolkit that does, or set TORCH_CUDA_ARCH_LIST.")
-
-    scripts = sysconfig.get_path("scripts")  # pip puts ninja there, on PATH only in an active venv
-    if shutil.which("ninja") is None and shutil.which("ninja", path=scripts):
-        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
-    if shutil.which("ninja") is None:
-        raise RuntimeError("layernorm_inline: ninja was not found. Install it with: pip install ninja")
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    if shutil.which(compiler[0]) is None:
-        raise RuntimeError(
-            f"layernorm_inline: the C++ compiler {compiler[0]!r} was not found. Install one "
-            "(Debian, Ubuntu: apt install g++) or name yours in the environment variable CXX."
-        )
-
-    # What a killed build left behind: half-written files, and a lock file of PyTorch's on which
-    # it would wait for ever. Our lock is the OS's and died with its process, so nobody is at it.
-    for file in os.scandir(directory):
-        if file.name != _LOCK:
-            os.remove(file)
-    # As long as this process lives, PyTorch takes for built what it has begun, also where that failed.
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
-
-    # The pip-installed toolkit has only the versioned libcudart.so.13; the linker asks for the
-    # unversioned name.
-    cpp_extension.CUDA_HOME = cuda_home
-    link_flags = []
-    if not glob.glob(os.path.join(cuda_home, "lib64", "libcudart.so")):
-        for library in glob.glob(os.path.join(cuda_home, "lib", "libcudart.so.*")):
-            os.symlink(library, os.path.join(directory, "libcudart.so"))
-            link_flags = ["-L."]  # ninja links in the build folder
-            break
-
-    print(
-        f"layernorm_inline: compiling CUDA kernels for {', '.join(codes)}, about half a minute, only this once"
-        + (f" ({gap})" if gap else ""),
-        file=sys.stderr,
-        flush=True,
-    )
-    options = {}
-    if "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames:
-        options["no_implicit_headers"] = True  # newer PyTorch: nvcc reads no torch header
-    compiled_for = ", ".join(codes) + (f" ({gap}: install a newer one, and delete the folder {name})" if gap else "")
+        raise RuntimeError(f"layernorm_inline: {gap}")
+    compiled_for = ", ".join(codes) + (f" ({gap}, and delete the folder {os.path.basename(folder)})" if unknown else "")
+    architectures = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
+    time = f"about {30 * len(codes)} s"
+    print(f"layernorm_inline: compiling CUDA kernels for {compiled_for}, {time}, only this once", file=sys.stderr)
+    # PyTorch takes for built what this process has begun, also where that failed.
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)
+    newer = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames  # nvcc reads no torch header
     with contextlib.ExitStack() as restored:
-        if len(compiler) > 1:  # "ccache g++": newer PyTorch takes it for one file name
-            restored.callback(os.environ.update, CXX=os.environ["CXX"])
-            os.environ["CXX"] = os.path.join(directory, "c++")
-            with open(os.environ["CXX"], "w") as script:
-                script.write(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, compiler))} "$@"\n')
-            os.chmod(script.name, 0o755)
+        restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
+        restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))
+        cpp_extension.CUDA_HOME = cuda_home
+        os.environ["PATH"] = _path_to_ninja(folder)
         cpp_extension.load_inline(
-            name,
+            _NAME,
             cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
             cuda_sources=CUDA_SOURCE,
             extra_cflags=_CPP_FLAGS,
-            extra_cuda_cflags=[
-                *_CUDA_FLAGS,
-                *(f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes),
-                *_ptxas_flags(cuda_home),
-            ],
-            extra_ldflags=link_flags,
-            build_directory=directory,
+            extra_cuda_cflags=[*_CUDA_FLAGS, *architectures, *_ptxas_flags(cuda_home)],
+            extra_ldflags=_link_flags(cuda_home, folder),
+            build_directory=folder,
             is_python_module=False,
-            **options,
+            **({"no_implicit_headers": True} if newer else {}),
         )
 
 
-def _name(codes):
-    """The library's name: another one for whatever makes another library."""
-    platform = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
-    key = "\n".join([CUDA_SOURCE, CPP_SOURCE, *_CUDA_FLAGS, *_CPP_FLAGS, *codes, *platform])
-    return "layernorm_inline_" + hashlib.sha256(key.encode()).hexdigest()[:12]
-
-
-def _folders(name):
-    """Where a library is looked for: the second folder for a user who finds another one's in the first."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    return [os.path.join(root, name), os.path.join(root, f"{name}_{os.getuid()}")]
-
-
-def _is_ours(status):
-    """Whether only this user and root can have written it: who else writes it runs code as this user."""
+def _is_ours(path):
+    """Whether only this user and root can have written it (not a link): who else does runs code as this user."""
+    status = os.lstat(path)
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
 
 
-def _is_built(directory, name):
-    """Whether a whole library is there. "complete" is written last: a killed build has none."""
-    library, complete = os.path.join(directory, name + ".so"), os.path.join(directory, "complete")
+def _cache():
+    """The folder of these sources' libraries, made where there is none."""
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
+    root = os.path.realpath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    folder = os.path.join(root, _NAME)
     with contextlib.suppress(OSError):
-        if all(_is_ours(os.stat(path)) for path in (directory, library, complete)):
-            with open(complete, "rb") as size:
-                return size.read() == b"%d" % os.path.getsize(library)
+        for path in (root, folder):
+            os.makedirs(path, 0o755, exist_ok=True)
+        mode = os.stat(root).st_mode
+        if _is_ours(folder) and (mode & stat.S_ISVTX or not mode & stat.S_IWOTH):
+            return folder
+    raise RuntimeError(_BAD_FOLDER.format(folder))
+
+
+def _folder(cache, codes):
+    """A library's folder in the cache, named after what makes another library of the same sources."""
+    machine = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
+    key = hashlib.sha256("\n".join([*machine, *_CUDA_FLAGS, *_CPP_FLAGS]).encode()).hexdigest()[:8]
+    return "-".join([f"{cache}/{key}", *codes])
+
+
+def _is_built(folder):
+    """Whether a whole library is there. "complete", its size, is written last: a killed build has none."""
+    library, complete = f"{folder}/{_NAME}.so", f"{folder}/complete"
+    with contextlib.suppress(OSError):
+        if all(map(_is_ours, (folder, library, complete))):
+            with open(complete) as size:
+                return size.read() == str(os.path.getsize(library))
     return False
 
 
-def _build(name, codes):
-    """Compiles, in one of many processes that ask for it at once, and returns the folder."""
-    for directory in _folders(name):
-        with contextlib.suppress(OSError):
-            os.makedirs(directory, 0o755, exist_ok=True)  # whatever the umask, nobody else writes there
-        if os.path.isdir(directory) and _is_ours(os.stat(directory)) and os.access(directory, os.W_OK):
-            break
-    else:
-        raise RuntimeError(
-            f"layernorm_inline: cannot write to {directory}, or other users can too. Compiled kernels need "
-            "a folder of one's own: name one in the environment variable TORCH_EXTENSIONS_DIR."
-        )
-    with open(os.path.join(directory, _LOCK), "w") as lock:  # NFS locks only what is open for writing
+def _find(cache, codes):
+    """The folder with the fewest codes that has all of these (a container's, built for a list), or None."""
+    folders = glob.glob(glob.escape(_folder(cache, [])) + "-*")
+    folders = [folder for folder in folders if {*codes} <= {*os.path.basename(folder).split("-")}]
+    return min(filter(_is_built, folders), key=lambda folder: folder.count("-"), default=None)
+
+
+def _lock(folder):
+    """The folder's lock, once no other process has it. It is given back when the file is closed."""
+    with contextlib.suppress(OSError):
+        # Nobody else can open it. NFS locks only what is open for writing.
+        lock = open(f"{folder}/build.lock", "w", opener=functools.partial(os.open, mode=0o600))
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        print(f"layernorm_inline: waiting for another process, which compiles in {folder}", file=sys.stderr)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_built(directory, name):
-            _check_room(directory)
-            _compile(name, directory, codes)
-            library, complete = os.path.join(directory, name + ".so"), os.path.join(directory, "complete")
-            size = os.path.getsize(library)
-            with open(complete, "w") as file:
-                file.write(str(size))
-            for path in (library, complete):
-                os.chmod(path, 0o644)
-    return directory
+        return lock
+    raise RuntimeError(_BAD_FOLDER.format(folder))
+
+
+def _build(cache, codes):
+    """Compiles, in one of many processes that ask for it at once, and returns the folder."""
+    folder = _folder(cache, codes)
+    with _lock(cache):
+        if not _is_built(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed build has left
+            os.makedirs(folder, 0o755, exist_ok=True)
+            _compile(folder, codes)
+            os.chmod(f"{folder}/{_NAME}.so", 0o644)  # whatever the umask
+            with open(f"{folder}/complete", "w") as complete:
+                complete.write(str(os.path.getsize(f"{folder}/{_NAME}.so")))
+            os.chmod(complete.name, 0o644)
+    return folder
 
 
 def _load():
     """Returns (ops, None), or (None, why) where there is nothing to compile for."""
+    ops = getattr(torch.ops, _NAME)
+    if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
+        return ops, None
     if torch.version.cuda is None:
         return None, f"PyTorch {torch.__version__} is built without CUDA"
     if _version(torch.version.cuda) < _OLDEST_CUDA:
         return None, f"PyTorch {torch.__version__} is built with CUDA {torch.version.cuda}, and 11.8 is the oldest"
-    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")  # which means what no list means
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    gpus = sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
-    if not gpus and not arch_list:
-        return None, (
-            "no GPU was there when layernorm_inline was imported "
-            "(to compile without one, set TORCH_CUDA_ARCH_LIST before the import)"
-        )
-    codes = _codes(gpus, arch_list)
+    architectures = _architectures()
+    if not architectures:
+        return None, "no GPU was there when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
+    codes = _codes(architectures)
     if not codes:
-        older = f"TORCH_CUDA_ARCH_LIST={arch_list!r} names none of it" if arch_list else "the GPU's is lower"
-        return None, f"compute capability 7.5 is the oldest, and {older}"
-    # What was built for the whole list, where no GPU was seen (a container), serves too.
-    names = [_name(c) for c in (codes, _codes([], arch_list))]
-    for name in names:
-        if hasattr(getattr(torch.ops, name), "layer_norm"):  # another copy of this file has loaded it
-            return getattr(torch.ops, name), None
-    built = [(name, directory) for name in names for directory in _folders(name) if _is_built(directory, name)]
-    name, directory = built[0] if built else (names[0], _build(names[0], codes))
-    torch.ops.load_library(os.path.join(directory, name + ".so"))
-    return getattr(torch.ops, name), None
+        return None, f"compute capability 7.5 is the oldest, and there was only {', '.join(architectures)}"
+    cache = _cache()
+    folder = _find(cache, codes)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(f"{folder}/{_NAME}.so")
+            return ops, None
+        with contextlib.suppress(OSError):  # linked on another system: built once more
+            os.remove(f"{folder}/complete")
+    torch.ops.load_library(f"{_build(cache, codes)}/{_NAME}.so")
+    return ops, None
 
 
 _ops, _why_not = _load()

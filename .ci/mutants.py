@@ -34,6 +34,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE, TESTS = "layernorm_inline.py", "test_layernorm_inline.py"
 KERNEL_TESTS, BINDING_TESTS = ".ci/test_kernels.py", ".ci/test_binding.py"
+BUILD_TESTS = ".tests/test_build.py"
+EMULATED = {KERNEL_TESTS: "build", BINDING_TESTS: "load_binding"}  # how emulator.py builds what they run
 TESTS_PER_GPU = 12  # processes: most of their time is the host's
 QUIET, LONGEST = 120, 480  # seconds: see Mutant; all tests of a mutant
 
@@ -150,10 +152,10 @@ MUTANTS = [
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMostSharers);", "kMostSharers;", SPREAD),
     Mutant("pipeline, backward on Hopper: rstd of the group's first row", "*Pass::given_at(call, row, 1)", "*Pass::given_at(call, group, 1)", PIPELINE),
-    Mutant("pipeline before Hopper: mean and rstd of the group's first row", "Pass::given_at(call, row, i)", "Pass::given_at(call, group, i)", BEFORE_HOPPER),
+    Mutant("pipeline before Hopper: mean and rstd of the group's first row", "Pass::given_at(call, row, i)", "Pass::given_at(call, group, i)", BEFORE_HOPPER, file=BUILD_TESTS),
     Mutant("pipeline on Hopper: what is given is not waited for", "if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.loaded[slot.index]);", "if (kCopiers<Pass> > 0) barrier_arrive(&control.loaded[slot.index]);", PIPELINE),
-    Mutant("pipeline before Hopper: last copies not counted", "barrier_arrive_with_copies(&control.loaded[slot.index]);", "barrier_arrive(&control.loaded[slot.index]);", BEFORE_HOPPER, quiet=LONGEST),
-    Mutant("pipeline before Hopper: last units not copied", "int left = bytes - 16 * thread; left > 0;", "int left = bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("pipeline before Hopper: last copies not counted", "barrier_arrive_with_copies(&control.loaded[slot.index]);", "barrier_arrive(&control.loaded[slot.index]);", BEFORE_HOPPER, quiet=LONGEST, file=BUILD_TESTS),
+    Mutant("pipeline before Hopper: last units not copied", "int left = bytes - 16 * thread; left > 0;", "int left = bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST, file=BUILD_TESTS),
     Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
     Mutant("pipeline, backward: mean(wdy) dropped, float32", "dy[v]) - mean_wdy - xhat * mean_wdy_xhat", "dy[v]) - xhat * mean_wdy_xhat", PIPELINE),
     # ---- What blocks that share a row tell one another ----
@@ -223,17 +225,37 @@ MUTANTS = [
     Mutant("meta: strides of input", "at::empty_symint(sizes, like.options().dtype(dtype))", "at::empty_like(like, like.options().dtype(dtype))", "fake"),
     Mutant("meta: depth and height swapped", "input.sym_size(2) * 2, input.sym_size(3) * 2", "input.sym_size(3) * 2, input.sym_size(2) * 2", "one_kernel"),
     # ---- Build ----
-    Mutant("build: newer code for an older GPU of its family", "number // 10 == gpu // 10 and number <= gpu", "number // 10 == gpu // 10", "code_for"),
-    Mutant("build: sm_90 instead of sm_90a", 'f"sm_{g}a" if g == 90 else', 'f"sm_{g}" if g == 90 else', "code_for or own_code"),
-    Mutant("build: CUDA 11 for Hopper", "if _number(code) >= 90 else", "if _number(code) > 90 else", "code_for"),
-    Mutant("build: Turing left out", "if _number(code) >= _OLDEST_CODE", "if _number(code) > _OLDEST_CODE", "code_for"),
-    Mutant("build: PTX for the GPUs that the list excludes", "elif len(chosen) < len(gpus):", "elif len(chosen) > len(gpus):", "code_for"),
-    Mutant("build: one name for all architectures", "*_CPP_FLAGS, *codes, *platform", "*_CPP_FLAGS, *platform", "another_library"),
-    Mutant("build: library cut short is loaded", 'size.read() == b"%d" % os.path.getsize(library)', "bool(size.read())", "cut_short"),
-    Mutant("build: library that a group can write is loaded", "status.st_mode & 0o022", "status.st_mode & 0o002", "others_can_write"),
-    Mutant("build: folder that others can write", "os.makedirs(directory, 0o755", "os.makedirs(directory, 0o777", "umask"),
-    Mutant("build: a container's library not looked for", "for c in (codes, _codes([], arch_list))", "for c in (codes,)", "container"),
-    Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit"),
+    Mutant("build: sm_90 instead of sm_90a", '"sm_90a" if code == "sm_90" else code', "code", "what_is_compiled", file=BUILD_TESTS),
+    Mutant("build: CUDA 11 for Hopper", "if _number(code) >= 90 else", "if _number(code) > 90 else", "what_is_compiled", file=BUILD_TESTS),
+    Mutant("build: Turing left out", "if _number(code) >= 75}", "if _number(code) > 75}", "what_is_compiled", file=BUILD_TESTS),
+    Mutant("build: Volta taken", "if _number(code) >= 75}", "if _number(code) >= 70}", "what_is_compiled", file=BUILD_TESTS),
+    Mutant("build: the list read beside a GPU", "if devices: return sorted(", 'if devices and not os.environ.get("TORCH_CUDA_ARCH_LIST"): return sorted(', "what_is_compiled", file=BUILD_TESTS),
+    Mutant("build: a list of nothing", '.strip("; ") in ("", "native")', ' in ("", "native")', "what_is_compiled", file=BUILD_TESTS),
+    Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace", file=BUILD_TESTS),
+    Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program", file=BUILD_TESTS),
+    Mutant("build: a library without the GPU's code", "if {*codes} <= {*", "if {*codes} & {*", "container", file=BUILD_TESTS),
+    Mutant("build: a container's library not looked for", 'if {*codes} <= {*os.path.basename(folder).split("-")}', 'if codes == os.path.basename(folder).split("-")[1:]', "container", file=BUILD_TESTS),
+    Mutant("build: any library that has the code", 'key=lambda folder: folder.count("-")', 'key=lambda folder: -folder.count("-")', "container", file=BUILD_TESTS),
+    Mutant("build: library cut short is loaded", "return size.read() == str(os.path.getsize(library))", "return bool(size.read())", "not_whole", file=BUILD_TESTS),
+    Mutant("build: library that a group can write is loaded", "not status.st_mode & 0o022", "not status.st_mode & 0o002", "others_can_write", file=BUILD_TESTS),
+    Mutant("build: links followed", "status = os.lstat(path)", "status = os.stat(path)", "others_can_write", file=BUILD_TESTS),
+    Mutant("build: another user's library is loaded", "status.st_uid in (os.getuid(), 0) and", "", "others_can_write", file=BUILD_TESTS),
+    Mutant("build: root's library is not loaded", "status.st_uid in (os.getuid(), 0)", "status.st_uid == os.getuid()", "others_can_write", file=BUILD_TESTS),
+    Mutant("build: parent not looked at", "and (mode & stat.S_ISVTX or not mode & stat.S_IWOTH)", "", "others_can_exchange", file=BUILD_TESTS),
+    Mutant("build: sticky parent refused", "mode & stat.S_ISVTX or not mode & stat.S_IWOTH", "not mode & stat.S_IWOTH", "others_can_exchange", file=BUILD_TESTS),
+    Mutant("build: folder that others can write", "os.makedirs(folder, 0o755, exist_ok=True)", "os.makedirs(folder, exist_ok=True)", "built_once", file=BUILD_TESTS),
+    Mutant("build: lock that others can hold", "functools.partial(os.open, mode=0o600)", "functools.partial(os.open, mode=0o644)", "built_once", file=BUILD_TESTS),
+    Mutant("build: lock taken without waiting", "fcntl.flock(lock, fcntl.LOCK_EX) return lock", "return lock", "the_lock", file=BUILD_TESTS),
+    Mutant("build: what was left is built upon", "shutil.rmtree(folder, ignore_errors=True)", "", "not_whole", file=BUILD_TESTS),
+    Mutant("build: a library that cannot be loaded is kept", 'os.remove(f"{folder}/complete")', "None", "cannot_be_loaded", file=BUILD_TESTS),
+    Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit", file=BUILD_TESTS),
+    Mutant("build: nvcc that does not run", "with contextlib.suppress(OSError): return subprocess.run(", "with contextlib.suppress(): return subprocess.run(", "toolkit", file=BUILD_TESTS),
+    Mutant("build: compilers outlive the process", "prctl(1, 9)", "prctl(1, 0)", "end_with_the_process", file=BUILD_TESTS),
+    Mutant("build: compilers outlive ninja's parent", "preexec_fn=lambda: prctl(1, 15)", "", "end_with_the_process", file=BUILD_TESTS),
+    Mutant("build: PATH left changed", 'restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))', "", "reaches_the_user", file=BUILD_TESTS),
+    Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out", file=BUILD_TESTS),
+    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)", "", "reaches_the_user", file=BUILD_TESTS),
+    Mutant("build: PyTorch's warning shown", "with contextlib.redirect_stderr(io.StringIO()):", "with contextlib.ExitStack():", "warning_that", file=BUILD_TESTS),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
     Mutant("Python: overrides not asked", "_is_overridden(input, weight, bias):", "False:", "torchscript or overrides"),
@@ -289,15 +311,15 @@ def on_the_cpu(mutant, source):
 
 def check(mutants):
     """Prints what is wrong with the table; returns how many mutants that concerns."""
-    source, tests = (ROOT / SOURCE).read_text(), (ROOT / TESTS).read_text()
+    source, tests = (ROOT / SOURCE).read_text(), {file: (ROOT / file).read_text() for file in (TESTS, BUILD_TESTS)}
     wrong = 0
     for mutant in mutants:
         try:
             mutated(mutant, source)
             words = set(re.findall(r"\w+", mutant.tests)) - {"and", "or", "not"}
-            unknown = sorted(word for word in words if word not in tests)
+            unknown = sorted(word for word in words if word not in tests[mutant.file])
             if unknown:
-                raise ValueError(f"{TESTS} has no {', '.join(unknown)}")
+                raise ValueError(f"{mutant.file} has no {', '.join(unknown)}")
             if on_the_cpu(mutant, source).file != KERNEL_TESTS and mutant.emulated:
                 raise ValueError("it is no bug of the kernels, and only these are emulated")
         except KeyError:
@@ -391,13 +413,14 @@ class Runner:
         for path in ROOT.iterdir():
             if path.is_file() and path.name != ".git":
                 shutil.copy(path, folder)
-        shutil.copytree(ROOT / ".ci", folder / ".ci", ignore=shutil.ignore_patterns("__pycache__"))
+        for tests in (".ci", ".tests"):
+            shutil.copytree(ROOT / tests, folder / tests, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / SOURCE).write_text(text)
         return folder
 
     def environment_of(self, folder, file):
         environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-        if file != TESTS:  # nothing is compiled for a GPU
+        if file in EMULATED:  # nothing is compiled for a GPU
             environment["CUDA_VISIBLE_DEVICES"] = ""
             environment.pop("TORCH_CUDA_ARCH_LIST", None)
         return environment
@@ -405,9 +428,8 @@ class Runner:
     def build(self, folder, file):
         """What the compiler says where it fails, else nothing."""
         code = "import layernorm_inline"
-        if file != TESTS:
-            what = "build" if file == KERNEL_TESTS else "load_binding"
-            code = f"import sys; sys.path.insert(0, '.ci'); import emulator; emulator.{what}()"
+        if file in EMULATED:
+            code = f"import sys; sys.path.insert(0, '.ci'); import emulator; emulator.{EMULATED[file]}()"
         with self.builds:
             command = ["nice", sys.executable, "-c", code]
             status, output = run(command, folder, self.environment_of(folder, file), LONGEST, LONGEST)
@@ -417,7 +439,7 @@ class Runner:
     def test(self, folder, file, expression, quiet, *options):
         devices = self.places.get()
         environment = self.environment_of(folder, file)
-        if devices and file == TESTS:
+        if devices and file not in EMULATED:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rfE", "-p", "no:cacheprovider", *options]
         command += ["--rootdir=.", f"--basetemp={folder / 'temp'}", file, "-k", expression]
