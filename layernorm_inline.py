@@ -36,7 +36,7 @@ Reading it
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
            _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (Turing and float64: 16)
            _SHARED        longer aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
-           _PIPELINE      longer rows, from sm_80 on, forward and backward; unaligned ones from 5735 elements on
+           _PIPELINE      longer aligned rows, from sm_80 on, forward and backward
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
@@ -2216,9 +2216,6 @@ constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyShare
 constexpr int kBackwardPrefetchGroup = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kLeastSlice = 2048;
-// Percent of their slices that unaligned rows must fill to be faster here than in registers (bf16 rows of
-// 6001: 0.82 of copy speed -> 0.94, of 5001: 0.90 -> 0.81); without an epilogue several slices are enough.
-constexpr int kUnalignedFill = 70;
 
 struct Pipeline {
   int slice;        // columns of a block; the last one of a group may have fewer
@@ -2230,7 +2227,6 @@ struct Pipeline {
   int lanes;        // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
   bool prefetch;    // rows come to L2 while they wait for a place in the ring
   bool keep_input;  // see l2_policy
-  bool shifted;     // see ForwardPass
 };
 
 // Lanes that measure a part of a slice together; the publisher combines the parts. 32 lanes take 300 of 1600
@@ -2251,113 +2247,74 @@ struct Control {
 // ---- Pipeline: forward and backward, as the kernel sees them ----
 // For each row it calls measure, part, together, to_publish, published, finish and apply; end is last.
 
-// SHIFTED: rows do not start on 16-byte boundaries, but those of a group all lie as far from one (see Cut).
-// Where a group's rows lie differently, a load is one element, V == 1.
-template <typename T, int V, bool SHIFTED, bool FUSED>
+template <typename T, bool FUSED>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
   // Means as distances from `base`, the first of them; float32: all from the reference of a row.
   using Stats = Moments<float>;
   using ForRow = RowStats<float>;
-  static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kWrites = false, kMeans = true };
+  static constexpr int kTensors = 1, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
+  enum : bool { kWrites = false, kMeans = true };
   enum : int { kTogether = kFewTogether<T>, kGiven = sizeof(T) == 4 ? 3 : 0 };
-  float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
-  float count, per_count;  // columns of this thread's part, and their inverse
-  Cut cut;
-  int odd = 0;          // see Unaligned
-  bool aligned = true;  // input to output
-  bool asks;            // for an epilogue: unaligned rows have one kernel for all, which is less to compile
+  float weight[kPacks][V], bias[kPacks][V];
+  float count = 0, per_count;  // columns of this thread's part, and their inverse
 
   static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
 
-  // In elements from a 32-byte sector of L2: packs begin there (float32 rows of 50257: 0.92 -> 0.94).
-  static __device__ int misalignment(const void* tensor, int64_t offset) {
-    return SHIFTED ? reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + offset) % 32 / sizeof(T) : 0;
-  }
-
-  // offset: of a slice of the group, in elements.
-  __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t offset)
-      : cut(misalignment(call.output, offset), columns, V, 2 * V),
-        asks(FUSED && (kAligned || call.activation != Activation::None || call.scale != 1)) {
-    if (SHIFTED) {
-      odd = Unaligned<T, V>::odd(tensor(call, 0) + offset + cut.begin);
-      aligned = (misalignment(call.input, offset) - misalignment(call.output, offset)) % V == 0;
-    }
+  __device__ ForwardPass(const Call& call, int64_t first, int columns) {
     auto load_affine_of_slice = [&](auto usual_affine) {
-      constexpr bool kUsual = decltype(usual_affine)::value;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         // Always inside the slice, so that no condition delays loads (bf16 rows of 65536: 0.83 -> 0.87).
-        const int col = first + min(pack_col(i), cut.end - V);
-        load_affine_pair<T, V, SHIFTED, kUsual>(weight[i], bias[i], call, col, first + cut.begin);
-      }
-      if (has_extra()) {
-        load_affine_pair<T, 1, SHIFTED, kUsual>(extra_weight, extra_bias, call, first + cut.extra, 0);
+        const int col = first + min(pack_col(i), columns - V);
+        load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight[i], bias[i], call, col, 0);
       }
     };
     with_usual_affine<T>(call, load_affine_of_slice);
-    count = has_extra();
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) count += has_pack(i) ? V : 0;
+    for (int i = 0; i < kPacks; ++i) count += pack_col(i) < columns ? V : 0;
     count = combine_lanes(count, kTogether);
     per_count = 1 / max(count, 1.f);
   }
 
   __device__ float columns_of_part() const { return count; }
 
-  __device__ int pack_col(int i) const {
-    return (SHIFTED ? cut.begin : 0) + (i * 32 * kWarps + threadIdx.x) * V;
-  }
-  __device__ bool has_pack(int i) const { return pack_col(i) < cut.end; }
-  __device__ bool has_extra() const { return SHIFTED && cut.extra >= 0; }
+  static __device__ int pack_col(int i) { return (i * 32 * kWarps + threadIdx.x) * V; }
 
-  __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
-    extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
-    if (!SHIFTED || aligned) {
+  static __device__ void get(Pack<T, V> (&x)[kPacks], const T* slice, int columns) {
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        x[i] = {};
-        if (has_pack(i)) x[i] = load<T, V>(slice + pack_col(i));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        Unaligned<T, V> words = {};
-        if (has_pack(i)) words.load(slice + pack_col(i), odd);
-        x[i] = words.get(odd);
-      }
+    for (int i = 0; i < kPacks; ++i) {
+      x[i] = {};
+      if (pack_col(i) < columns) x[i] = load<T, V>(slice + pack_col(i));
     }
   }
 
   __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
 
   // {mean, m2} of this thread's part.
-  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float4 given) {
+  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int columns, float4 given) {
     constexpr bool kFrom = kGiven > 0;  // counts from it, as the sum of 12 equal floats already has an error
     const float reference = kFrom ? reference_of(given.x, given.y, given.z) : 0;
     Pack<T, V> x[kPacks];
-    float values[kPacks][V], extra_x, sum = 0, m2 = 0;
-    get(x, extra_x, slices[0]);
-    extra_x = has_extra() ? extra_x - reference : 0;
+    float values[kPacks][V], sum = 0, m2 = 0;
+    get(x, slices[0], columns);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       unpack(x[i], values[i]);
 #pragma unroll
       for (int v = 0; v < V; ++v) values[i][v] -= reference;
       const float here = sum_of<T>(values[i]);
-      sum += kFrom && !has_pack(i) ? 0 : here;
+      sum += kFrom && pack_col(i) >= columns ? 0 : here;
     }
-    sum = combine_lanes(sum + extra_x, kTogether);
+    sum = combine_lanes(sum, kTogether);
     const float mean = kFrom ? sum * per_count : quotient(sum, count, per_count);
-    if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       float here = 0;
 #pragma unroll
       for (int v = 0; v < V; ++v) add_distance(here, values[i][v] - mean);
-      if (has_pack(i)) m2 += here;
+      if (pack_col(i) < columns) m2 += here;
     }
     return {mean, combine_lanes(m2, kTogether)};
   }
@@ -2398,34 +2355,20 @@ struct ForwardPass {
     return row_stats_of(from, off, applied_rstd(rstd, m2, sizeof(T) == 2));
   }
 
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
                         const ForRow& stats, float4) {
     T* output = static_cast<T*>(call.output) + offset;
     Pack<T, V> x[kPacks];
-    float extra_x;
-    get(x, extra_x, slices[0]);
-    auto write = [&](auto fused) {
-      constexpr bool kFused = decltype(fused)::value;
-      const Epilogue<float> epilogue = {call.activation, float(call.scale)};
+    get(x, slices[0], columns);
+    const Epilogue<float> epilogue = {call.activation, float(call.scale)};
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        float y[V];
-        unpack(x[i], y);
+    for (int i = 0; i < kPacks; ++i) {
+      float y[V];
+      unpack(x[i], y);
 #pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        if (has_pack(i)) store<T, V>(output + pack_col(i), y);
-      }
-      if (has_extra()) {
-        float y[1] = {normalized<T>(extra_x, stats) * extra_weight[0] + extra_bias[0]};
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        narrow(y[0], output[cut.extra]);
-      }
-    };
-    if (asks) {
-      write(std::bool_constant<FUSED>());
-    } else {
-      write(std::false_type());
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(epilogue));
+      if (pack_col(i) < columns) store<T, V>(output + pack_col(i), y);
     }
   }
 
@@ -2433,16 +2376,16 @@ struct ForwardPass {
 };
 
 // {mean, rstd} are given with a row; its statistics are {mean(wdy), mean(wdy * xhat)}.
-template <typename T, int V, bool FUSED>
+template <typename T, bool FUSED>
 struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
   using ForRow = Sums<float>;
-  static constexpr int kTensors = 2, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1, kWrites = FUSED, kMeans = false };
-  // Bytes set the pace of aligned rows (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
-  enum : int { kTogether = V > 1 ? 32 : kFewTogether<T>, kGiven = 2 };
+  static constexpr int kTensors = 2, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
+  enum : bool { kWrites = FUSED, kMeans = false };
+  // Bytes set the pace (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
+  enum : int { kTogether = 32, kGiven = 2 };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
 
   // Columns measured at a time: few with an activation, as there are few registers.
@@ -2464,7 +2407,7 @@ struct BackwardPass {
     return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
   }
 
-  __device__ BackwardPass(const Call& call, int64_t first, int columns, int64_t) {
+  __device__ BackwardPass(const Call& call, int64_t first, int columns) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
@@ -2590,27 +2533,6 @@ __device__ inline int slice_columns(const Pipeline& pipe, int64_t cols, int rank
   return int(min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice));
 }
 
-// The bytes to copy for `bytes` from a 16-byte boundary on: whole 16-byte units, unless the tensor ends
-// inside the last one. Then thread 0 copies its elements, and must do so before it arrives at the barrier.
-template <typename T>
-__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends, int thread) {
-  if (!tensor_ends) return (bytes + 15) / 16 * 16;
-  const int whole = bytes / 16 * 16, count = thread == 0 ? bytes % 16 / int(sizeof(T)) : 0;
-  const T* from = reinterpret_cast<const T*>(static_cast<const char*>(global) + whole);
-  T* to = reinterpret_cast<T*>(static_cast<char*>(shared) + whole);
-  constexpr int kMost = 16 / sizeof(T);
-  T rest[kMost];
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) rest[i] = from[i];
-  }
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) to[i] = rest[i];
-  }
-  return whole;
-}
-
 #endif
 
 // What is given with a row is copied in the background where a load would stall a loading thread for longer
@@ -2667,17 +2589,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint64_t policy = l2_policy(pipe.keep_input);
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       const char* start[Pass::kTensors];
-      int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
+      int bytes[Pass::kTensors], total = 0;
       // While the row waits for a place in the ring it comes to L2 (float32 rows of 262144: 0.89 of copy
       // speed -> 0.95; one row more: 0.92; two: 0.82).
       for (int t = 0; t < Pass::kTensors; ++t) {
         const int64_t offset = offset_of(row);
         const int early = early_bytes(t, offset);
         start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + offset) - early;
-        wanted[t] = early + columns * int(sizeof(T));
-        const int units = max(1, wanted[t] / 16);
-        if (pipe.prefetch)
-          prefetch_units(start[t], units * 16, policy, thread, kLoadingThreads, kPrefetchStep);
+        bytes[t] = early + columns * int(sizeof(T));
+        total += bytes[t];
+        if (pipe.prefetch) prefetch_units(start[t], bytes[t], policy, thread, kLoadingThreads, kPrefetchStep);
       }
       float2 given = {};  // in flight while this thread waits
       if (kLoadsGiven<Pass>) given = {*Pass::given_at(call, row, 0), *Pass::given_at(call, row, 1)};
@@ -2693,20 +2614,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         before.advance(pipe.stages);
       }
       if (kLoadsGiven<Pass>) control.given[slot.index].x = given.x, control.given[slot.index].y = given.y;
-      // Also in a unit that ends the last slice but one, where the last slice is shorter than a unit.
-      const bool tensor_ends = row == call.rows - 1 && call.cols - first - columns < 16 / int(sizeof(T));
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        bytes[t] = Pass::kAligned ? wanted[t]
-                                  : whole_units<T>(ring + room_of(slot.index, t), start[t], wanted[t],
-                                                   tensor_ends, thread);
-        total += bytes[t];
-      }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
       barrier_arrive_expecting(&control.loaded[slot.index], total);
       for (int t = 0; t < Pass::kTensors; ++t) {
-        if (bytes[t] > 0) {
-          bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
-        }
+        bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
       }
 #else
       for (int t = 0; t < Pass::kTensors; ++t) {
@@ -2723,16 +2634,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     Slot slot;
     constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
     float counts[kEach];
-    int first_part = 0;  // with columns: a slice of three bf16 has them in threads 16 to 18 (see Cut)
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
       const float2* measured = control.parts[slot.index];
       if (row == group) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
-        if (Pass::kMeans) first_part = __ffs(__ballot_sync(~0u, counts[0] > 0)) - 1;
       }
-      const float base = Pass::kMeans ? measured[first_part].x : 0;
+      const float base = Pass::kMeans ? measured[0].x : 0;
       Stats parts[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -2808,7 +2717,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   Slot measuring, applying;
   const int rows = call.rows, lag = pipe.delay * groups;  // int: rows are long, so that there are not many
-  Pass job(call, first, columns, offset_of(group));
+  Pass job(call, first, columns);
   const bool first_of_part = lane % Pass::kTogether == 0;
   if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
 #pragma unroll 1
@@ -2844,10 +2753,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- Pipeline: host side ----
 
-// Unaligned rows have one kernel for all epilogues, which is less to compile.
-template <typename T, int V, bool FUSED>
-using Forwards = ForwardPass<T, 16 / sizeof(T), V == 1, FUSED || V == 1>;
-
 template <typename Pass>
 constexpr int kControlBytes = (sizeof(Control<Pass::kTogether, typename Pass::ForRow>) + kLineBytes - 1) /
                               kLineBytes * kLineBytes;  // of shared memory, beside the ring
@@ -2866,19 +2771,11 @@ bool takes_pass(const typename Pass::Call& call, const Device& device) {
 }
 template <typename T>
 bool takes(const Forward& call, const Device& device) {
-  return takes_pass<Forwards<T, 1, true>>(call, device);
+  return takes_pass<ForwardPass<T, true>>(call, device);
 }
 template <typename T>
 bool takes(const Backward& call, const Device& device) {
-  return takes_pass<BackwardPass<T, 1, true>>(call, device);
-}
-
-// For unaligned rows that registers could hold, as many as SMs or more.
-template <typename T>
-bool is_faster_than_registers(const Forward& call, bool fused, const Device& device) {
-  if (call.rows < device.sms || !takes<T>(call, device)) return false;
-  const int64_t slice = longest_slice<Forwards<T, 1, true>>(device), slices = ceil_div(call.cols, slice);
-  return (slices > 1 && !fused) || 100 * call.cols >= kUnalignedFill * slices * slice;
+  return takes_pass<BackwardPass<T, true>>(call, device);
 }
 
 struct Plan {
@@ -2901,24 +2798,15 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   constexpr bool kForward = Pass::kTensors == 1;
   constexpr int kBytes = sizeof(typename Pass::Element);
   const int64_t rows = call.rows, cols = call.cols;
-  const int64_t least = ceil_div(cols, longest_slice<Pass>(device)), most_groups = device.sms / least;
+  const int64_t least = ceil_div(cols, longest_slice<Pass>(device));
   Plan p = {};
-  int64_t step = 1;  // rows of the same shift lie a multiple of it apart
-  while (kForward && !Pass::kAligned && step * cols * kBytes % 16 != 0) step *= 2;
-  p.pipe.shifted = kForward && !Pass::kAligned && most_groups >= std::min(step, rows);
-  if (!p.pipe.shifted) step = 1;
-  auto groups_of = [&](int64_t sharers) {
-    const int64_t fit = device.sms / sharers;
-    return fit < rows ? fit / step * step : rows;
-  };
-  // Twice the least where groups come in multiples (float32 rows of 131075: 0.70 of copy speed -> 0.80).
+  auto groups_of = [&](int64_t sharers) { return std::min(rows, device.sms / sharers); };
   const int64_t worth_trying =
-      std::max((step > 1 ? 2 : Pass::kTensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
+      std::max(Pass::kTensors * least, device.sms / std::min<int64_t>(rows, device.sms));
   const int64_t most =
       std::min({worth_trying, int64_t(device.sms), int64_t(kMostSharers), cols / kLeastSlice});
   int64_t fastest = least, shortest = INT64_MAX;
   for (int64_t sharers = least; sharers <= std::max(least, most); ++sharers) {
-    if (groups_of(sharers) == 0) break;
     const int64_t time = ceil_div(rows, groups_of(sharers)) * (ceil_div(cols, sharers) + kLeastSlice);
     if (time < shortest) fastest = sharers, shortest = time;
   }
@@ -2930,7 +2818,7 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   p.pipe.slice_bytes = ceil_div(p.pipe.slice * kBytes + early, kLineBytes) * kLineBytes;
   const int stage_bytes = Pass::kTensors * p.pipe.slice_bytes;
   const int room = device.shared_bytes - kControlBytes<Pass>, three = std::min(3, room / stage_bytes);
-  const int spared = !kForward && Pass::kAligned ? kBackwardControlBytes - kControlBytes<Pass> : 0;
+  const int spared = !kForward ? kBackwardControlBytes - kControlBytes<Pass> : 0;
   p.pipe.stages = std::min(kMaxStages, std::max(three, (room - spared) / stage_bytes));
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.pipe.flight =
@@ -2955,21 +2843,18 @@ cudaError_t launch(const typename Pass::Call& call, const Plan& p, uint64_t* wor
                        p.pipe, words, partials);
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T, bool FUSED>
 cudaError_t launch(const Forward& call, const Context& context) {
-  using Pass = Forwards<T, V, FUSED>;
+  using Pass = ForwardPass<T, FUSED>;
   const Plan p = plan<Pass>(call, context.device);
   const int64_t bytes = 8 * call.rows * words_per_row(p.sharers);
   auto* words = static_cast<uint64_t*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  if constexpr (V == 1) {
-    if (!p.pipe.shifted) return launch<ForwardPass<T, 1, false, true>>(call, p, words, nullptr, context);
-  }
   return launch<Pass>(call, p, words, nullptr, context);
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T, bool FUSED>
 cudaError_t launch(const Backward& call, const Context& context) {
-  using Pass = BackwardPass<T, V, FUSED>;
+  using Pass = BackwardPass<T, FUSED>;
   const Plan p = plan<Pass>(call, context.device);
   const int64_t partial_rows = partials_of(p.groups);
   const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // words begin on a line
@@ -4309,24 +4194,17 @@ cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> 
   });
 }
 
-// The ladder. Rows that registers could hold go to the pipeline where that is faster; rows are spread where
-// no other room takes them, or the device refuses blocks that wait for one another.
+// The ladder. Shared memory, the pipeline and joint take aligned rows. Rows are spread where no other room
+// takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
-  constexpr bool kAligned = V > 1, kAsks = FUSED || !kAligned;
-  const bool in_registers = registers::takes(call, !kAligned);
-  bool pipeline_is_faster = false;
-  if constexpr (!std::is_same_v<T, double> && !kAligned) {
-    pipeline_is_faster = pipeline::is_faster_than_registers<T>(call, FUSED, device);
-  }
-  if (in_registers && !pipeline_is_faster) return registers::launch<T, !kAligned, FUSED>(call, context);
+  constexpr bool kAligned = V > 1;
+  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, FUSED>(call, context);
   if constexpr (kAligned) {
     if (shared::takes(call, device)) return shared::launch<T, FUSED>(call, context);
-  }
-  if constexpr (!std::is_same_v<T, double>) {
     if (pipeline::takes<T>(call, device)) {
-      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
+      const cudaError_t error = pipeline::launch<T, FUSED>(call, context);
       if (!refused(error)) return error;
     }
   }
@@ -4336,24 +4214,23 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
       if (!refused(error)) return error;
     }
   }
-  if (in_registers) return registers::launch<T, !kAligned, FUSED>(call, context);
-  return spread::launch<T, V, kAsks>(call, context);
+  return spread::launch < T, V, FUSED || !kAligned > (call, context);
 }
 
-// Long rows go to the pipeline, where there is one, even if registers could hold them.
+// Long aligned rows go to the pipeline, where there is one, even if registers could hold them.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Backward& call, const Context& context) {
-  constexpr bool kAsks = FUSED || V == 1;
-  bool in_registers = registers::takes(call, V);
-  if constexpr (!std::is_same_v<T, double>) {
+  constexpr bool kAligned = V > 1;
+  const bool in_registers = registers::takes(call, V);
+  if constexpr (kAligned) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
-      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
+      const cudaError_t error = pipeline::launch<T, FUSED>(call, context);
       if (!refused(error)) return error;
     }
   }
   if (in_registers) return registers::launch<T, V, FUSED>(call, context);
-  return spread::launch<T, V, kAsks>(call, context);
+  return spread::launch < T, V, FUSED || !kAligned > (call, context);
 }
 
 // No rows: the gradients of weight and bias are sums of nothing.
