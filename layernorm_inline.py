@@ -34,9 +34,9 @@ Reading it
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
-           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (Turing and float64: 16)
-           _SHARED        longer aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
-           _PIPELINE      longer aligned rows, from sm_80 on, forward and backward
+           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
+           _SHARED        longer plain aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
+           _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
@@ -2042,8 +2042,8 @@ constexpr int kMostThreads = 1024, kThreads16Bits = 512;
 // copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975). An SM must hold
 // two (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
 constexpr int kMostBytes = 73 << 10, kMostBytes16Bits = 43 << 10;
-// Rows for each SM without an activation, as the last wave may be a small one, and the pipeline has no waves
-// (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
+// Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of
+// 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
@@ -2067,7 +2067,7 @@ template <typename T>
 constexpr int kAtOnce = 2;
 #endif
 
-template <typename T, bool FUSED>
+template <typename T>
 __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -2132,7 +2132,6 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
       unpack(load<T, V>(x + col), y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
       store<T, V>(output + col, y);
     }
   });
@@ -2146,15 +2145,14 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
 bool takes(const Forward& call, const Device& device) {
   const int64_t bytes = call.cols * size_of(call.dtype),
                 most = size_of(call.dtype) == 2 ? kMostBytes16Bits : kMostBytes;
-  const int64_t least_rows = int64_t(is_fused(call) ? 1 : kRowsForEachSm) * device.sms;
   return device.code >= 80 && bytes <= most && 2 * (bytes + kControlBytes) <= device.shared_bytes &&
-         call.rows >= least_rows;
+         call.rows >= int64_t(kRowsForEachSm) * device.sms;
 }
 
-template <typename T, bool FUSED>
+template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t bytes = call.cols * sizeof(T);
-  const auto kernel = layer_norm_shared_rows<T, FUSED>;
+  const auto kernel = layer_norm_shared_rows<T>;
   const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
   if (error != cudaSuccess) return error;
   const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
@@ -2247,7 +2245,7 @@ struct Control {
 // ---- Pipeline: forward and backward, as the kernel sees them ----
 // For each row it calls measure, part, together, to_publish, published, finish and apply; end is last.
 
-template <typename T, bool FUSED>
+template <typename T>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
@@ -2255,7 +2253,7 @@ struct ForwardPass {
   using Stats = Moments<float>;
   using ForRow = RowStats<float>;
   static constexpr int kTensors = 1, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
-  enum : bool { kWrites = false, kMeans = true };
+  static constexpr bool kMeans = true;
   enum : int { kTogether = kFewTogether<T>, kGiven = sizeof(T) == 4 ? 3 : 0 };
   float weight[kPacks][V], bias[kPacks][V];
   float count = 0, per_count;  // columns of this thread's part, and their inverse
@@ -2290,10 +2288,8 @@ struct ForwardPass {
     }
   }
 
-  __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
-
   // {mean, m2} of this thread's part.
-  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int columns, float4 given) {
+  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
     constexpr bool kFrom = kGiven > 0;  // counts from it, as the sum of 12 equal floats already has an error
     const float reference = kFrom ? reference_of(given.x, given.y, given.z) : 0;
     Pack<T, V> x[kPacks];
@@ -2360,14 +2356,12 @@ struct ForwardPass {
     T* output = static_cast<T*>(call.output) + offset;
     Pack<T, V> x[kPacks];
     get(x, slices[0], columns);
-    const Epilogue<float> epilogue = {call.activation, float(call.scale)};
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       float y[V];
       unpack(x[i], y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(epilogue));
       if (pack_col(i) < columns) store<T, V>(output + pack_col(i), y);
     }
   }
@@ -2376,32 +2370,17 @@ struct ForwardPass {
 };
 
 // {mean, rstd} are given with a row; its statistics are {mean(wdy), mean(wdy * xhat)}.
-template <typename T, bool FUSED>
+template <typename T>
 struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
   using ForRow = Sums<float>;
   static constexpr int kTensors = 2, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
-  enum : bool { kWrites = FUSED, kMeans = false };
+  static constexpr bool kMeans = false;
   // Bytes set the pace (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
   enum : int { kTogether = 32, kGiven = 2 };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
-
-  // Columns measured at a time: few with an activation, as there are few registers.
-  static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
-  Pack<T, kAtOnce> next_bias = {};
-
-  // Loads what measure takes next of bias, where it is of input's dtype, while this thread waits for the
-  // slice or measures what comes before (16-bit rows with GELU: 4 to 6%).
-  __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
-    constexpr int kTurns = V / kAtOnce;  // of a pack
-    const int col = (turn / kTurns * 32 * kWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;
-    const bool usual = call.bias != nullptr && (sizeof(T) > 2 || !call.affine_float32);
-    if (FUSED && usual && col < columns && turn < kPacks * kTurns) {
-      next_bias = load<T, kAtOnce>(static_cast<const T*>(call.bias) + first + col);
-    }
-  }
 
   static __device__ const T* tensor(const Call& call, int which) {
     return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
@@ -2417,43 +2396,24 @@ struct BackwardPass {
 
   __device__ float columns_of_part() const { return 0; }  // sums do without
 
-  // Leaves z's gradient in the slice for apply, where there is an activation.
-  __device__ float2 measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
-                            float4 given) {
+  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
     const float mean = given.x, rstd = given.y;
     Stats stats = {0, 0};
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
       if (col >= columns) continue;
-      constexpr int F = kAtOnce;
+      float xhat[V], dy[V];
+      unpack(load<T, V>(slices[0] + col), xhat);
+      unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
-      for (int f = 0; f < V; f += F) {
-        float xhat[F], dy[F];
-        unpack(load<T, F>(slices[0] + col + f), xhat);
-        Pack<T, F> grad_output = load<T, F>(slices[1] + col + f);
-#pragma unroll
-        for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-        if constexpr (FUSED) {
-          float w[F], b[F];
-          unpack(next_bias, b);
-          ask_for_bias(call, first, columns, (i * V + f) / F + 1);
-#pragma unroll
-          for (int v = 0; v < F; ++v) w[v] = weight[i][f + v];
-          if (sizeof(T) == 2 && call.affine_float32)
-            load_affine<T, F>(b, call.bias, true, first + col + f, 0);
-          apply_derivative<T>(grad_output, xhat, w, b, call);
-          *reinterpret_cast<Pack<T, F>*>(slices[1] + col + f) = grad_output;
-        }
-        unpack(grad_output, dy);
-#pragma unroll
-        for (int v = 0; v < F; ++v) {
-          const float wdy = product(weight[i][f + v], dy[v]);
-          stats.wdy += wdy;
-          stats.wdy_xhat += wdy * xhat[v];
-          grad_weight[i][f + v] += dy[v] * xhat[v];
-          grad_bias[i][f + v] += dy[v];
-        }
+      for (int v = 0; v < V; ++v) {
+        xhat[v] = (xhat[v] - mean) * rstd;
+        const float wdy = product(weight[i][v], dy[v]);
+        stats.wdy += wdy;
+        stats.wdy_xhat += wdy * xhat[v];
+        grad_weight[i][v] += dy[v] * xhat[v];
+        grad_bias[i][v] += dy[v];
       }
     }
     stats = combine_lanes(stats, kTogether);
@@ -2724,9 +2684,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int row = group; row < rows + lag; row += groups) {
     if (row < rows) {
       find_slices(measuring, offset_of(row));
-      job.ask_for_bias(call, first, columns, 0);
       barrier_wait(&control.loaded[measuring.index], measuring.parity);
-      const float2 part = job.measure(call, slices, first, columns, control.given[measuring.index]);
+      const float2 part = job.measure(slices, columns, control.given[measuring.index]);
       if (first_of_part) {
         control.parts[measuring.index][threadIdx.x / Pass::kTogether] = part;
         barrier_arrive(&control.measured[measuring.index]);
@@ -2739,7 +2698,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_wait(&control.known[applying.index], applying.parity);
       job.apply(call, slices, columns, offset, control.row_stats[applying.index],
                 control.given[applying.index]);
-      if (Pass::kWrites) writes_before_copies();  // measure has written to the slice
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.applied[applying.index]);
       applying.advance(pipe.stages);
@@ -2771,11 +2729,11 @@ bool takes_pass(const typename Pass::Call& call, const Device& device) {
 }
 template <typename T>
 bool takes(const Forward& call, const Device& device) {
-  return takes_pass<ForwardPass<T, true>>(call, device);
+  return takes_pass<ForwardPass<T>>(call, device);
 }
 template <typename T>
 bool takes(const Backward& call, const Device& device) {
-  return takes_pass<BackwardPass<T, true>>(call, device);
+  return takes_pass<BackwardPass<T>>(call, device);
 }
 
 struct Plan {
@@ -2843,18 +2801,18 @@ cudaError_t launch(const typename Pass::Call& call, const Plan& p, uint64_t* wor
                        p.pipe, words, partials);
 }
 
-template <typename T, bool FUSED>
+template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
-  using Pass = ForwardPass<T, FUSED>;
+  using Pass = ForwardPass<T>;
   const Plan p = plan<Pass>(call, context.device);
   const int64_t bytes = 8 * call.rows * words_per_row(p.sharers);
   auto* words = static_cast<uint64_t*>(bytes > 0 ? context.allocate(bytes) : nullptr);
   return launch<Pass>(call, p, words, nullptr, context);
 }
 
-template <typename T, bool FUSED>
+template <typename T>
 cudaError_t launch(const Backward& call, const Context& context) {
-  using Pass = BackwardPass<T, FUSED>;
+  using Pass = BackwardPass<T>;
   const Plan p = plan<Pass>(call, context.device);
   const int64_t partial_rows = partials_of(p.groups);
   const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // words begin on a line
@@ -2871,13 +2829,13 @@ cudaError_t launch(const Backward& call, const Context& context) {
 _JOINT = r"""
 namespace joint {
 
-// ---- Rows that many SMs hold together, forward, float32 without an activation (sm_90 and up) ----
+// ---- Rows that many SMs hold together, forward, float32 (sm_90 and up) ----
 // Takes rows too long for the pipeline (on 132 SMs more than 1081344 columns). The kernel is persistent: a
 // group of blocks, one on each SM, shares a row, and each block keeps its slice, up to 128 KB, in shared
 // memory until the group knows the row's statistics. weight and bias of the slice stay in registers and
 // shared memory for the whole run: each byte moves once (the main shape, 16 rows of 4194304: 0.176 ms, 0.216
-// with input read twice). For 16 bits, twice the elements to a byte, and with an activation the few warps
-// that have the registers for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
+// with input read twice). For 16 bits, twice the elements to a byte, the few warps that have the registers
+// for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
 //
 // A slice comes in stages, into a ring with room for some more. Warps apply a stage and measure the one a
 // slice and kAhead stages further on: the next row's exchange is under way before this row is done.
@@ -4194,24 +4152,24 @@ cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> 
   });
 }
 
-// The ladder. Shared memory, the pipeline and joint take aligned rows. Rows are spread where no other room
-// takes them, or the device refuses blocks that wait for one another.
+// The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread
+// where no other room takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
   constexpr bool kAligned = V > 1;
   if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, FUSED>(call, context);
-  if constexpr (kAligned) {
-    if (shared::takes(call, device)) return shared::launch<T, FUSED>(call, context);
+  if constexpr (kAligned && !FUSED) {
+    if (shared::takes(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
-      const cudaError_t error = pipeline::launch<T, FUSED>(call, context);
+      const cudaError_t error = pipeline::launch<T>(call, context);
       if (!refused(error)) return error;
     }
-  }
-  if constexpr (std::is_same_v<T, float> && kAligned && !FUSED) {
-    if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
-      const cudaError_t error = joint::launch(call, plan, context);
-      if (!refused(error)) return error;
+    if constexpr (std::is_same_v<T, float>) {
+      if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
+        const cudaError_t error = joint::launch(call, plan, context);
+        if (!refused(error)) return error;
+      }
     }
   }
   return spread::launch < T, V, FUSED || !kAligned > (call, context);
@@ -4222,10 +4180,10 @@ template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Backward& call, const Context& context) {
   constexpr bool kAligned = V > 1;
   const bool in_registers = registers::takes(call, V);
-  if constexpr (kAligned) {
+  if constexpr (kAligned && !FUSED) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
-      const cudaError_t error = pipeline::launch<T, FUSED>(call, context);
+      const cudaError_t error = pipeline::launch<T>(call, context);
       if (!refused(error)) return error;
     }
   }
