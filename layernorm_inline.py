@@ -1263,7 +1263,7 @@ struct Device {
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code = 0;
   mutable std::mutex mutex;
-  mutable std::set<const void*> roomy;  // kernels after allow_shared_memory
+  mutable std::set<const void*> max_shared_set;  // kernels after allow_shared_memory
 };
 
 const Device& current_device() {
@@ -1327,60 +1327,63 @@ bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<c
 // take it away from another that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.roomy.count(kernel) > 0) return cudaSuccess;
+  if (device.max_shared_set.count(kernel) > 0) return cudaSuccess;
   cudaFuncAttributes attributes = {};
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
   const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
-  if (error == cudaSuccess) device.roomy.insert(kernel);
+  if (error == cudaSuccess) device.max_shared_set.insert(kernel);
   return error;
 }
 
-// Launches a kernel that itself waits for the one before it in the CUDA stream.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Context& context,
-                        Arguments... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = context.stream;
-  config.attrs = &early;
-  // CUDA graphs take such launches from toolkit and driver 12.3 on.
+// kProgrammatic: its blocks start while those of the kernel before it end, for which it waits itself.
+// kCooperative: its blocks all run at once, as they wait for one another.
+enum LaunchKind { kPlain, kProgrammatic, kCooperative };
+
+struct Launch {
+  dim3 grid, block;
+  LaunchKind kind = kPlain;
+  int shared_bytes = 0;  // dynamic shared memory
+};
+
+// CUDA graphs take programmatic launches from toolkit and driver 12.3 on.
+bool allows_programmatic(const Device& device) {
   static const int driver = [] {
     int version = 0;
     cudaDriverGetVersion(&version);
     return version;
   }();
-  config.numAttrs = std::min(CUDART_VERSION, driver) >= 12030 && context.device.code >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return std::min(CUDART_VERSION, driver) >= 12030 && device.code >= 90;
 }
 
-// Launches groups of blocks, one on each SM with nearly all of its shared memory. Blocks that wait for one
-// another must all run at once: a cooperative launch.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_groups(void (*kernel)(Parameters...), int sharers, int groups, int threads, int shared,
-                          const Context& context, Arguments... arguments) {
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cooperative = {};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = sharers > 1;
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, const Context& context,
+                          Arguments... arguments) {
+  if (launch.shared_bytes > 0) {
+    const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute = {};
+  if (launch.kind == kCooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else if (launch.kind == kProgrammatic && allows_programmatic(context.device)) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(sharers, groups);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared;
+  config.gridDim = launch.grid;
+  config.blockDim = launch.block;
+  config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = context.stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
+  config.attrs = &attribute;
+  config.numAttrs = attribute.id == cudaLaunchAttributeIgnore ? 0 : 1;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 // True if the device has no room for all blocks (MPS, MIG) or no such launches (some virtual GPUs).
-bool refused(cudaError_t error) {
+bool cannot_cooperate(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
   cudaGetLastError();
   return true;
@@ -1449,8 +1452,8 @@ cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, in
   int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
   while (sharers > 1 && 2 * call.cols * sharers > 2048 * context.device.sms) sharers /= 2;
   const dim3 block(kSumThreads / sharers, sharers);
-  return launch_next(sum_partials<T>, dim3(ceil_div(call.cols, block.x), 2), block, context, call, partials,
-                     int(partial_rows));
+  return launch_kernel(sum_partials<T>, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic},
+                       context, call, partials, int(partial_rows));
 }
 """
 
@@ -2039,7 +2042,7 @@ constexpr int kLoads = 4;  // of a thread, more where the row is longer
 // Threads of a row, at most (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
 constexpr int kMostThreads = 1024, kThreads16Bits = 512;
 // Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of
-// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975). An SM must hold
+// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949). An SM must hold
 // two (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
 constexpr int kMostBytes = 73 << 10, kMostBytes16Bits = 43 << 10;
 // Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of
@@ -2152,13 +2155,9 @@ bool takes(const Forward& call, const Device& device) {
 template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t bytes = call.cols * sizeof(T);
-  const auto kernel = layer_norm_shared_rows<T>;
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
-  if (error != cudaSuccess) return error;
   const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
-  kernel<<<call.rows, threads, bytes, context.stream>>>(call, row_constants<float>(call, context.device),
-                                                        later_rows(call, 1, context.device));
-  return cudaGetLastError();
+  return launch_kernel(layer_norm_shared_rows<T>, {call.rows, threads, kPlain, int(bytes)}, context, call,
+                       row_constants<float>(call, context.device), later_rows(call, 1, context.device));
 }
 
 }  // namespace shared
@@ -2797,8 +2796,9 @@ template <typename Pass>
 cudaError_t launch(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                    const Context& context) {
   const int shared = p.pipe.stages * Pass::kTensors * p.pipe.slice_bytes;
-  return launch_groups(layer_norm_pipeline<Pass>, p.sharers, p.groups, kThreads, shared, context, call,
-                       p.pipe, words, partials);
+  const LaunchKind kind = p.sharers > 1 ? kCooperative : kPlain;
+  return launch_kernel(layer_norm_pipeline<Pass>, {dim3(p.sharers, p.groups), kThreads, kind, shared},
+                       context, call, p.pipe, words, partials);
 }
 
 template <typename T>
@@ -3147,8 +3147,8 @@ Plan plan(const Forward& call, const Device& device) {
 
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * words_per_row(p.sharers)));
-  return launch_groups(layer_norm_joint_rows, p.sharers, p.groups, kThreads, p.shared, context, call,
-                       row_constants<float>(call, context.device), p.slices, words);
+  return launch_kernel(layer_norm_joint_rows, {dim3(p.sharers, p.groups), kThreads, kCooperative, p.shared},
+                       context, call, row_constants<float>(call, context.device), p.slices, words);
 }
 
 }  // namespace joint
@@ -3476,9 +3476,11 @@ cudaError_t launch(const Forward& call, const Context& context) {
   constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
   partial_moments<T, V, kPacks>
       <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
-  launch_next(finish_moments<A>, call.rows, kFinishingThreads, context, call, p.pieces, moments, row_stats);
-  launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-              context, call, row_stats, ceil_div(call.rows, p.row_blocks));
+  launch_kernel(finish_moments<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+                moments, row_stats);
+  launch_kernel(normalize_columns<T, V, kTilePacks<V>, FUSED>,
+                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
+                ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -3496,10 +3498,12 @@ cudaError_t launch(const Backward& call, const Context& context) {
   if (call.grad_input != nullptr) {
     backward_partial_sums<T, V, kTilePacks<V>, FUSED>
         <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, sums);
-    launch_next(finish_sums<A>, call.rows, kFinishingThreads, context, call, p.pieces, sums, row_means);
+    launch_kernel(finish_sums<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+                  sums, row_means);
   }
-  launch_next(backward_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-              context, call, row_means, ceil_div(call.rows, p.row_blocks), partials);
+  launch_kernel(backward_columns<T, V, kTilePacks<V>, FUSED>,
+                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
+                ceil_div(call.rows, p.row_blocks), partials);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
@@ -4163,12 +4167,12 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
     if (shared::takes(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
       const cudaError_t error = pipeline::launch<T>(call, context);
-      if (!refused(error)) return error;
+      if (!cannot_cooperate(error)) return error;
     }
     if constexpr (std::is_same_v<T, float>) {
       if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
         const cudaError_t error = joint::launch(call, plan, context);
-        if (!refused(error)) return error;
+        if (!cannot_cooperate(error)) return error;
       }
     }
   }
@@ -4184,7 +4188,7 @@ cudaError_t dispatch(const Backward& call, const Context& context) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
       const cudaError_t error = pipeline::launch<T>(call, context);
-      if (!refused(error)) return error;
+      if (!cannot_cooperate(error)) return error;
     }
   }
   if (in_registers) return registers::launch<T, V, FUSED>(call, context);
