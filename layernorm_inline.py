@@ -35,7 +35,7 @@ Reading it
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
            _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
-           _SHARED        longer plain aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
+           _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
            _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
@@ -2044,7 +2044,7 @@ constexpr int kMostThreads = 1024, kThreads16Bits = 512;
 // Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of
 // copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949). An SM must hold
 // two (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
-constexpr int kMostBytes = 73 << 10, kMostBytes16Bits = 43 << 10;
+constexpr int kMostBytes = 71 << 10, kMostBytes16Bits = 43 << 10;
 // Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of
 // 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
