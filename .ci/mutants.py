@@ -71,6 +71,7 @@ ON_THE_CPU = {
     BEFORE_HOPPER: "test_values and not any_call and (ampere or ada)",
     "guard_bands": "test_values and 41",
     "no_rows": "no_rows",
+    "millions_of_rows": "gradients_of_many_rows",
     "2_to_the_31": None,
 }  # fmt: skip
 
@@ -150,6 +151,8 @@ MUTANTS = [
     Mutant("pipeline before Hopper: last units not copied", "int left = bytes - 16 * thread; left > 0;", "int left = bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
     Mutant("pipeline, backward: mean(wdy) dropped, float32", "dy[v]) - mean_wdy - xhat * mean_wdy_xhat", "dy[v]) - xhat * mean_wdy_xhat", PIPELINE),
+    Mutant("pipeline, backward: sums of many rows begin with the last 256", "add_sums(to, grad_weight[i], is_first); add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);", "add_sums(to, grad_weight[i], true); add_sums(to + gridDim.y * call.cols, grad_bias[i], true);", "millions_of_rows", emulated="no GPU test has so many long rows"),
+    Mutant("backward: all rows of a thread added one by one", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "millions_of_rows", emulated="no GPU test has so many long rows"),
     # ---- What blocks that share a row tell one another ----
     Mutant("pipeline: an infinite sum of squares becomes NaN", "(m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2)", "quotient(m2, cols, 1 / cols)", OVERFLOW),
     Mutant("words: of an earlier call", "words[row * words_per_row(sharers) + rank] = kUnpublished;", ";", REPEATED),

@@ -250,6 +250,23 @@ def test_only_the_gradients_asked_for(case):
         compare_with_float64([(run(case, tensors, wanted=wanted), tensors)], **case.epilogue)
 
 
+@pytest.mark.parametrize(
+    "case,value",
+    [
+        (Case("hopper", 1, 1100, 2056, "fp32", "plain"), 0.931),
+        (Case("ada", 2, 600, 4104, "fp32", "plain"), 0.847),  # two blocks share all rows
+    ],
+    ids=str,
+)
+def test_gradients_of_many_rows(case, value):
+    """Of a constant grad_output, rows added up one by one would be off by 136 and 74 roundings."""
+    x, weight, bias, dy = case.tensors(mean=0.0, telling=False)
+    dy.fill_(value)
+    grad_bias = run(case, (x, weight, bias, dy))[3]
+    exact = case.rows * dy[0, 0].double()
+    assert ((grad_bias - exact).abs() <= 48 * 2**-23 * exact).all()
+
+
 @some_cases
 def test_eps(case):
     tensors = case.tensors()
