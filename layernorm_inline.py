@@ -34,9 +34,9 @@ Reading it
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
-           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (Turing and float64: 16)
-           _SHARED        longer aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
-           _PIPELINE      longer rows, from sm_80 on, forward and backward; unaligned ones from 5735 elements on
+           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
+           _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
+           _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
@@ -1281,7 +1281,7 @@ struct Device {
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code = 0;
   mutable std::mutex mutex;
-  mutable std::set<const void*> roomy;  // kernels after allow_shared_memory
+  mutable std::set<const void*> max_shared_set;  // kernels after allow_shared_memory
 };
 
 const Device& current_device() {
@@ -1346,60 +1346,63 @@ bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<c
 // take it away from another that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.roomy.count(kernel) > 0) return cudaSuccess;
+  if (device.max_shared_set.count(kernel) > 0) return cudaSuccess;
   cudaFuncAttributes attributes = {};
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
   const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
-  if (error == cudaSuccess) device.roomy.insert(kernel);
+  if (error == cudaSuccess) device.max_shared_set.insert(kernel);
   return error;
 }
 
-// Launches a kernel that itself waits for the one before it in the CUDA stream.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Context& context,
-                        Arguments... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = context.stream;
-  config.attrs = &early;
-  // CUDA graphs take such launches from toolkit and driver 12.3 on.
+// kProgrammatic: its blocks start while those of the kernel before it end, for which it waits itself.
+// kCooperative: its blocks all run at once, as they wait for one another.
+enum LaunchKind { kPlain, kProgrammatic, kCooperative };
+
+struct Launch {
+  dim3 grid, block;
+  LaunchKind kind = kPlain;
+  int shared_bytes = 0;  // dynamic shared memory
+};
+
+// CUDA graphs take programmatic launches from toolkit and driver 12.3 on.
+bool allows_programmatic(const Device& device) {
   static const int driver = [] {
     int version = 0;
     cudaDriverGetVersion(&version);
     return version;
   }();
-  config.numAttrs = std::min(CUDART_VERSION, driver) >= 12030 && context.device.code >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return std::min(CUDART_VERSION, driver) >= 12030 && device.code >= 90;
 }
 
-// Launches groups of blocks, one on each SM with nearly all of its shared memory. Blocks that wait for one
-// another must all run at once: a cooperative launch.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_groups(void (*kernel)(Parameters...), int sharers, int groups, int threads, int shared,
-                          const Context& context, Arguments... arguments) {
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cooperative = {};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = sharers > 1;
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, const Context& context,
+                          Arguments... arguments) {
+  if (launch.shared_bytes > 0) {
+    const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute = {};
+  if (launch.kind == kCooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else if (launch.kind == kProgrammatic && allows_programmatic(context.device)) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(sharers, groups);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared;
+  config.gridDim = launch.grid;
+  config.blockDim = launch.block;
+  config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = context.stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
+  config.attrs = &attribute;
+  config.numAttrs = attribute.id == cudaLaunchAttributeIgnore ? 0 : 1;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 // True if the device has no room for all blocks (MPS, MIG) or no such launches (some virtual GPUs).
-bool refused(cudaError_t error) {
+bool cannot_cooperate(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
   cudaGetLastError();
   return true;
@@ -1431,6 +1434,22 @@ Later later_rows(const Forward& call, int block_rows, const Device& device) {
 }
 
 // ---- Device: grad_weight and grad_bias from partial sums of a kernel's blocks ----
+
+// Rows that a thread adds up one by one, at most: then it adds their sums to its partials. Of a constant
+// grad_output 256 rows are off by 32 roundings, 2000 by 250.
+constexpr int kRowsPerSum = 256;
+
+// Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
+template <typename A, int V>
+__device__ void add_sums(A* partials, const A (&sums)[V], bool is_first) {
+  constexpr int F = 16 / sizeof(A);
+  UNROLL(f, V / F) {
+    const Pack<A, F> before = is_first ? Pack<A, F>{} : load<A, F>(partials + f * F);
+    A total[F];
+    UNROLL(v, F) total[v] = before.at[v] + sums[f * F + v];
+    store<A, F>(partials + f * F, total);
+  }
+}
 
 // Rows of partial sums of `sharers` blocks with the same columns; a single one has the totals.
 int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
@@ -1475,8 +1494,8 @@ cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, in
   int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
   while (sharers > 1 && 2 * call.cols * sharers > 2048 * context.device.sms) sharers /= 2;
   const dim3 block(kSumThreads / sharers, sharers);
-  return launch_next(sum_partials<T>, dim3(ceil_div(call.cols, block.x), 2), block, context, call, partials,
-                     int(partial_rows));
+  return launch_kernel(sum_partials<T>, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic},
+                       context, call, partials, int(partial_rows));
 }
 """
 
@@ -2170,11 +2189,11 @@ constexpr int kLoads = 4;  // of a thread, more where the row is longer
 // Threads of a row, at most (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
 constexpr int kMostThreads = 1024, kThreads16Bits = 512;
 // Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of
-// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975). An SM must hold
+// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949). An SM must hold
 // two (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
-constexpr int kMostBytes = 73 << 10, kMostBytes16Bits = 43 << 10;
-// Rows for each SM without an activation, as the last wave may be a small one, and the pipeline has no waves
-// (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
+constexpr int kMostBytes = 71 << 10, kMostBytes16Bits = 43 << 10;
+// Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of
+// 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
@@ -2198,7 +2217,7 @@ template <typename T>
 constexpr int kAtOnce = 2;
 #endif
 
-template <typename T, bool FUSED>
+template <typename T>
 __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -2263,7 +2282,6 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
       unpack(load<T, V>(x + col), y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
       store<T, V>(output + col, y);
     }
   });
@@ -2277,21 +2295,16 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
 bool takes(const Forward& call, const Device& device) {
   const int64_t bytes = call.cols * size_of(call.dtype),
                 most = size_of(call.dtype) == 2 ? kMostBytes16Bits : kMostBytes;
-  const int64_t least_rows = int64_t(is_fused(call) ? 1 : kRowsForEachSm) * device.sms;
   return device.code >= 80 && bytes <= most && 2 * (bytes + kControlBytes) <= device.shared_bytes &&
-         call.rows >= least_rows;
+         call.rows >= int64_t(kRowsForEachSm) * device.sms;
 }
 
-template <typename T, bool FUSED>
+template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t bytes = call.cols * sizeof(T);
-  const auto kernel = layer_norm_shared_rows<T, FUSED>;
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
-  if (error != cudaSuccess) return error;
   const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
-  kernel<<<call.rows, threads, bytes, context.stream>>>(call, row_constants<float>(call, context.device),
-                                                        later_rows(call, 1, context.device));
-  return cudaGetLastError();
+  return launch_kernel(layer_norm_shared_rows<T>, {call.rows, threads, kPlain, int(bytes)}, context, call,
+                       row_constants<float>(call, context.device), later_rows(call, 1, context.device));
 }
 
 }  // namespace shared
@@ -2347,9 +2360,6 @@ constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyShare
 constexpr int kBackwardPrefetchGroup = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kLeastSlice = 2048;
-// Percent of their slices that unaligned rows must fill to be faster here than in registers (bf16 rows of
-// 6001: 0.82 of copy speed -> 0.94, of 5001: 0.90 -> 0.81); without an epilogue several slices are enough.
-constexpr int kUnalignedFill = 70;
 
 struct Pipeline {
   int slice;            // columns of a block; the last one of a group may have fewer
@@ -2361,7 +2371,6 @@ struct Pipeline {
   int lanes;            // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
   bool prefetch;        // rows come to L2 while they wait for a place in the ring
   L2Priority priority;  // of input
-  bool shifted;         // see ForwardPass
 };
 
 // Lanes that measure a part of a slice together; the publisher combines the parts. 32 lanes take 300 of 1600
@@ -2382,113 +2391,72 @@ struct Control {
 // ---- Pipeline: forward and backward, as the kernel sees them ----
 // For each row it calls measure, part, together, to_publish, published, finish and apply; end is last.
 
-// SHIFTED: rows do not start on 16-byte boundaries, but those of a group all lie as far from one (see Cut).
-// Where a group's rows lie differently, a load is one element, V == 1.
-template <typename T, int V, bool SHIFTED, bool FUSED>
+template <typename T>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
   // Means as distances from `base`, the first of them; float32: all from the reference of a row.
   using Stats = Moments<float>;
   using ForRow = RowStats<float>;
-  static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kWrites = false, kMeans = true };
+  static constexpr int kTensors = 1, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
+  static constexpr bool kMeans = true;
   enum : int { kTogether = kFewTogether<T>, kGiven = sizeof(T) == 4 ? 3 : 0 };
-  float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
-  float count, per_count;  // columns of this thread's part, and their inverse
-  Cut cut;
-  int odd = 0;          // see Unaligned
-  bool aligned = true;  // input to output
-  bool asks;            // for an epilogue: unaligned rows have one kernel for all, which is less to compile
+  float weight[kPacks][V], bias[kPacks][V];
+  float count = 0, per_count;  // columns of this thread's part, and their inverse
 
   static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
 
-  // In elements from a 32-byte sector of L2: packs begin there (float32 rows of 50257: 0.92 -> 0.94).
-  static __device__ int misalignment(const void* tensor, int64_t offset) {
-    return SHIFTED ? reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + offset) % 32 / sizeof(T) : 0;
-  }
-
-  // offset: of a slice of the group, in elements.
-  __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t offset)
-      : cut(misalignment(call.output, offset), columns, V, 2 * V),
-        asks(FUSED && (kAligned || call.activation != Activation::None || call.scale != 1)) {
-    if (SHIFTED) {
-      odd = Unaligned<T, V>::odd(tensor(call, 0) + offset + cut.begin);
-      aligned = (misalignment(call.input, offset) - misalignment(call.output, offset)) % V == 0;
-    }
+  __device__ ForwardPass(const Call& call, int64_t first, int columns) {
     auto load_affine_of_slice = [&](auto usual_affine) {
-      constexpr bool kUsual = decltype(usual_affine)::value;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         // Always inside the slice, so that no condition delays loads (bf16 rows of 65536: 0.83 -> 0.87).
-        const int col = first + min(pack_col(i), cut.end - V);
-        load_affine_pair<T, V, SHIFTED, kUsual>(weight[i], bias[i], call, col, first + cut.begin);
-      }
-      if (has_extra()) {
-        load_affine_pair<T, 1, SHIFTED, kUsual>(extra_weight, extra_bias, call, first + cut.extra, 0);
+        const int col = first + min(pack_col(i), columns - V);
+        load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight[i], bias[i], call, col, 0);
       }
     };
     with_same_dtype<T>(call, load_affine_of_slice);
-    count = has_extra();
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) count += has_pack(i) ? V : 0;
+    for (int i = 0; i < kPacks; ++i) count += pack_col(i) < columns ? V : 0;
     count = combine_lanes(count, kTogether);
     per_count = 1 / max(count, 1.f);
   }
 
   __device__ float columns_of_part() const { return count; }
 
-  __device__ int pack_col(int i) const {
-    return (SHIFTED ? cut.begin : 0) + (i * 32 * kWarps + threadIdx.x) * V;
-  }
-  __device__ bool has_pack(int i) const { return pack_col(i) < cut.end; }
-  __device__ bool has_extra() const { return SHIFTED && cut.extra >= 0; }
+  static __device__ int pack_col(int i) { return (i * 32 * kWarps + threadIdx.x) * V; }
 
-  __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
-    extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
-    if (!SHIFTED || aligned) {
+  static __device__ void get(Pack<T, V> (&x)[kPacks], const T* slice, int columns) {
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        x[i] = {};
-        if (has_pack(i)) x[i] = load<T, V>(slice + pack_col(i));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        Unaligned<T, V> words = {};
-        if (has_pack(i)) words.load(slice + pack_col(i), odd);
-        x[i] = words.get(odd);
-      }
+    for (int i = 0; i < kPacks; ++i) {
+      x[i] = {};
+      if (pack_col(i) < columns) x[i] = load<T, V>(slice + pack_col(i));
     }
   }
 
-  __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
-
   // {mean, m2} of this thread's part.
-  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float4 given) {
+  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
     constexpr bool kFrom = kGiven > 0;  // counts from it, as the sum of 12 equal floats already has an error
     const float reference = kFrom ? reference_of(given.x, given.y, given.z) : 0;
     Pack<T, V> x[kPacks];
-    float values[kPacks][V], extra_x, sum = 0, m2 = 0;
-    get(x, extra_x, slices[0]);
-    extra_x = has_extra() ? extra_x - reference : 0;
+    float values[kPacks][V], sum = 0, m2 = 0;
+    get(x, slices[0], columns);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       unpack(x[i], values[i]);
 #pragma unroll
       for (int v = 0; v < V; ++v) values[i][v] -= reference;
       const float here = sum_of<T>(values[i]);
-      sum += kFrom && !has_pack(i) ? 0 : here;
+      sum += kFrom && pack_col(i) >= columns ? 0 : here;
     }
-    sum = combine_lanes(sum + extra_x, kTogether);
+    sum = combine_lanes(sum, kTogether);
     const float mean = kFrom ? sum * per_count : quotient(sum, count, per_count);
-    if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       float here = 0;
 #pragma unroll
       for (int v = 0; v < V; ++v) add_distance(here, values[i][v] - mean);
-      if (has_pack(i)) m2 += here;
+      if (pack_col(i) < columns) m2 += here;
     }
     return {mean, combine_lanes(m2, kTogether)};
   }
@@ -2529,73 +2497,42 @@ struct ForwardPass {
     return row_stats_of(from, off, applied_rstd(rstd, m2, sizeof(T) == 2));
   }
 
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
                         const ForRow& stats, float4) {
     T* output = static_cast<T*>(call.output) + offset;
     Pack<T, V> x[kPacks];
-    float extra_x;
-    get(x, extra_x, slices[0]);
-    auto write = [&](auto fused) {
-      constexpr bool kFused = decltype(fused)::value;
-      const Epilogue<float> epilogue = {call.activation, float(call.scale)};
+    get(x, slices[0], columns);
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        float y[V];
-        unpack(x[i], y);
+    for (int i = 0; i < kPacks; ++i) {
+      float y[V];
+      unpack(x[i], y);
 #pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        if (has_pack(i)) store<T, V>(output + pack_col(i), y);
-      }
-      if (has_extra()) {
-        float y[1] = {normalized<T>(extra_x, stats) * extra_weight[0] + extra_bias[0]};
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        narrow(y[0], output[cut.extra]);
-      }
-    };
-    if (asks) {
-      write(std::bool_constant<FUSED>());
-    } else {
-      write(std::false_type());
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+      if (pack_col(i) < columns) store<T, V>(output + pack_col(i), y);
     }
   }
 
-  __device__ void end(const Call&, float*, int64_t, int, int, int) {}
+  __device__ void add_up(const Call&, float*, int64_t, int, bool) {}
 };
 
 // {mean, rstd} are given with a row; its statistics are {mean(wdy), mean(wdy * xhat)}.
-template <typename T, int V, bool FUSED>
+template <typename T>
 struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
   using ForRow = Sums<float>;
-  static constexpr int kTensors = 2, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1, kWrites = FUSED, kMeans = false };
-  // Bytes set the pace of aligned rows (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
-  enum : int { kTogether = V > 1 ? 32 : kFewTogether<T>, kGiven = 2 };
+  static constexpr int kTensors = 2, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
+  static constexpr bool kMeans = false;
+  // Bytes set the pace (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
+  enum : int { kTogether = 32, kGiven = 2 };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
-
-  // Columns measured at a time: few with an activation, as there are few registers.
-  static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
-  Pack<T, kAtOnce> next_bias = {};
-
-  // Loads what measure takes next of bias, where it is of input's dtype, while this thread waits for the
-  // slice or measures what comes before (16-bit rows with GELU: 4 to 6%).
-  __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
-    constexpr int kTurns = V / kAtOnce;  // of a pack
-    const int col = (turn / kTurns * 32 * kWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;
-    const bool usual = call.bias != nullptr && (sizeof(T) > 2 || !call.affine_float32);
-    if (FUSED && usual && col < columns && turn < kPacks * kTurns) {
-      next_bias = load<T, kAtOnce>(static_cast<const T*>(call.bias) + first + col);
-    }
-  }
 
   static __device__ const T* tensor(const Call& call, int which) {
     return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
   }
 
-  __device__ BackwardPass(const Call& call, int64_t first, int columns, int64_t) {
+  __device__ BackwardPass(const Call& call, int64_t first, int columns) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
@@ -2605,43 +2542,24 @@ struct BackwardPass {
 
   __device__ float columns_of_part() const { return 0; }  // sums do without
 
-  // Leaves z's gradient in the slice for apply, where there is an activation.
-  __device__ float2 measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
-                            float4 given) {
+  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
     const float mean = given.x, rstd = given.y;
     Stats stats = {0, 0};
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
       if (col >= columns) continue;
-      constexpr int F = kAtOnce;
+      float xhat[V], dy[V];
+      unpack(load<T, V>(slices[0] + col), xhat);
+      unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
-      for (int f = 0; f < V; f += F) {
-        float xhat[F], dy[F];
-        unpack(load<T, F>(slices[0] + col + f), xhat);
-        Pack<T, F> grad_output = load<T, F>(slices[1] + col + f);
-#pragma unroll
-        for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-        if constexpr (FUSED) {
-          float w[F], b[F];
-          unpack(next_bias, b);
-          ask_for_bias(call, first, columns, (i * V + f) / F + 1);
-#pragma unroll
-          for (int v = 0; v < F; ++v) w[v] = weight[i][f + v];
-          if (sizeof(T) == 2 && call.affine_float32)
-            load_affine<T, F>(b, call.bias, true, first + col + f, 0);
-          apply_derivative<T>(grad_output, xhat, w, b, call);
-          *reinterpret_cast<Pack<T, F>*>(slices[1] + col + f) = grad_output;
-        }
-        unpack(grad_output, dy);
-#pragma unroll
-        for (int v = 0; v < F; ++v) {
-          const float wdy = product(weight[i][f + v], dy[v]);
-          stats.wdy += wdy;
-          stats.wdy_xhat += wdy * xhat[v];
-          grad_weight[i][f + v] += dy[v] * xhat[v];
-          grad_bias[i][f + v] += dy[v];
-        }
+      for (int v = 0; v < V; ++v) {
+        xhat[v] = (xhat[v] - mean) * rstd;
+        const float wdy = product(weight[i][v], dy[v]);
+        stats.wdy += wdy;
+        stats.wdy_xhat += wdy * xhat[v];
+        grad_weight[i][v] += dy[v] * xhat[v];
+        grad_bias[i][v] += dy[v];
       }
     }
     stats = combine_lanes(stats, kTogether);
@@ -2698,18 +2616,22 @@ struct BackwardPass {
     }
   }
 
-  // A group's sums go to partials, (2, groups, cols); those of a single group are the gradients.
-  __device__ void end(const Call& call, float* partials, int64_t first, int columns, int group, int groups) {
+  // The sums of the last rows are added to the group's partials, (2, groups, cols). Without partials they are
+  // the gradients.
+  __device__ void add_up(const Call& call, float* partials, int64_t first, int columns, bool is_first) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
       if (col >= columns) continue;
-      if (groups == 1) {
+      if (partials == nullptr) {
         store_gradients<T>(call, first + col, grad_weight[i], grad_bias[i]);
       } else {
-        store_sums(partials + group * call.cols + first + col, grad_weight[i]);
-        store_sums(partials + (groups + group) * call.cols + first + col, grad_bias[i]);
+        float* to = partials + blockIdx.y * call.cols + first + col;
+        add_sums(to, grad_weight[i], is_first);
+        add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);
       }
+#pragma unroll
+      for (int v = 0; v < V; ++v) grad_weight[i][v] = grad_bias[i][v] = 0;
     }
   }
 };
@@ -2719,27 +2641,6 @@ struct BackwardPass {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 __device__ inline int slice_columns(const Pipeline& pipe, int64_t cols, int rank) {
   return int(min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice));
-}
-
-// The bytes to copy for `bytes` from a 16-byte boundary on: whole 16-byte units, unless the tensor ends
-// inside the last one. Then thread 0 copies its elements, and must do so before it arrives at the barrier.
-template <typename T>
-__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends, int thread) {
-  if (!tensor_ends) return (bytes + 15) / 16 * 16;
-  const int whole = bytes / 16 * 16, count = thread == 0 ? bytes % 16 / int(sizeof(T)) : 0;
-  const T* from = reinterpret_cast<const T*>(static_cast<const char*>(global) + whole);
-  T* to = reinterpret_cast<T*>(static_cast<char*>(shared) + whole);
-  constexpr int kMost = 16 / sizeof(T);
-  T rest[kMost];
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) rest[i] = from[i];
-  }
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) to[i] = rest[i];
-  }
-  return whole;
 }
 
 #endif
@@ -2798,17 +2699,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint64_t policy = l2_policy(pipe.priority);
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       const char* start[Pass::kTensors];
-      int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
+      int bytes[Pass::kTensors], total = 0;
       // While the row waits for a place in the ring it comes to L2 (float32 rows of 262144: 0.89 of copy
       // speed -> 0.95; one row more: 0.92; two: 0.82).
       for (int t = 0; t < Pass::kTensors; ++t) {
         const int64_t offset = offset_of(row);
         const int early = early_bytes(t, offset);
         start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + offset) - early;
-        wanted[t] = early + columns * int(sizeof(T));
-        const int units = max(1, wanted[t] / 16);
-        if (pipe.prefetch)
-          prefetch_units(start[t], units * 16, policy, thread, kLoadingThreads, kPrefetchStep);
+        bytes[t] = early + columns * int(sizeof(T));
+        total += bytes[t];
+        if (pipe.prefetch) prefetch_units(start[t], bytes[t], policy, thread, kLoadingThreads, kPrefetchStep);
       }
       float2 given = {};  // in flight while this thread waits
       if (kLoadsGiven<Pass>) given = {*Pass::given_at(call, row, 0), *Pass::given_at(call, row, 1)};
@@ -2824,20 +2724,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         before.advance(pipe.stages);
       }
       if (kLoadsGiven<Pass>) control.given[slot.index].x = given.x, control.given[slot.index].y = given.y;
-      // Also in a unit that ends the last slice but one, where the last slice is shorter than a unit.
-      const bool tensor_ends = row == call.rows - 1 && call.cols - first - columns < 16 / int(sizeof(T));
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        bytes[t] = Pass::kAligned ? wanted[t]
-                                  : whole_units<T>(ring + room_of(slot.index, t), start[t], wanted[t],
-                                                   tensor_ends, thread);
-        total += bytes[t];
-      }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
       barrier_arrive_expecting(&control.loaded[slot.index], total);
       for (int t = 0; t < Pass::kTensors; ++t) {
-        if (bytes[t] > 0) {
-          bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
-        }
+        bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
       }
 #else
       for (int t = 0; t < Pass::kTensors; ++t) {
@@ -2854,16 +2744,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     Slot slot;
     constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
     float counts[kEach];
-    int first_part = 0;  // with columns: a slice of three bf16 has them in threads 16 to 18 (see Cut)
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
       const float2* measured = control.parts[slot.index];
       if (row == group) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
-        if (Pass::kMeans) first_part = __ffs(__ballot_sync(~0u, counts[0] > 0)) - 1;
       }
-      const float base = Pass::kMeans ? measured[first_part].x : 0;
+      const float base = Pass::kMeans ? measured[0].x : 0;
       Stats parts[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -2939,21 +2827,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   Slot measuring, applying;
   const int rows = call.rows, lag = pipe.delay * groups;  // int: rows are long, so that there are not many
-  Pass job(call, first, columns, offset_of(group));
+  Pass job(call, first, columns);
   const bool first_of_part = lane % Pass::kTogether == 0;
   if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
 #pragma unroll 1
-  for (int row = group; row < rows + lag; row += groups) {
+  for (int row = group, turn = 0; row < rows + lag; row += groups, ++turn) {
     if (row < rows) {
       find_slices(measuring, offset_of(row));
-      job.ask_for_bias(call, first, columns, 0);
       barrier_wait(&control.loaded[measuring.index], measuring.parity);
-      const float2 part = job.measure(call, slices, first, columns, control.given[measuring.index]);
+      const float2 part = job.measure(slices, columns, control.given[measuring.index]);
       if (first_of_part) {
         control.parts[measuring.index][threadIdx.x / Pass::kTogether] = part;
         barrier_arrive(&control.measured[measuring.index]);
       }
       measuring.advance(pipe.stages);
+      if (turn % kRowsPerSum == kRowsPerSum - 1 || row + groups >= rows) {
+        job.add_up(call, partials, first, columns, turn < kRowsPerSum);
+      }
     }
     if (row >= lag) {
       const int64_t offset = offset_of(row - lag);
@@ -2961,23 +2851,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_wait(&control.known[applying.index], applying.parity);
       job.apply(call, slices, columns, offset, control.row_stats[applying.index],
                 control.given[applying.index]);
-      if (Pass::kWrites) writes_before_copies();  // measure has written to the slice
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.applied[applying.index]);
       applying.advance(pipe.stages);
     }
   }
-  job.end(call, partials, first, columns, group, groups);
 #else
   __trap();  // takes() keeps calls away from code without these instructions
 #endif
 }
 
 // ---- Pipeline: host side ----
-
-// Unaligned rows have one kernel for all epilogues, which is less to compile.
-template <typename T, int V, bool FUSED>
-using Forwards = ForwardPass<T, 16 / sizeof(T), V == 1, FUSED || V == 1>;
 
 template <typename Pass>
 constexpr int kControlBytes = (sizeof(Control<Pass::kTogether, typename Pass::ForRow>) + kLineBytes - 1) /
@@ -2997,19 +2881,11 @@ bool takes_pass(const typename Pass::Call& call, const Device& device) {
 }
 template <typename T>
 bool takes(const Forward& call, const Device& device) {
-  return takes_pass<Forwards<T, 1, true>>(call, device);
+  return takes_pass<ForwardPass<T>>(call, device);
 }
 template <typename T>
 bool takes(const Backward& call, const Device& device) {
-  return takes_pass<BackwardPass<T, 1, true>>(call, device);
-}
-
-// For unaligned rows that registers could hold, as many as SMs or more.
-template <typename T>
-bool is_faster_than_registers(const Forward& call, bool fused, const Device& device) {
-  if (call.rows < device.sms || !takes<T>(call, device)) return false;
-  const int64_t slice = longest_slice<Forwards<T, 1, true>>(device), slices = ceil_div(call.cols, slice);
-  return (slices > 1 && !fused) || 100 * call.cols >= kUnalignedFill * slices * slice;
+  return takes_pass<BackwardPass<T>>(call, device);
 }
 
 struct Plan {
@@ -3032,24 +2908,15 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   constexpr bool kForward = Pass::kTensors == 1;
   constexpr int kBytes = sizeof(typename Pass::Element);
   const int64_t rows = call.rows, cols = call.cols;
-  const int64_t least = ceil_div(cols, longest_slice<Pass>(device)), most_groups = device.sms / least;
+  const int64_t least = ceil_div(cols, longest_slice<Pass>(device));
   Plan p = {};
-  int64_t step = 1;  // rows of the same shift lie a multiple of it apart
-  while (kForward && !Pass::kAligned && step * cols * kBytes % 16 != 0) step *= 2;
-  p.pipe.shifted = kForward && !Pass::kAligned && most_groups >= std::min(step, rows);
-  if (!p.pipe.shifted) step = 1;
-  auto groups_of = [&](int64_t sharers) {
-    const int64_t fit = device.sms / sharers;
-    return fit < rows ? fit / step * step : rows;
-  };
-  // Twice the least where groups come in multiples (float32 rows of 131075: 0.70 of copy speed -> 0.80).
+  auto groups_of = [&](int64_t sharers) { return std::min(rows, device.sms / sharers); };
   const int64_t worth_trying =
-      std::max((step > 1 ? 2 : Pass::kTensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
+      std::max(Pass::kTensors * least, device.sms / std::min<int64_t>(rows, device.sms));
   const int64_t most =
       std::min({worth_trying, int64_t(device.sms), int64_t(kMostSharers), cols / kLeastSlice});
   int64_t fastest = least, shortest = INT64_MAX;
   for (int64_t sharers = least; sharers <= std::max(least, most); ++sharers) {
-    if (groups_of(sharers) == 0) break;
     const int64_t time = ceil_div(rows, groups_of(sharers)) * (ceil_div(cols, sharers) + kLeastSlice);
     if (time < shortest) fastest = sharers, shortest = time;
   }
@@ -3061,7 +2928,7 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   p.pipe.slice_bytes = ceil_div(p.pipe.slice * kBytes + early, kLineBytes) * kLineBytes;
   const int stage_bytes = Pass::kTensors * p.pipe.slice_bytes;
   const int room = device.shared_bytes - kControlBytes<Pass>, three = std::min(3, room / stage_bytes);
-  const int spared = !kForward && Pass::kAligned ? kBackwardControlBytes - kControlBytes<Pass> : 0;
+  const int spared = !kForward ? kBackwardControlBytes - kControlBytes<Pass> : 0;
   p.pipe.stages = std::min(kMaxStages, std::max(three, (room - spared) / stage_bytes));
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.pipe.flight =
@@ -3082,32 +2949,30 @@ template <typename Pass>
 cudaError_t launch(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                    const Context& context) {
   const int shared = p.pipe.stages * Pass::kTensors * p.pipe.slice_bytes;
-  return launch_groups(layer_norm_pipeline<Pass>, p.sharers, p.groups, kThreads, shared, context, call,
-                       p.pipe, words, partials);
+  const LaunchKind kind = p.sharers > 1 ? kCooperative : kPlain;
+  return launch_kernel(layer_norm_pipeline<Pass>, {dim3(p.sharers, p.groups), kThreads, kind, shared},
+                       context, call, p.pipe, words, partials);
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
-  using Pass = Forwards<T, V, FUSED>;
+  using Pass = ForwardPass<T>;
   const Plan p = plan<Pass>(call, context.device);
   const int64_t bytes = 8 * call.rows * words_per_row(p.sharers);
   auto* words = static_cast<uint64_t*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  if constexpr (V == 1) {
-    if (!p.pipe.shifted) return launch<ForwardPass<T, 1, false, true>>(call, p, words, nullptr, context);
-  }
   return launch<Pass>(call, p, words, nullptr, context);
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T>
 cudaError_t launch(const Backward& call, const Context& context) {
-  using Pass = BackwardPass<T, V, FUSED>;
+  using Pass = BackwardPass<T>;
   const Plan p = plan<Pass>(call, context.device);
-  const int64_t partial_rows = partials_of(p.groups);
+  const int64_t partial_rows = call.rows > kRowsPerSum ? p.groups : partials_of(p.groups);
   const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // words begin on a line
   const int64_t bytes = 4 * sums + 8 * call.rows * words_per_row(p.sharers);
   auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  const cudaError_t error =
-      launch<Pass>(call, p, reinterpret_cast<uint64_t*>(partials + sums), partials, context);
+  const cudaError_t error = launch<Pass>(call, p, reinterpret_cast<uint64_t*>(partials + sums),
+                                         partial_rows > 0 ? partials : nullptr, context);
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
 
@@ -3117,13 +2982,13 @@ cudaError_t launch(const Backward& call, const Context& context) {
 _JOINT = r"""
 namespace joint {
 
-// ---- Rows that many SMs hold together, forward, float32 without an activation (sm_90 and up) ----
+// ---- Rows that many SMs hold together, forward, float32 (sm_90 and up) ----
 // Takes rows too long for the pipeline (on 132 SMs more than 1081344 columns). The kernel is persistent: a
 // group of blocks, one on each SM, shares a row, and each block keeps its slice, up to 128 KB, in shared
 // memory until the group knows the row's statistics. weight and bias of the slice stay in registers and
 // shared memory for the whole run: each byte moves once (the main shape, 16 rows of 4194304: 0.176 ms, 0.216
-// with input read twice). For 16 bits, twice the elements to a byte, and with an activation the few warps
-// that have the registers for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
+// with input read twice). For 16 bits, twice the elements to a byte, the few warps that have the registers
+// for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
 //
 // A slice comes in stages, into a ring with room for some more. Warps apply a stage and measure the one a
 // slice and kAhead stages further on: the next row's exchange is under way before this row is done.
@@ -3435,8 +3300,8 @@ Plan plan(const Forward& call, const Device& device) {
 
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * words_per_row(p.sharers)));
-  return launch_groups(layer_norm_joint_rows, p.sharers, p.groups, kThreads, p.shared, context, call,
-                       row_constants<float>(call, context.device), p.slices, words);
+  return launch_kernel(layer_norm_joint_rows, {dim3(p.sharers, p.groups), kThreads, kCooperative, p.shared},
+                       context, call, row_constants<float>(call, context.device), p.slices, words);
 }
 
 }  // namespace joint
@@ -3764,9 +3629,11 @@ cudaError_t launch(const Forward& call, const Context& context) {
   constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
   partial_moments<T, V, kPacks>
       <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
-  launch_next(finish_moments<A>, call.rows, kFinishingThreads, context, call, p.pieces, moments, row_stats);
-  launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-              context, call, row_stats, ceil_div(call.rows, p.row_blocks));
+  launch_kernel(finish_moments<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+                moments, row_stats);
+  launch_kernel(normalize_columns<T, V, kTilePacks<V>, FUSED>,
+                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
+                ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -3784,10 +3651,12 @@ cudaError_t launch(const Backward& call, const Context& context) {
   if (call.grad_input != nullptr) {
     backward_partial_sums<T, V, kTilePacks<V>, FUSED>
         <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, sums);
-    launch_next(finish_sums<A>, call.rows, kFinishingThreads, context, call, p.pieces, sums, row_means);
+    launch_kernel(finish_sums<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+                  sums, row_means);
   }
-  launch_next(backward_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-              context, call, row_means, ceil_div(call.rows, p.row_blocks), partials);
+  launch_kernel(backward_columns<T, V, kTilePacks<V>, FUSED>,
+                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
+                ceil_div(call.rows, p.row_blocks), partials);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
@@ -4513,51 +4382,43 @@ cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> 
   });
 }
 
-// The ladder. Rows that registers could hold go to the pipeline where that is faster; rows are spread where
-// no other room takes them, or the device refuses blocks that wait for one another.
+// The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread
+// where no other room takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
-  constexpr bool kAligned = V > 1, kAsks = FUSED || !kAligned;
-  const bool in_registers = registers::takes(call, !kAligned);
-  bool pipeline_is_faster = false;
-  if constexpr (!std::is_same_v<T, double> && !kAligned) {
-    pipeline_is_faster = pipeline::is_faster_than_registers<T>(call, FUSED, device);
-  }
-  if (in_registers && !pipeline_is_faster) return registers::launch<T, !kAligned, FUSED>(call, context);
-  if constexpr (kAligned) {
-    if (shared::takes(call, device)) return shared::launch<T, FUSED>(call, context);
-  }
-  if constexpr (!std::is_same_v<T, double>) {
+  constexpr bool kAligned = V > 1;
+  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, FUSED>(call, context);
+  if constexpr (kAligned && !FUSED) {
+    if (shared::takes(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
-      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
-      if (!refused(error)) return error;
+      const cudaError_t error = pipeline::launch<T>(call, context);
+      if (!cannot_cooperate(error)) return error;
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
+        const cudaError_t error = joint::launch(call, plan, context);
+        if (!cannot_cooperate(error)) return error;
+      }
     }
   }
-  if constexpr (std::is_same_v<T, float> && kAligned && !FUSED) {
-    if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
-      const cudaError_t error = joint::launch(call, plan, context);
-      if (!refused(error)) return error;
-    }
-  }
-  if (in_registers) return registers::launch<T, !kAligned, FUSED>(call, context);
-  return spread::launch<T, V, kAsks>(call, context);
+  return spread::launch < T, V, FUSED || !kAligned > (call, context);
 }
 
-// Long rows go to the pipeline, where there is one, even if registers could hold them.
+// Long aligned rows go to the pipeline, where there is one, even if registers could hold them.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Backward& call, const Context& context) {
-  constexpr bool kAsks = FUSED || V == 1;
-  bool in_registers = registers::takes(call, V);
-  if constexpr (!std::is_same_v<T, double>) {
+  constexpr bool kAligned = V > 1;
+  const bool in_registers = registers::takes(call, V);
+  if constexpr (kAligned && !FUSED) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
-      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
-      if (!refused(error)) return error;
+      const cudaError_t error = pipeline::launch<T>(call, context);
+      if (!cannot_cooperate(error)) return error;
     }
   }
   if (in_registers) return registers::launch<T, V, FUSED>(call, context);
-  return spread::launch<T, V, kAsks>(call, context);
+  return spread::launch < T, V, FUSED || !kAligned > (call, context);
 }
 
 // No rows: the gradients of weight and bias are sums of nothing.
