@@ -31,7 +31,7 @@ import layernorm_inline  # noqa: E402
 # What replaces the bodies of functions that are made of instructions.
 BODIES = {
     "opaque": "return x;",
-    "found": "return row;",
+    "keep_pointer": "return pointer;",
     "shared_address": "return static_cast<const unsigned char*>(p) - emulator::current->block->dynamic;",
     "copy_or_zero": "emulator::copy_async(shared, global, exists);",
     "copy_async": "emulator::copy_async(shared, global);",
