@@ -3868,7 +3868,6 @@ struct Place {  // of a round's outputs: q of depth, q of the first line
 // range of them, of which group 0 takes the first half.
 template <typename T, bool SPLIT>
 struct Block {
-  static constexpr bool kAsync = kIsAsync<SPLIT>;
   using S = SlabOf<T, SPLIT>;
   const Convolution& call;
   uint4* weights;  // in shared memory, as the next two
@@ -4013,7 +4012,7 @@ __device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
         }
       }
       UNROLL(c, kUnit) columns[c] = column_of<T>(rows, c);
-      if constexpr (block.kAsync) {  // copies beside the 8 columns before, and the next 8
+      if constexpr (kIsAsync<SPLIT>) {  // copies beside the 8 columns before, and the next 8
         if (share.half == 0 && share.eight > 0) columns[-2] = column_of<T>(rows, 0);
         if (share.half == share.kHalves - 1 && share.eight < 3) {
           columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
@@ -4021,7 +4020,7 @@ __device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
       }
     }
   }
-  if constexpr (block.kAsync) writes_before_copies();
+  if constexpr (kIsAsync<SPLIT>) writes_before_copies();
 }
 
 // ---- Convolution: asynchronous products ----
@@ -4268,10 +4267,9 @@ __device__ void load_and_multiply(Sums& sums, const Block<T, SPLIT>& block, int 
 // A group's warps: multiply, normalize, write.
 template <typename T, bool SPLIT>
 __device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const uint4* fragments) {
-  constexpr bool kAsync = block.kAsync;
   constexpr int kRegisters = 4 * SlabOf<T, SPLIT>::kRegisterFragments;
   const Convolution& call = block.call;
-  const Tiles<kAsync> tiles(threadIdx.x % kGroupThreads / 32);
+  const Tiles<kIsAsync<SPLIT>> tiles(threadIdx.x % kGroupThreads / 32);
   const float eps = call.eps;
   uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
   if (sizeof(T) == 2 && call.conv_bias != nullptr) {
@@ -4286,7 +4284,7 @@ __device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const ui
   }
   ROLLED(round, block.rounds(group)) {
     Sums sums = {};
-    if constexpr (kAsync) {
+    if constexpr (kIsAsync<SPLIT>) {
       multiply_in_turn(sums, block, group, round, register_fragment);
     } else {
       load_and_multiply(sums, block, group, round, tiles);
@@ -4307,7 +4305,7 @@ __global__ void __launch_bounds__(kThreads<SPLIT>, 1)
   const int group = threadIdx.x / kGroupThreads;
   fill_shared(block, fragments);
   __syncthreads();
-  if constexpr (block.kAsync) {
+  if constexpr (kIsAsync<SPLIT>) {
     if (group == kGroups) return load_rounds(block);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
