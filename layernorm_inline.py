@@ -4520,14 +4520,6 @@ bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 // ---- Checks: nn.LayerNorm's exception types, with what was given and what was expected ----
 
-std::string text(SymIntArrayRef sizes) {
-  const auto ints = c10::asIntArrayRefSlowOpt(sizes);
-  if (!ints.has_value()) return "[symbolic sizes]";
-  std::string list;
-  for (const int64_t size : *ints) list += (list.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + list + "]";
-}
-
 void check_device(const char* name, const Tensor& t, const Tensor& input) {
   TORCH_CHECK(t.device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
               input.device(), " and ", name, " is on ", t.device());
@@ -4535,8 +4527,8 @@ void check_device(const char* name, const Tensor& t, const Tensor& input) {
 
 void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype,
                   const Tensor& input) {
-  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
-              text(t.sym_sizes()));
+  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", sizes, ", but got ",
+              t.sym_sizes());
   TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ",
               t.scalar_type());
   check_device(name, t, input);
@@ -4545,13 +4537,12 @@ void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::S
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
   TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ",
-              text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
+              " to be of same shape as normalized_shape, but got ", name, " of shape ", affine->sym_sizes(),
+              " and normalized_shape = ", shape);
   check_device(name, *affine, input);
   const auto dtype = affine->scalar_type();
-  const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(dtype == input.scalar_type() || (half && dtype == at::kFloat), "Expected ", name, " of dtype ",
-              input.scalar_type(), half ? " (the input's) or Float" : " (the input's)", ", but got ", dtype);
+  TORCH_CHECK(dtype == input.scalar_type() || dtype == at::kFloat, "Expected ", name,
+              " of dtype Float or the input's (", input.scalar_type(), "), but got ", dtype);
 }
 
 void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& input,
@@ -4575,16 +4566,14 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
               "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
-              "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
-              text(shape).substr(1), ", but got input of size ", text(sizes));
+              "Given normalized_shape=", shape, ", expected input with shape [*, ", c10::str(shape).substr(1),
+              ", but got input of size ", sizes);
   check_dtype(input);
   check_affine(weight, bias, input, shape);
 }
 
 SymInt product(SymIntArrayRef sizes) {
-  SymInt n = 1;
-  for (const auto& size : sizes) n *= size;
-  return n;
+  return std::accumulate(sizes.begin(), sizes.end(), SymInt(1), std::multiplies<SymInt>());
 }
 
 SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
@@ -4624,11 +4613,8 @@ Gradients allocate_backward(const Tensor& input, const OptionalTensor& weight, c
 // ---- CUDA ----
 
 DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf: return DType::Float16;
-    case at::kBFloat16: return DType::BFloat16;
-    default: return DType::Float32;
-  }
+  const auto dtype = t.scalar_type();
+  return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
 }
 
 OptionalTensor contiguous(const OptionalTensor& t) {
@@ -4758,7 +4744,7 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
 void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
-              "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
+              "Expected input of shape [*, 32, *, *, 32], but got ", input.sym_sizes());
   const auto dtype = input.scalar_type();
   check_dtype(input);
   check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
@@ -4768,13 +4754,6 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
 
 std::vector<SymInt> output_sizes(const Tensor& input) {
   return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
-}
-
-void check_convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
-                                const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                const OptionalTensor& bias) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
 }
 
 Tensor allocate_convolution(const Tensor& input) {
@@ -4868,7 +4847,8 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
                                                const Tensor& conv_weight, const OptionalTensor& conv_bias,
                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                double eps, double scale, std::array<bool, 5> output_mask) {
-  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
   // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
@@ -4955,7 +4935,8 @@ ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const 
                                                const Tensor& conv_weight, const OptionalTensor& conv_bias,
                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                double, double, std::array<bool, 5> output_mask) {
-  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
 }
 
@@ -5095,10 +5076,8 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
   auto& node = static_cast<LayerNormBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
   node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
-  node.shape = normalized_shape;
-  node.activation = activation;
-  node.eps = eps;
-  node.scale = scale;
+  node.shape = normalized_shape, node.activation = activation;
+  node.eps = eps, node.scale = scale;
   torch::autograd::set_history(output, pointer);
   return output;
 }
@@ -5168,8 +5147,7 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   auto& node = static_cast<ConvolutionBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, conv_weight, conv_bias, weight, bias));
   node.saved = {{{input, false}, {conv_weight, false}, {conv_bias, false}, {weight, false}, {bias, false}}};
-  node.eps = eps;
-  node.scale = scale;
+  node.eps = eps, node.scale = scale;
   torch::autograd::set_history(output, pointer);
   return output;
 }
@@ -5575,10 +5553,8 @@ def layer_norm(
         Statistics and arithmetic are float32, whatever the dtype.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
-            input is a CUDA tensor and at the import there was nothing to compile for (no GPU and no
-            TORCH_CUDA_ARCH_LIST, none of compute capability 7.5 or newer, PyTorch without CUDA). A compilation
-            that fails raises at the import.
+        RuntimeError: shapes, dtypes or devices do not fit together, or input is on a GPU that the import had
+            nothing to compile for; the message says which.
         TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
         ValueError: activation is none of the three.
     """
