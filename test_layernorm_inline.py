@@ -2516,6 +2516,11 @@ def test_problem_34_takes_one_kernel_where_nobody_would_notice(dtype, grad):
         torch.set_default_dtype(torch.float32)
         return model
 
+    with FakeTensorMode():
+        try:
+            torch.empty(1, device="cuda").uniform_()
+        except RuntimeError:  # PyTorch 2.6
+            pytest.skip("this PyTorch asks the driver for random numbers on a fake GPU")
     with FakeTensorMode(), torch.device("cuda"), torch.set_grad_enabled(grad):
         model, x = model_of(padding=1), torch.empty(2, 32, 3, 5, 32, dtype=dtype)
         y = model(x)
