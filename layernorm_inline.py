@@ -1809,7 +1809,7 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
   const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
   const bool has_warps = call.rows * 32 <= int64_t(kWarpRowBlocks * kBlockThreads) * device.sms;
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads) {
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads) {
     p.loads = 2;
   } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && has_warps) {
     p.in_warp = true;
