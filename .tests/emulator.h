@@ -29,6 +29,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -56,6 +57,7 @@ struct Gpu {
 };
 inline Gpu gpu;
 inline cudaError_t cooperative_error = cudaSuccess;  // what cooperative launches answer
+inline cudaError_t last_error = cudaSuccess;         // until somebody asks
 inline bool dry = false;                             // kernels only tell that they were launched
 
 struct Random {  // splitmix64: order of threads, of copies
@@ -619,8 +621,9 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   }
   const dim3 g = config->gridDim;
   if (how == Launch::Together) {
-    if (cooperative_error != cudaSuccess) return cooperative_error;
-    if (int(g.x * g.y * g.z) > gpu.sms) return cudaErrorCooperativeLaunchTooLarge;
+    if (int(g.x * g.y * g.z) > gpu.sms) last_error = cudaErrorCooperativeLaunchTooLarge;
+    if (cooperative_error != cudaSuccess) last_error = cooperative_error;
+    if (last_error != cudaSuccess) return last_error;
   }
   run(g, config->blockDim, config->dynamicSmemBytes, how, [=] { kernel(Parameters(arguments)...); });
   return cudaSuccess;
@@ -761,7 +764,7 @@ inline EmulatedGrid this_grid() { return {}; }
 extern "C" {
 cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   *value = what == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
