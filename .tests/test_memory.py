@@ -1,18 +1,37 @@
 """Memory: what is allocated, what is read and written beside a tensor, and what happens when there is no more."""
 
+import functools
+import re
+import shutil
+import sys
+import textwrap
+
+import pytest
+import torch
+from cases import SOME
+from processes import CACHE, ROOT, environment_with, run, run_here
+from reference import FLOATS, compare_with_float64, random_case, run_case
+from test_convolution import INPUT_PRECISIONS, convolution_call
+
+on_cuda = pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+
+
+@on_cuda
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("size", [1, 1000, 1 << 20, 100 << 20])
-def test_what_is_not_written_is_nan(backend, size, dtype):
-    with poisoned():
+def test_poisoned_memory_is_nan(backend, size, dtype):
+    with backend.poisoned(1 << 30):
         outputs = [torch.empty(size // dtype.itemsize + 1, dtype=dtype, device=backend.device) for _ in range(4)]
     assert all(output.isnan().all() for output in outputs)
 
 
+@on_cuda
 @pytest.mark.parametrize("rows,cols", [(1 << 20, 256), (64, 1 << 22)])
-def test_out_of_memory_leaves_the_process_usable(backend, rows, cols, tmp_path):
+def test_out_of_memory_leaves_the_process_usable(backend, rows, cols):
+    backend.ask_for(3 << 30)
     code = f"""
         import torch, layernorm_inline
-        x = torch.randn({rows}, {cols}, device=backend.device)
+        x = torch.randn({rows}, {cols}, device="cuda")
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((x.nbytes * 1.5) / total)
         for _ in range(2):
@@ -20,15 +39,16 @@ def test_out_of_memory_leaves_the_process_usable(backend, rows, cols, tmp_path):
                 layernorm_inline.layer_norm(x, ({cols},))
             except torch.OutOfMemoryError:
                 print("out of memory")
-        small = torch.randn(2, {cols}, device=backend.device)
+        small = torch.randn(2, {cols}, device="cuda")
         y, expected = (f(small, ({cols},)) for f in (layernorm_inline.layer_norm, torch.nn.functional.layer_norm))
         torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
     """
-    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE)
+    done = run_here(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("out of memory") == 2
 
 
+@on_cuda
 def test_no_statistics_without_grad(backend):
     x = torch.randn(10000, 8, device=backend.device)
     torch.cuda.reset_peak_memory_stats()
@@ -39,10 +59,12 @@ def test_no_statistics_without_grad(backend):
     assert torch.cuda.max_memory_allocated() - before < y.nbytes + 512
 
 
+@on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows,cols", [(1_000_000, 64), (40000, 1000), (4000, 16384), (64, 1 << 20), (8, 1 << 23)])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_backward_keeps_its_scratch_small(backend, rows, cols, dtype, activation):
+    backend.ask_for(24 * rows * cols + (1 << 30))
     x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=0, device=backend.device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     y = backend.layer_norm(x, (cols,), weight, bias, activation=activation)
@@ -54,9 +76,12 @@ def test_backward_keeps_its_scratch_small(backend, rows, cols, dtype, activation
 
 
 # In words of 4 bytes, which have to begin at such: input and grad_output that do not are copied.
+@on_cuda
 @pytest.mark.parametrize("offsets", [(0, 1, 1, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1)], ids=str)
 def test_backward_copies_what_begins_between_words(backend, offsets):
-    x, weight, bias, dy = random_case(200_000, 255, torch.bfloat16, "both", seed=0, offsets=offsets, device=backend.device)
+    x, weight, bias, dy = random_case(
+        200_000, 255, torch.bfloat16, "both", seed=0, offsets=offsets, device=backend.device
+    )
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     y = backend.layer_norm(x, (255,), weight, bias)
     torch.cuda.reset_peak_memory_stats()
@@ -70,6 +95,34 @@ def test_backward_copies_what_begins_between_words(backend, offsets):
 # An allocator for PyTorch that surrounds every buffer, and fills it, with NaN: reading what nobody wrote
 # spoils the result, and a write beside a buffer is counted when the buffer is given back.
 GUARDS = r"""
+#include <cuda_runtime_api.h>
+#include <algorithm>
+#include <vector>
+
+static constexpr size_t kGuard = 1 << 16;
+static int damaged = 0;
+
+extern "C" void* allocate(ssize_t size, int, cudaStream_t) {
+  void* buffer = nullptr;
+  if (cudaMalloc(&buffer, size + 2 * kGuard) != cudaSuccess) return nullptr;
+  cudaMemset(buffer, 0xff, size + 2 * kGuard);
+  cudaDeviceSynchronize();
+  return static_cast<char*>(buffer) + kGuard;
+}
+
+extern "C" void release(void* pointer, ssize_t size, int, cudaStream_t) {
+  char* buffer = static_cast<char*>(pointer) - kGuard;
+  std::vector<unsigned char> guards(2 * kGuard);
+  cudaDeviceSynchronize();
+  cudaMemcpy(guards.data(), buffer, kGuard, cudaMemcpyDeviceToHost);
+  cudaMemcpy(guards.data() + kGuard, buffer + kGuard + size, kGuard, cudaMemcpyDeviceToHost);
+  damaged += std::count(guards.begin(), guards.end(), 0xff) != long(2 * kGuard);
+  cudaFree(buffer);
+}
+
+extern "C" int damaged_buffers() { return damaged; }
+extern "C" void zero(void* pointer) { cudaMemset(pointer, 0, 1); }
+"""
 
 
 # Few rows of each room for the sanitizers: racecheck (2025.3) does not follow a ring whose slots are used again, where
@@ -81,15 +134,15 @@ def rings_wrap(case, room):
 
 SANITIZED = [
     case for case in SOME
-    if not rings_wrap(case, case.forward) and case.dtype != "fp16" and case.affine in ("both", "float32")
+    if case.gpu.name == "cuda" and not rings_wrap(case, case.forward) and case.dtype != "fp16" and case.affine in ("both", "float32")
     and case.off in ("", "xwbd", "d")
 ]  # fmt: skip
 
 
-def every_room(compare):
+def every_room(backend, compare):
     """Runs SANITIZED and the convolution, each of its own; compare: with float64, too. Yields after each."""
     for case in SANITIZED:
-        function = functools.partial(layer_norm, **case.epilogue)
+        function = functools.partial(backend.layer_norm, **case.epilogue)
         tensors = case.tensors()
         backward = not rings_wrap(case, case.backward)
         if compare:
@@ -100,21 +153,12 @@ def every_room(compare):
             assert function(tensors[0], (case.cols,), *tensors[1:3]).isfinite().all()
         del tensors
         yield
-    for dtype, allow_tf32 in (
-        (torch.float32, True),
-        (torch.float32, False),
-        (torch.half, True),
-        (torch.bfloat16, True),
-    ):
-        with convolutions_in_tf32(allow_tf32):
-            model = ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).to(backend.device).to(dtype)
-            y = model(torch.randn(1, 32, 2, 3, 32, device=backend.device, dtype=dtype, requires_grad=True))
-            y.sum().backward()
-            assert all(torch.isfinite(t).all() for t in (y, *(p.grad for p in model.parameters())))
-            del y, model
+    for name in INPUT_PRECISIONS:
+        convolution_call(backend, name)()
         yield
 
 
+@on_cuda
 def test_guard_bands_around_every_buffer(backend, tmp_path):
     from torch.utils import cpp_extension
 
@@ -123,40 +167,41 @@ def test_guard_bands_around_every_buffer(backend, tmp_path):
     cpp_extension.load("guards", [str(tmp_path / "guards.cpp")], **options)
     library = str(tmp_path / "guards.so")
     code = f"""
-        import ctypes, torch
+        import contextlib, ctypes, torch
         allocator = torch.cuda.memory.CUDAPluggableAllocator({library!r}, "allocate", "release")
         torch.cuda.memory.change_current_allocator(allocator)  # the import below allocates
         guards = ctypes.CDLL({library!r})
-        import test_layernorm_inline
-        for cases, _ in enumerate(test_layernorm_inline.every_room(compare=True), 1):
+        import conftest, test_memory
+        backend = conftest.Backend("cuda")
+        backend.poisoned = contextlib.nullcontext  # the allocator does that
+        for cases, _ in enumerate(test_memory.every_room(backend, compare=True), 1):
             assert guards.damaged_buffers() == 0
-        buffer = torch.empty(10, device=backend.device)
+        buffer = torch.empty(10, device="cuda")
         guards.zero(ctypes.c_void_p(buffer.data_ptr() + buffer.nbytes))
         del buffer
         assert guards.damaged_buffers() == 1, "a write beside a buffer is noticed"
         print(cases, "cases")
     """
-    done = import_in_subprocess(tmp_path, code, TORCH_EXTENSIONS_DIR=CACHE, PYTHONPATH=os.path.dirname(SOURCE))
+    done = run_here(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{len(SANITIZED) + 4} cases\n"
 
 
+@on_cuda
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_compute_sanitizer_finds_nothing(backend, tmp_path, tool):
     script = tmp_path / "rooms.py"
     script.write_text(
-        "import test_layernorm_inline\n"
-        "print(len(list(test_layernorm_inline.every_room(compare=False))), 'cases')\n"
+        "import conftest, test_memory\n"
+        "print(len(list(test_memory.every_room(conftest.Backend('cuda'), compare=False))), 'cases')\n"
     )  # fmt: skip
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": CACHE, "PYTHONPATH": os.path.dirname(SOURCE)}
+    changes = {"TORCH_EXTENSIONS_DIR": CACHE, "PYTHONPATH": f"{ROOT / '.tests'}:{ROOT}"}
     if tool == "memcheck":  # one allocation a tensor: memcheck then knows where each one ends
-        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        changes["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = ["compute-sanitizer", "--tool", tool]
     if tool != "initcheck":  # which has to see PyTorch's kernels write what ours read
         command += ["--kernel-name", "kns=layernorm_inline"]
-    command += [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = run([*command, sys.executable, str(script)], env=environment_with(**changes))
     assert done.returncode == 0 and f"{len(SANITIZED) + 4} cases" in done.stdout, done.stdout + done.stderr
     assert re.search("ERROR SUMMARY: 0 errors|0 hazards displayed", done.stdout), done.stdout
-

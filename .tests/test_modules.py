@@ -1,5 +1,20 @@
 """ModelNew is nn.LayerNorm's twin, replace_layer_norm, and the rest of nn: hooks, tying, TorchScript, real models."""
 
+import copy
+import inspect
+import pickle
+import typing
+import warnings
+
+import pytest
+import torch
+from processes import package
+from reference import assert_no_worse, random_case, run_case
+from torch import nn
+
+import layernorm_inline
+from test_layernorm_inline import randomize
+
 
 @pytest.mark.parametrize(
     "arguments",
@@ -8,7 +23,7 @@
      dict(normalized_shape=torch.Size([5]), dtype=torch.float64), dict(normalized_shape=5, device="meta")],
     ids=str,
 )  # fmt: skip
-def test_module_parity(arguments):
+def test_module_parity(backend, arguments):
     if "bias" in arguments and "bias" not in nn.LayerNorm.__init__.__code__.co_varnames:
         pytest.skip("this PyTorch's nn.LayerNorm has no bias argument")
     theirs, ours = nn.LayerNorm(**arguments), backend.ModelNew(**arguments)
@@ -22,28 +37,31 @@ def test_module_parity(arguments):
         nn.init.normal_(p)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 3, 5, dtype=arguments.get("dtype", torch.float32))
+    x = torch.randn(2, 3, 5, dtype=arguments.get("dtype", torch.float32), device=backend.device)
+    theirs.to(backend.device)
     for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        torch.testing.assert_close(module(x), theirs(x), rtol=0, atol=0)
-    torch.testing.assert_close(ours.float()(x.float()), theirs.float()(x.float()), rtol=0, atol=0)
+        torch.testing.assert_close(module.to(backend.device)(x), theirs(x))
+    torch.testing.assert_close(ours.float()(x.float()), theirs.float()(x.float()))
 
 
 def test_replace_layer_norm(backend):
     class Custom(nn.LayerNorm):
         pass
 
+    ModelNew = backend.ModelNew
+
     class Mine(ModelNew):
         pass
 
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8), Mine(8))).to(
-        device
+        backend.device
     )
     calls = []
     model[1].register_forward_hook(lambda *_: calls.append(1))
     parameters, modules = list(model.parameters()), list(model.modules())
     x = torch.randn(4, 8, device=backend.device)
     expected = model(x)
-    with pytest.warns(UserWarning, match=r"left subclasses .*: test_layernorm_inline\..*\.Custom \(1\)\.") as warned:
+    with pytest.warns(UserWarning, match=r"left subclasses .*: test_modules\..*\.Custom \(1\)\.") as warned:
         assert backend.replace_layer_norm(model) is model
     assert len(warned) == 1 and warned[0].filename == __file__
     assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew, ModelNew, Custom, Mine]
@@ -63,18 +81,23 @@ def test_replace_layer_norm(backend):
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
-def test_the_encoder_layer_of_pytorch():
+def test_the_encoder_layer_of_pytorch(backend):
     """In evaluation PyTorch's own path calls none of its modules, unless that is turned off."""
-    encoder = backend.replace_layer_norm(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval())
+    ModelNew = backend.ModelNew
+    encoder = backend.replace_layer_norm(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(backend.device)
+    )
     calls = []
-    x, before = torch.randn(2, 3, 8), torch.backends.mha.get_fastpath_enabled()
+    x, before = torch.randn(2, 3, 8, device=backend.device), torch.backends.mha.get_fastpath_enabled()
     forward = ModelNew.forward
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(ModelNew, "forward", lambda norm, x: calls.append(1) or forward(norm, x))
         for enabled, expected in ((True, 0), (False, 2)):
             torch.backends.mha.set_fastpath_enabled(enabled)
-            encoder(x)
-            torch.backends.mha.set_fastpath_enabled(before)
+            try:
+                encoder(x)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(before)
             assert len(calls) == expected
 
 
@@ -95,7 +118,7 @@ def test_with_the_rest_of_nn(backend):
     tied = nn.ModuleList([backend.ModelNew(32), backend.ModelNew(32)]).to(backend.device)
     tied[1].weight = tied[0].weight
     tied[1](tied[0](x)).square().sum().backward()
-    twice = [nn.functional.layer_norm, layer_norm]
+    twice = [nn.functional.layer_norm, backend.layer_norm]
     gradients = []
     for function in twice:
         w = tied[0].weight.detach().clone().requires_grad_()
@@ -109,7 +132,7 @@ def test_with_the_rest_of_nn(backend):
             return 2 * weight
 
     parametrized = copy.deepcopy(theirs)
-    parametrized.__class__ = ModelNew
+    parametrized.__class__ = backend.ModelNew
     nn.utils.parametrize.register_parametrization(parametrized, "weight", Double())
     torch.testing.assert_close(parametrized(x) - theirs.bias, 2 * (expected - theirs.bias), atol=1e-5, rtol=1e-5)
 
@@ -120,7 +143,7 @@ def test_torchscript_and_fx(backend):
     x = torch.randn(2, 8, device=backend.device, requires_grad=True)
     expected = theirs.to(backend.device)(x)
     graph = torch.fx.symbolic_trace(ours)
-    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [layer_norm] * 2
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [backend.layer_norm] * 2
     for module in (torch.jit.script(ours), torch.jit.trace(ours, x), graph, pickle.loads(pickle.dumps(graph))):
         torch.testing.assert_close(module(x), expected)
         torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, theirs)))
@@ -162,48 +185,51 @@ def test_real_models(backend, name):
     model, inputs = (torch_vision if name in ("ConvNeXt", "Swin") else hugging_face)(name)
     theirs = model.to(backend.device).eval()
     ours, exact = backend.replace_layer_norm(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
-    replaced = sum(type(m) is ModelNew for m in ours.modules())
+    replaced = sum(type(m) is backend.ModelNew for m in ours.modules())
     # torchvision's ConvNeXt also has a subclass for channels first, which stays as it is.
     assert replaced >= 2
     results = []
     for network in (exact, theirs, ours):
         dtype = next(network.parameters()).dtype
         if isinstance(inputs, dict):
-            given = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+            given = {k: v.to(backend.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
             y = network(**given).last_hidden_state
         else:
-            y = network(inputs.to(device, dtype))
+            y = network(inputs.to(backend.device, dtype))
         y.square().mean().backward()
         results.append([("output", y.detach())] + [(k, p.grad) for k, p in network.named_parameters()])
     for (key, right), (_, their), (_, mine) in zip(*results):
         if right is None:
             assert mine is None
             continue
-        error, allowed = ((t.double() - right).abs().max().item() for t in (mine, their))
-        assert error <= 5 * allowed + 1e-5 * right.abs().max().item(), (key, error, allowed)
+        assert_no_worse(mine, their, right, factor=5, rounding=1e-5, name=key)
 
 
 def test_layer_norm_on_the_cpu():
-    x, weight, bias, dy = random_case(4, 6, torch.float64, "both", seed=0, device="cpu")
+    x, weight, bias, dy = random_case(4, 6, torch.float64)
     for ours, theirs in zip(
-        run_case(layer_norm, x, weight, bias, dy), run_case(nn.functional.layer_norm, x, weight, bias, dy)
+        run_case(layernorm_inline.layer_norm, x, weight, bias, dy),
+        run_case(nn.functional.layer_norm, x, weight, bias, dy),
     ):
         assert torch.equal(ours, theirs)
 
 
-def test_half_and_double_modules():
+def test_half_and_double_modules(backend):
     module = backend.ModelNew(8)
     assert module.double().weight.dtype == torch.float64
     assert module.half().weight.dtype == torch.float16
-    if HAVE_GPU:
-        assert (
-            module.to(backend.device)(torch.randn(2, 8, device=backend.device, dtype=torch.float16)).dtype
-            == torch.float16
-        )
+    x = torch.randn(2, 8, device=backend.device, dtype=torch.float16)
+    assert module.to(backend.device)(x).dtype == torch.float16
 
 
 @pytest.mark.parametrize(
-    "function", [layer_norm, ModelNew.forward, replace_layer_norm, ConvTranspose3dLayerNormGELUScaling.forward]
+    "function",
+    [
+        layernorm_inline.layer_norm,
+        layernorm_inline.ModelNew.forward,
+        layernorm_inline.replace_layer_norm,
+        layernorm_inline.ConvTranspose3dLayerNormGELUScaling.forward,
+    ],
 )
 def test_types_are_annotated(function):
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters

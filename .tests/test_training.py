@@ -1,5 +1,21 @@
 """Training as with nn.LayerNorm: losses of whole networks, and on two GPUs (DistributedDataParallel, FSDP2)."""
 
+import copy
+import os
+import shutil
+import sys
+import textwrap
+
+import pytest
+import torch
+from processes import SOURCE, environment_with, run
+from test_convolution import convolutions_in_tf32
+from torch import nn
+
+from test_layernorm_inline import ARGUMENTS_34, Model34
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
 
 def train(model, batches, steps, replacement=None, rate=1e-3):
     """Losses of some steps of Adam on random but fixed batches. batches: list of (input, target)."""
@@ -49,18 +65,23 @@ def transformer():
     )
 
 
+def conv_model():
+    return nn.Sequential(Model34(*ARGUMENTS_34))
+
+
 # Networks and steps in which rounding errors do not grow: losses differ by some 2e-7. With ReLU, whose derivative jumps,
 # it can be 3e-5, and later more; after 270 steps the convnet's loss is 1e-11, and what Adam then divides by their own
 # size are gradients that consist of rounding errors.
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("make,shape,target", [
     (transformer, (16, 24, 64), (16, 24, 4)), (ConvNet, (16, 3, 32, 32), (16, 4)),
-    (lambda: nn.Sequential(models_34(ARGUMENTS_34, "cpu")[0]), (2, 32, 3, 5, 32), (2, 64, 6, 10, 64)),
+    (conv_model, (2, 32, 3, 5, 32), (2, 64, 6, 10, 64)),
 ], ids=["transformer", "convnet", "problem 34"])  # fmt: skip
 def test_training_follows_pytorch(backend, make, shape, target):
     def replace(model):
         backend.replace_layer_norm(model)
         if isinstance(model[0], Model34):
-            original, model[0] = model[0], ConvTranspose3dLayerNormGELUScaling(*ARGUMENTS_34).to(backend.device)
+            original, model[0] = model[0], backend.Convolution(*ARGUMENTS_34).to(backend.device)
             model[0].load_state_dict(original.state_dict())
             assert model[0]._in_one_kernel(batches[0][0])
 
@@ -90,9 +111,9 @@ DISTRIBUTED = """
 
     def losses(replace):
         torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).to(backend.device)
+        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).cuda()
         if replace:
-            backend.replace_layer_norm(model)
+            replace_layer_norm(model)
             assert sum(type(m) is ModelNew for m in model.modules()) == 3
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
@@ -104,7 +125,7 @@ DISTRIBUTED = """
             fully_shard(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         torch.manual_seed(rank + 1)
-        x, target = torch.randn(32, 64, device=backend.device), torch.randn(32, 64, device=backend.device)
+        x, target = torch.randn(32, 64, device="cuda"), torch.randn(32, 64, device="cuda")
         result = []
         for _ in range(30):
             loss = nn.functional.mse_loss(model(x), target)
@@ -125,13 +146,11 @@ DISTRIBUTED = """
 @two_gpus
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_distributed_training(kind, tmp_path):
-    import_in_subprocess(tmp_path, "print()")
+    shutil.copy(SOURCE, tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(DISTRIBUTED))
     port = str(29500 + os.getpid() % 2000)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    done = subprocess.run(
-        [*command, "train.py", kind], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")},
-    )  # fmt: skip
+    environment = environment_with(TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
+    done = run([*command, "train.py", kind], cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("agree") == 2
