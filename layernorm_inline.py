@@ -4,7 +4,7 @@
 What it is
     The CUDA source below is compiled when this file is first imported (about
     half a minute, once; later imports load the result from the cache).
-    CUDA tensors run these kernels or raise; other tensors go to PyTorch.
+    CUDA tensors run these kernels or raise; float64 and other devices go to PyTorch.
     torch.func's gradient transforms, forward mode and double backward run
     PyTorch's operations, which can be differentiated again.
 
@@ -34,9 +34,9 @@ Reading it
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      GELU, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
-           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (Turing and float64: 16)
-           _SHARED        longer aligned rows, of up to 73 KB (16-bit: 43), of which an SM holds two, forward
-           _PIPELINE      longer rows, from sm_80 on, forward and backward; unaligned ones from 5735 elements on
+           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
+           _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
+           _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
@@ -54,23 +54,27 @@ Formula (Ba, Kiros, Hinton: Layer Normalization, 2016, arXiv:1607.06450)
 
 import contextlib
 import fcntl
+import functools
 import glob
 import hashlib
+import io
+import numbers
 import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import Optional, Union
 
 import torch
-from torch import fx, nn
+from torch import _VF, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 __version__ = "0.1.0"
 __all__ = [
@@ -139,7 +143,7 @@ struct Backward {
 struct Convolution {
   const void* input;        // (batch, 32, depth, height, 32) of dtype: float32, float16 or bfloat16
   const void* conv_weight;  // (32, 64, 4, 4, 4) of dtype
-  const void* conv_bias;    // (64) of dtype or null; matters to 16 bits only
+  const void* conv_bias;    // (64) of dtype or null; of float32 only NaN and infinity matter
   const void* weight;       // (64) of dtype or null, or float32 where affine_float32
   const void* bias;         // as weight
   void* output;             // (batch, 64, 2 depth, 2 height, 64) of dtype
@@ -221,6 +225,15 @@ __device__ X opaque(X x) {
   return x;
 }
 
+// Computes a pointer once: the compiler would compute that of each pack anew (backward of bf16 rows of 2041:
+// 0.79 of copy speed -> 0.83).
+template <typename T>
+__device__ T* keep_pointer(T* pointer) {
+  pointer = opaque(pointer);
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
 template <typename T, int V>
 __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
@@ -229,14 +242,15 @@ __device__ Pack<T, V> load(const T* p) {
 // A priority in L2: with the highest one input stays when L2 is full, and output leaves soon after it is
 // written (float32 rows of 16 to 8192: 0.96 of copy speed -> 1.00). Where everything fits L2, output should
 // stay for its next reader (three layer norms of 16 MB of bf16 rows: 0.0342 ms -> 0.0314).
-__device__ inline uint64_t l2_policy(bool keep) {
+enum class L2Priority { First, Last };  // to leave
+
+__device__ inline uint64_t l2_policy(L2Priority priority) {
   uint64_t policy = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if (keep) {
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  }
+  uint64_t first, last;  // both, as a branch would delay the first load
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+  policy = priority == L2Priority::Last ? last : first;
 #endif
   return policy;
 }
@@ -480,16 +494,16 @@ struct Unaligned {
   }
 };
 
-// Usual: both present and of input's dtype.
-__device__ inline bool has_usual_affine(const Forward& call) {
+// Both present and of input's dtype.
+__host__ __device__ inline bool has_same_dtype(const Forward& call) {
   return call.weight != nullptr && call.bias != nullptr && !call.affine_float32;
 }
 
-// Calls f with std::true_type for usual 16-bit ones: asking at every load is a fifth of all instructions.
-template <typename T, typename F>
-__device__ void with_usual_affine(const Forward& call, F f) {
-  if (sizeof(T) == 2 && has_usual_affine(call)) {
-    f(std::bool_constant<sizeof(T) == 2>());
+// Calls f with std::true_type for those: asking at every load is a fifth of all instructions of 16 bits.
+template <typename T, bool EARLY = false, typename F>
+__device__ void with_same_dtype(const Forward& call, F f) {
+  if (sizeof(T) == 2 && !EARLY && has_same_dtype(call)) {
+    f(std::bool_constant<sizeof(T) == 2 && !EARLY>());
   } else {
     f(std::false_type());
   }
@@ -797,8 +811,9 @@ constexpr int kMaxWarps = 16;  // of a block, unless said otherwise
 
 // Combines over the blockDim.x threads of a row, a power of two up to 32 or up to WARPS whole warps. slots:
 // for each warp and r, and not those of the call before, from which slow warps may still read.
-template <int WARPS = kMaxWarps, typename X, int R>
+template <bool IN_WARP = false, int WARPS = kMaxWarps, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
+  if (IN_WARP) return combine_lanes(x, 32);
   using A = typename NumberOf<X>::Type;
   constexpr int N = sizeof(x) / sizeof(A), kLanes = 32 / N;
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
@@ -1206,7 +1221,10 @@ template <typename A>
 struct RowConstants {
   A eps, per_col;  // per_col: 1 / cols
   Epilogue<A> epilogue;
-  bool keep_input;  // see l2_policy
+  L2Priority priority;  // of input
+  // weight and bias where both are of input's dtype, else input: loaded without asking, and then not used.
+  const void *weight, *bias;
+  bool same_dtype;
 };
 
 // Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all;
@@ -1263,7 +1281,7 @@ struct Device {
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code = 0;
   mutable std::mutex mutex;
-  mutable std::set<const void*> roomy;  // kernels after allow_shared_memory
+  mutable std::set<const void*> max_shared_set;  // kernels after allow_shared_memory
 };
 
 const Device& current_device() {
@@ -1299,10 +1317,11 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2; }
 
-// True where so many tensors of input's size do not all fit L2.
+// Of input, where a call reads and writes so many tensors of its size.
 template <typename Call>
-bool exceeds_l2(const Call& call, int tensors, const Device& device) {
-  return tensors * call.rows * call.cols * size_of(call.dtype) > device.l2_bytes;
+L2Priority input_priority(const Call& call, int tensors, const Device& device) {
+  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
+  return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
 }
 
 // Threads that share a row, `each` loads a thread: a power of two up to a warp, or whole warps.
@@ -1327,60 +1346,63 @@ bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<c
 // take it away from another that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.roomy.count(kernel) > 0) return cudaSuccess;
+  if (device.max_shared_set.count(kernel) > 0) return cudaSuccess;
   cudaFuncAttributes attributes = {};
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
   const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
-  if (error == cudaSuccess) device.roomy.insert(kernel);
+  if (error == cudaSuccess) device.max_shared_set.insert(kernel);
   return error;
 }
 
-// Launches a kernel that itself waits for the one before it in the CUDA stream.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Context& context,
-                        Arguments... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = context.stream;
-  config.attrs = &early;
-  // CUDA graphs take such launches from toolkit and driver 12.3 on.
+// kProgrammatic: its blocks start while those of the kernel before it end, for which it waits itself.
+// kCooperative: its blocks all run at once, as they wait for one another.
+enum LaunchKind { kPlain, kProgrammatic, kCooperative };
+
+struct Launch {
+  dim3 grid, block;
+  LaunchKind kind = kPlain;
+  int shared_bytes = 0;  // dynamic shared memory
+};
+
+// CUDA graphs take programmatic launches from toolkit and driver 12.3 on.
+bool allows_programmatic(const Device& device) {
   static const int driver = [] {
     int version = 0;
     cudaDriverGetVersion(&version);
     return version;
   }();
-  config.numAttrs = std::min(CUDART_VERSION, driver) >= 12030 && context.device.code >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return std::min(CUDART_VERSION, driver) >= 12030 && device.code >= 90;
 }
 
-// Launches groups of blocks, one on each SM with nearly all of its shared memory. Blocks that wait for one
-// another must all run at once: a cooperative launch.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_groups(void (*kernel)(Parameters...), int sharers, int groups, int threads, int shared,
-                          const Context& context, Arguments... arguments) {
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cooperative = {};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = sharers > 1;
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, const Context& context,
+                          Arguments... arguments) {
+  if (launch.shared_bytes > 0) {
+    const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute = {};
+  if (launch.kind == kCooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else if (launch.kind == kProgrammatic && allows_programmatic(context.device)) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(sharers, groups);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared;
+  config.gridDim = launch.grid;
+  config.blockDim = launch.block;
+  config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = context.stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
+  config.attrs = &attribute;
+  config.numAttrs = attribute.id == cudaLaunchAttributeIgnore ? 0 : 1;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 // True if the device has no room for all blocks (MPS, MIG) or no such launches (some virtual GPUs).
-bool refused(cudaError_t error) {
+bool cannot_cooperate(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
   cudaGetLastError();
   return true;
@@ -1388,7 +1410,14 @@ bool refused(cudaError_t error) {
 
 template <typename A>
 RowConstants<A> row_constants(const Forward& call, const Device& device) {
-  return {A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, exceeds_l2(call, 2, device)};
+  const bool same_dtype = has_same_dtype(call);
+  return {A(call.eps),
+          A(1) / A(call.cols),
+          {call.activation, A(call.scale)},
+          input_priority(call, 2, device),
+          same_dtype ? call.weight : call.input,
+          same_dtype ? call.bias : call.input,
+          same_dtype};
 }
 
 // How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
@@ -1405,6 +1434,22 @@ Later later_rows(const Forward& call, int block_rows, const Device& device) {
 }
 
 // ---- Device: grad_weight and grad_bias from partial sums of a kernel's blocks ----
+
+// Rows that a thread adds up one by one, at most: then it adds their sums to its partials. Of a constant
+// grad_output 256 rows are off by 32 roundings, 2000 by 250.
+constexpr int kRowsPerSum = 256;
+
+// Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
+template <typename A, int V>
+__device__ void add_sums(A* partials, const A (&sums)[V], bool is_first) {
+  constexpr int F = 16 / sizeof(A);
+  UNROLL(f, V / F) {
+    const Pack<A, F> before = is_first ? Pack<A, F>{} : load<A, F>(partials + f * F);
+    A total[F];
+    UNROLL(v, F) total[v] = before.at[v] + sums[f * F + v];
+    store<A, F>(partials + f * F, total);
+  }
+}
 
 // Rows of partial sums of `sharers` blocks with the same columns; a single one has the totals.
 int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
@@ -1449,8 +1494,193 @@ cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, in
   int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
   while (sharers > 1 && 2 * call.cols * sharers > 2048 * context.device.sms) sharers /= 2;
   const dim3 block(kSumThreads / sharers, sharers);
-  return launch_next(sum_partials<T>, dim3(ceil_div(call.cols, block.x), 2), block, context, call, partials,
-                     int(partial_rows));
+  return launch_kernel(sum_partials<T>, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic},
+                       context, call, partials, int(partial_rows));
+}
+"""
+
+_ROWS = r"""
+// ---- Rows: the steps of kernels whose threads hold them ----
+// A thread loads its columns of one or several rows, takes the mean and then the distances from it, each
+// summed with the other threads of the row, and writes the result. Statistics are the textbook ones.
+
+template <typename T>
+using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
+
+// A thread's columns: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are not
+// aligned (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
+template <typename T, bool SHIFTED, bool IN_WARP>
+struct Columns {
+  static constexpr int V = 16 / sizeof(T);
+  int begin = 0, end, first, stride, extra = -1;
+
+  __device__ Columns(const T* row, int cols) {
+    if (SHIFTED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)));
+    end = SHIFTED ? begin + (cols - begin) / V * V : cols;
+    first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
+    const int thread = threadIdx.x, col = thread < V ? thread : end + thread - V;
+    if (SHIFTED && col < (thread < V ? begin : cols)) extra = col;
+  }
+  __device__ int at(int i) const { return first + i * stride; }
+  __device__ int extra_offset() const { return extra - first; }
+  __device__ bool has(int i) const { return at(i) < end; }
+  __device__ bool has_extra() const { return SHIFTED && extra >= 0; }
+  __device__ int count(int packs) const {
+    int count = has_extra();
+    UNROLL(i, packs) count += has(i) ? V : 0;
+    return count;
+  }
+};
+
+// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count`
+// exist.
+template <typename T>
+struct RowPlaces {
+  T* first;
+  int row_stride, count;
+};
+
+template <typename T, int PACKS, int ROWS>
+struct RowParts {  // a thread's columns of its rows; zeros where it has none
+  Pack<T, 16 / sizeof(T)> packs[PACKS][ROWS];
+  Pack<T, 1> extra[ROWS];
+};
+
+// aligned: whether the packs are 16-byte aligned in these rows too. No branch separates the loads.
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+__device__ void load_rows(RowParts<T, PACKS, ROWS>& x, const RowPlaces<const T>& rows,
+                          const Columns<T, SHIFTED, IN_WARP>& columns, bool aligned, uint64_t policy) {
+  constexpr int V = 16 / sizeof(T);
+  x = {};
+  UNROLL(r, ROWS) {
+    const T* row = rows.first + r * rows.row_stride;
+    const bool exists = r < rows.count;
+    if (!SHIFTED || aligned) {
+      UNROLL(i, PACKS) {
+        if (columns.has(i) & exists) x.packs[i][r] = load<T, V>(row + i * columns.stride, policy);
+      }
+    } else {
+      Unaligned<T, V> words[PACKS] = {};
+      const int odd = Unaligned<T, V>::odd(row);
+      UNROLL(i, PACKS) {
+        if (columns.has(i) & exists) words[i].load(row + i * columns.stride, odd);
+      }
+      UNROLL(i, PACKS) x.packs[i][r] = words[i].get(odd);
+    }
+  }
+  UNROLL(r, ROWS) {
+    if (columns.has_extra() && r < rows.count)
+      x.extra[r] = load<T, 1>(rows.first + r * rows.row_stride + columns.extra_offset());
+  }
+}
+
+template <typename T, int PACKS, int ROWS>
+__device__ float sum_of_row(const RowParts<T, PACKS, ROWS>& x, int r) {
+  float sum = widen(x.extra[r].at[0]);
+  float odd = 0;  // a second chain of additions
+  UNROLL(i, PACKS) {
+    const auto values = widened(x.packs[i][r]);
+    UNROLL(v, values.kSize / 2) sum += values[2 * v], odd += values[2 * v + 1];
+  }
+  return sum + odd;
+}
+
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+__device__ DistanceSums<T> distances_of_row(const RowParts<T, PACKS, ROWS>& x,
+                                            const Columns<T, SHIFTED, IN_WARP>& columns, int r, float mean) {
+  DistanceSums<T> total = {};
+  if (columns.has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
+  UNROLL(i, PACKS) {
+    const auto distances = widened(x.packs[i][r]) - mean;
+    DistanceSums<T> here = {};
+    UNROLL(v, distances.kSize) add_distance(here, distances[v]);
+    if (columns.has(i)) total = combine(total, here);
+  }
+  return total;
+}
+
+// What warps of a row leave for one another.
+template <typename T, int ROWS, int WARPS = kMaxWarps>
+struct RowSlots {
+  float sum[WARPS][ROWS], off[WARPS][ROWS];
+  DistanceSums<T> distances[WARPS][ROWS];
+};
+
+// Means of ROWS rows from each thread's sums over its `count` columns. MOST: upper bound of cols.
+template <typename T, int MOST, bool IN_WARP, int ROWS>
+__device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int count, int cols, float per_col,
+                          RowSlots<T, ROWS>& slots) {
+  UNROLL(r, ROWS) mean[r] = sum[r];
+  combine_row<IN_WARP>(mean, slots.sum);
+  UNROLL(r, ROWS) mean[r] = quotient(mean[r], float(cols), per_col);
+  if (!sum_is_rounded<T, MOST>(cols)) return;
+  float off[ROWS];
+  UNROLL(r, ROWS) off[r] = fma(-float(count), mean[r], sum[r]);
+  combine_row<IN_WARP>(off, slots.off);
+  UNROLL(r, ROWS) mean[r] += off[r] * per_col;
+}
+
+__device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
+  if (call.mean == nullptr) return;
+  static_cast<float*>(call.mean)[row] = mean;
+  static_cast<float*>(call.rstd)[row] = rstd;
+}
+
+// weight and bias of a thread's packs, as they are loaded.
+template <typename T, int PACKS>
+struct AffinePacks {
+  Pack<T, 16 / sizeof(T)> weight[PACKS], bias[PACKS];
+};
+
+template <typename T, int PACKS, bool SHIFTED, bool IN_WARP>
+__device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const RowConstants<float>& constants,
+                                  const Columns<T, SHIFTED, IN_WARP>& columns, uint64_t policy) {
+  constexpr int V = 16 / sizeof(T);
+  UNROLL(i, PACKS) {
+    const int col = columns.has(i) ? columns.at(i) : 0;  // without a branch, which would wait for input
+    affine.weight[i] = load<T, V>(static_cast<const T*>(constants.weight) + col, policy);
+    affine.bias[i] = load<T, V>(static_cast<const T*>(constants.bias) + col, policy);
+  }
+}
+
+// Normalizes and writes V columns of each row, `offset` elements after rows.first.
+template <bool FUSED, typename T, int V, int ROWS>
+__device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T, V> (&x)[ROWS],
+                              const float (&mean)[ROWS], const float (&rstd)[ROWS],
+                              const Vec<float, V>& weight, const Vec<float, V>& bias,
+                              const Epilogue<float>& given) {
+  const Epilogue<float> epilogue =
+      asked_anew < FUSED && ROWS == 1 > (given);  // several rows ask once for all
+  UNROLL(r, ROWS) {
+    auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
+    apply_epilogue<T, FUSED>(y.at, epilogue);
+    if (r < rows.count) store<T, V>(rows.first + (offset + r * rows.row_stride), y.at);
+  }
+}
+
+// Writes a thread's columns of its rows. EARLY: `affine` holds weight and bias already.
+template <bool FUSED, bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED,
+          bool IN_WARP>
+__device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const RowParts<T, PACKS, ROWS>& x,
+                           const Columns<T, SHIFTED, IN_WARP>& columns, const AffinePacks<T, PACKS>& affine,
+                           const float (&mean)[ROWS], const float (&rstd)[ROWS],
+                           const RowConstants<float>& constants) {
+  constexpr int V = 16 / sizeof(T);
+  UNROLL(i, PACKS) {
+    if (!columns.has(i)) continue;
+    Vec<float, V> weight, bias;
+    if (EARLY && constants.same_dtype) {
+      weight = widened(affine.weight[i]), bias = widened(affine.bias[i]);
+    } else {
+      load_affine_pair<T, V, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.at(i), columns.begin);
+    }
+    write_columns<FUSED>(rows, i * columns.stride, x.packs[i], mean, rstd, weight, bias, constants.epilogue);
+  }
+  if (columns.has_extra()) {
+    Vec<float, 1> weight, bias;
+    load_affine_pair<T, 1, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.extra, columns.begin);
+    write_columns<FUSED>(rows, columns.extra_offset(), x.extra, mean, rstd, weight, bias, constants.epilogue);
+  }
 }
 """
 
@@ -1466,194 +1696,107 @@ namespace registers {
 
 // Loads of a thread: four of one row, or one of each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of
 // copy speed -> 0.96), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88 with 32).
-constexpr int kLoads = 4, kFourRowsLoads = 16, kShiftedFourRowsLoads = 32;
+constexpr int kLoads = 4, kFourRowsLoads = 32;
 // Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once
 // for both (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
 constexpr int kTwoRowsThreads = 384;
 // A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two
 // a thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
-constexpr int kBlockThreads = 128, kBlockThreads16Bits = 64;
+constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
 // Threads of the longest rows. An SM has room for three such blocks, of 16 bits for two (Turing and RTX 50:
 // one fewer): one loads while another stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
+// Threads that an SM holds: so many loads all begin at once.
+constexpr int kSmThreads = 2048;
 // 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an
 // SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
-constexpr int kFourRowsThreads = 128;
+constexpr int kFourRowsThreads = 128, kWarpRowBlocks = 5;
 template <typename T, int PACKS, int ROWS>
 constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED>
+// Weight and bias are loaded before the statistics, which hide their latency, where registers allow it.
+template <int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+constexpr bool loads_affine_early = !SHIFTED && ROWS == 1 && (PACKS < kLoads || IN_WARP);
+
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int most_row_threads() {  // of a block
-  if (is_four_16_bit_rows<T, PACKS, ROWS>) return kFourRowsThreads;
+  if (IN_WARP || is_four_16_bit_rows<T, PACKS, ROWS>) return kFourRowsThreads;
   return SHIFTED ? kShiftedThreads : kThreads;
 }
-static_assert(kBlockThreads16Bits <= kFourRowsThreads, "a block of four rows a thread is too large");
-static_assert(kShiftedFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
+static_assert(kBlockThreads <= kFourRowsThreads, "a block of four rows a thread is too large");
+static_assert(kFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED>
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int row_blocks() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
-  if (SHIFTED && sizeof(T) == 2) return 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if (__CUDA_ARCH__ == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
+  if (PACKS == 2) return 1;
 #endif
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
-  if (ROWS > 1 || sizeof(T) == 8) return 1;
+  if (IN_WARP) return kWarpRowBlocks;
+  if (ROWS > 1) return 1;
+  if (!SHIFTED && PACKS < kLoads) return kRowBlocks;
   return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
 }
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool FUSED>
-__global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED>(),
-                                  row_blocks<T, PACKS, ROWS, SHIFTED>())
-    layer_norm_rows(Forward call, RowConstants<Acc<T>> constants, Later later, int step_log2) {
-  using A = Acc<T>;
-  using Spread = std::conditional_t<sizeof(T) == 2, A, Distances<A>>;
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP, bool FUSED>
+__global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_WARP>(),
+                                  row_blocks<T, PACKS, ROWS, SHIFTED, IN_WARP>())
+    layer_norm_rows(Forward call, RowConstants<float> constants, Later later, int step_log2) {
   constexpr int V = 16 / sizeof(T);
-  __shared__ A sum_slots[kMaxWarps][ROWS], off_slots[kMaxWarps][ROWS];
-  __shared__ Spread spread_slots[kMaxWarps][ROWS];
+  constexpr bool kEarly = loads_affine_early<PACKS, ROWS, SHIFTED, IN_WARP>;
+  __shared__ RowSlots<T, ROWS> slots;
+  const int cols = call.cols;
+  const uint64_t policy = l2_policy(constants.priority);
 
-  // A thread's rows are threadIdx.y + r * step after the block's first. Offsets from that are ints.
-  const int cols = call.cols, step = 1 << step_log2;
-  int64_t block_row = int64_t(blockIdx.x) * blockDim.y;
-  if (ROWS > 1) block_row = ((block_row >> step_log2) * ROWS << step_log2) + (block_row & (step - 1));
-  const int rows = min(call.rows - block_row, int64_t(ROWS) << step_log2), row_step = cols << step_log2;
-  const T* input = static_cast<const T*>(call.input) + block_row * cols + threadIdx.y * cols;
-  T* output = static_cast<T*>(call.output) + block_row * cols + threadIdx.y * cols;
+  // Which rows: ROWS of a thread, 2^step_log2 apart, so that all of them have the same alignment.
+  int64_t row = int64_t(blockIdx.x) * blockDim.y;
+  if (ROWS > 1) row += (row >> step_log2 << step_log2) * (ROWS - 1);
+  row += threadIdx.y;
+  const int step = ROWS > 1 ? 1 << step_log2 : 1, row_stride = cols * step;
+  const int count =
+      ROWS == 1 ? row < call.rows : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
+  const T* input_row = static_cast<const T*>(call.input) + row * cols;
+  T* output_row = static_cast<T*>(call.output) + row * cols;
+  const Columns<T, SHIFTED, IN_WARP> columns(output_row, count > 0 ? cols : 0);
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
+  const RowPlaces<const T> input = {keep_pointer(input_row + columns.first), row_stride, count};
+  const RowPlaces<T> output = {output_row + columns.first, row_stride, count};
 
-  // Rows that lie a multiple of V apart all have the same misalignment.
-  const Cut cut(SHIFTED ? reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T) : 0, cols, V, V);
-  const bool has_extra = SHIFTED && cut.extra >= 0;
-  const int first_col = cut.begin + int(threadIdx.x) * V, pack_step = blockDim.x * V;
-  // live(r, i) implies live(0, i). Without branches, so that loads follow one another.
-  const int end = int(threadIdx.y) < rows ? cut.end : 0;
-  auto live_row = [&](int r) { return int(threadIdx.y) + r * step < rows; };
-  auto live = [&](int r, int i) {
-    const bool live_pack = first_col + i * pack_step < end;
-    return r == 0 ? live_pack : bool(live_pack & live_row(r));
-  };
+  // Load.
+  RowParts<T, PACKS, ROWS> x;
+  AffinePacks<T, PACKS> affine;
+  load_rows(x, input, columns, aligned, policy);
+  if (kEarly) load_affine_packs(affine, constants, columns, policy);
+  if (later.begin < later.end && prefetches()) prefetch_later_rows(later, policy);
 
-  const uint64_t policy = l2_policy(constants.keep_input);
-  Pack<T, V> x[ROWS][PACKS] = {};
-  A extra_x[ROWS] = {};
-  if (!SHIFTED || (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        if (live(r, i)) {
-          x[r][i] = load<T, V>(input + (first_col + r * row_step + i * pack_step), policy);
-        }
-      }
-    }
-  } else {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      Unaligned<T, V> words[PACKS] = {};
-      const int odd = Unaligned<T, V>::odd(input + cut.begin);
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        if (live(r, i)) words[i].load(input + (first_col + r * row_step + i * pack_step), odd);
-      }
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) x[r][i] = words[i].get(odd);
-    }
+  // Measure: the mean first, then distances from it.
+  float sum[ROWS], mean[ROWS], rstd[ROWS];
+  DistanceSums<T> distances[ROWS];
+  UNROLL(r, ROWS) sum[r] = sum_of_row(x, r);
+  row_means<T, PACKS * kThreads * V, IN_WARP>(mean, sum, columns.count(PACKS), cols, constants.per_col,
+                                              slots);
+  UNROLL(r, ROWS) distances[r] = distances_of_row(x, columns, r, mean[r]);
+  combine_row<IN_WARP>(distances, slots.distances);
+  UNROLL(r, ROWS) {
+    rstd[r] = rsqrt(settle(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
+    if (threadIdx.x == 0 && r < count) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    if (has_extra && live_row(r)) extra_x[r] = widen(input[cut.extra + r * row_step]);
-  }
-  if (prefetches()) prefetch_later_rows(later, policy);
 
-  A mean[ROWS], rstd[ROWS], off[ROWS];
-  Spread spread[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    mean[r] = has_extra ? extra_x[r] : 0;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      A values[V];
-      unpack(x[r][i], values);
-#pragma unroll
-      for (int v = 0; v < V; ++v) mean[r] += values[v];  // zeros where the pack is not live
-    }
-    off[r] = mean[r];
-  }
-  combine_row(mean, sum_slots);
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) mean[r] = quotient(mean[r], A(cols), constants.per_col);
-  if (PACKS > 1 && sum_is_rounded<T, kLoads * kThreads * V>(cols)) {
-    A count = has_extra;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) count += live(0, i) ? V : 0;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) off[r] = fma(-count, mean[r], off[r]);
-    combine_row(off, off_slots);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) mean[r] += off[r] * constants.per_col;
-  }
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    spread[r] = {};
-    if (has_extra) add_distance(spread[r], extra_x[r] - mean[r]);
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      A values[V];
-      unpack(x[r][i], values);
-      Spread here = {};
-#pragma unroll
-      for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean[r]);
-      if (live(0, i)) spread[r] = combine(spread[r], here);
-    }
-  }
-  combine_row(spread, spread_slots);
-
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    rstd[r] = rsqrt(settle(spread[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
-    if (call.mean != nullptr && threadIdx.x == 0 && live_row(r)) {
-      static_cast<A*>(call.mean)[block_row + int(threadIdx.y) + r * step] = mean[r];
-      static_cast<A*>(call.rstd)[block_row + int(threadIdx.y) + r * step] = rstd[r];
-    }
-  }
-  auto normalize = [&](auto usual_affine) {
-    constexpr bool kUsual = decltype(usual_affine)::value;
-    constexpr bool kHidden = FUSED && ROWS == 1;  // several rows of a thread ask once for all
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (!live(0, i)) continue;
-      const int col = first_col + i * pack_step;
-      A weight[V], bias[V];
-      load_affine_pair<T, V, SHIFTED, kUsual>(weight, bias, call, col, cut.begin);
-      const Epilogue<A> epilogue = asked_anew<kHidden>(constants.epilogue);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        A y[V];
-        unpack(x[r][i], y);
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = (y[v] - mean[r]) * rstd[r] * weight[v] + bias[v];
-        apply_epilogue<T, FUSED>(y, epilogue);
-        if (r == 0 || live_row(r)) store<T, V>(output + (col + r * row_step), y);
-      }
-    }
-    if (has_extra) {
-      A weight[1], bias[1];
-      load_affine_pair<T, 1, SHIFTED, kUsual>(weight, bias, call, cut.extra, cut.begin);
-      const Epilogue<A> epilogue = asked_anew<kHidden>(constants.epilogue);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        A y[1] = {(extra_x[r] - mean[r]) * rstd[r] * weight[0] + bias[0]};
-        apply_epilogue<T, FUSED>(y, epilogue);
-        if (live_row(r)) narrow(y[0], output[cut.extra + r * row_step]);
-      }
-    }
-  };
-  with_usual_affine<T>(call, normalize);
+  // Write, with weight and bias for all of the thread's rows.
+  with_same_dtype<T, kEarly>(call, [&](auto same_dtype) {
+    write_rows<FUSED, same_dtype.value, kEarly>(call, output, x, columns, affine, mean, rstd, constants);
+  });
 }
 
 // ---- Rows in registers, forward: host side ----
 
 struct ForwardPlan {
   int loads, rows;                      // of a thread
+  bool in_warp;                         // 32 threads share a row
   int threads_per_row, rows_per_block;  // rows side by side
   int step_log2;                        // from one of a thread's rows to the next
 };
@@ -1665,23 +1808,34 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
+// Loads and rows of a thread. Few bytes have a thread for each load; more would wait for places on an SM.
+void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
+  const int64_t loads = loads_of(call);
+  const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
+  const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
+  const bool has_warps = call.rows * 32 <= int64_t(kWarpRowBlocks * kBlockThreads) * device.sms;
+  p.loads = kLoads, p.rows = 1;
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads) {
+    p.loads = 2;
+  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && has_warps) {
+    p.in_warp = true;
+  } else if (has_places) {
+    p.loads = 1;
+  } else if (loads <= kFourRowsLoads) {
+    p.loads = 1, p.rows = kLoads;
+  } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !is_fused(call)) {
+    p.rows = 2;
+  }
+}
+
 ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
   const int V = 16 / size_of(call.dtype);
-  const int64_t loads = loads_of(call);
-  const bool few_rows = call.rows * ceil_div(loads, 128) < 16 * device.sms;
-  const int most_of_one = few_rows  ? (shifted ? kShiftedThreads : kThreads)
-                          : shifted ? kShiftedFourRowsLoads
-                                    : kFourRowsLoads;
   ForwardPlan p = {};
-  p.loads = loads <= most_of_one ? 1 : kLoads;
-  p.rows = few_rows || V == 2 ? 1 : p.loads == 1 ? kLoads : 1;
-  p.threads_per_row = row_threads(loads, p.loads);
-  if (shifted) {
-    if (p.loads > 1 && p.threads_per_row <= kTwoRowsThreads && !is_fused(call) && !few_rows && V > 2)
-      p.rows = 2;
-    p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Cut
-  }
-  p.rows_per_block = std::max(1, (V == 8 ? kBlockThreads16Bits : kBlockThreads) / p.threads_per_row);
+  choose_loads(p, call, shifted, device);
+  p.threads_per_row = p.in_warp ? 32 : row_threads(loads_of(call), p.loads);
+  if (shifted) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Columns
+  const int block_threads = V == 8 && shifted ? kShiftedBlockThreads16Bits : kBlockThreads;
+  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
   // A thread's rows are `step` apart, a power of two: those of neighbouring or equally misaligned blocks.
   const int step = !shifted || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
   while (1 << p.step_log2 < step) ++p.step_log2;
@@ -1691,19 +1845,23 @@ ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
 template <typename T, bool SHIFTED, bool FUSED>
 cudaError_t launch(const Forward& call, const Context& context) {
   const ForwardPlan p = plan(call, SHIFTED, context.device);
-  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, FUSED>;
-  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, FUSED>;
-  if constexpr (sizeof(T) < 8) {
-    if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, FUSED>;
-    if constexpr (SHIFTED && !FUSED) {
-      if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, FUSED>;
-    }
+  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, false, FUSED>;
+  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, false, FUSED>;
+  if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, false, FUSED>;
+  if constexpr (SHIFTED && !FUSED) {
+    if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, false, FUSED>;
+  }
+  if constexpr (!SHIFTED && sizeof(T) == 2) {
+    if (p.in_warp) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true, FUSED>;
+  }
+  if constexpr (!SHIFTED && sizeof(T) == 4) {
+    if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false, FUSED>;
   }
   const int64_t step = int64_t(1) << p.step_log2;
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
   const dim3 block(p.threads_per_row, p.rows_per_block);
   kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
-      call, row_constants<Acc<T>>(call, context.device),
+      call, row_constants<float>(call, context.device),
       later_rows(call, p.rows * p.rows_per_block, context.device), p.step_log2);
   return cudaGetLastError();
 }
@@ -1736,17 +1894,9 @@ constexpr bool is_in_words = sizeof(T) == 2 && V == 2;
 template <typename T, int V>
 constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
 
-// A row, found once: the compiler would find each pack from the block's first row (bf16 rows of 2041: 0.79).
-template <typename T>
-__device__ T* found(T* row) {
-  row = opaque(row);
-  __builtin_assume(__isGlobal(row));
-  return row;
-}
-
 template <typename T, int V, int PACKS, int ROWS, bool FUSED>
 __global__ void __launch_bounds__(kBackwardThreads)
-    layer_norm_backward_rows(Backward call, Acc<T>* partials, bool keep_input) {
+    layer_norm_backward_rows(Backward call, Acc<T>* partials, L2Priority priority) {
   using A = Acc<T>;
   // First bias, then sums: columns times rows of a block with several rows.
   constexpr int kShared = (FUSED ? 512 : 256) * V * PACKS;
@@ -1810,7 +1960,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   Pack<T, 1> next_extra_x[ROWS], next_extra_dy[ROWS];
   A next_mean[ROWS], next_rstd[ROWS];
   const int row_step = next_row * cols, to_extra = extra_col - first_col;
-  const uint64_t policy = l2_policy(keep_input);
+  const uint64_t policy = l2_policy(priority);
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = opaque(row_stride * cols);
   const int64_t offset = row * cols + first_col;
   const T* x_at = static_cast<const T*>(call.input) + offset;
@@ -1821,7 +1971,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
       if (row + r * next_row >= call.rows) continue;
       next_mean[r] = static_cast<const A*>(call.mean)[row + r * next_row];
       next_rstd[r] = static_cast<const A*>(call.rstd)[row + r * next_row];
-      const T *x_row = found(x_at + r * row_step), *dy_row = found(dy_at + r * row_step);
+      const T *x_row = keep_pointer(x_at + r * row_step), *dy_row = keep_pointer(dy_at + r * row_step);
 #pragma unroll
       for (int i = 0; i < PACKS; ++i) {
         if (!live[i]) continue;
@@ -1903,7 +2053,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     for (int r = 0; r < ROWS; ++r) {
       if (row + r * next_row >= call.rows) continue;
       const A mean_wdy = sums[r].wdy * per_col, mean_wdy_xhat = sums[r].wdy_xhat * per_col;
-      T* dx_row = found(grad_input + r * row_step);
+      T* dx_row = keep_pointer(grad_input + r * row_step);
       auto put = [&](const auto& dy, const auto& xhat, const auto& weight, T* to) {
         constexpr int N = sizeof(weight) / sizeof(A);
         A grad[N], dx[N];
@@ -2018,7 +2168,7 @@ cudaError_t launch(Backward call, const Context& context) {
     *tensor = std::exchange(scratch, scratch + room);
   }
   kernel<<<p.blocks, dim3(p.threads_per_row, p.rows_per_block), 0, context.stream>>>(
-      call, partials, exceeds_l2(call, 3, context.device));
+      call, partials, input_priority(call, 3, context.device));
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, p.blocks, context);
 }
@@ -2039,11 +2189,11 @@ constexpr int kLoads = 4;  // of a thread, more where the row is longer
 // Threads of a row, at most (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
 constexpr int kMostThreads = 1024, kThreads16Bits = 512;
 // Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of
-// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.961, 0.975). An SM must hold
+// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949). An SM must hold
 // two (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
-constexpr int kMostBytes = 73 << 10, kMostBytes16Bits = 43 << 10;
-// Rows for each SM without an activation, as the last wave may be a small one, and the pipeline has no waves
-// (1024 float32 rows of 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
+constexpr int kMostBytes = 71 << 10, kMostBytes16Bits = 43 << 10;
+// Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of
+// 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
@@ -2067,7 +2217,7 @@ template <typename T>
 constexpr int kAtOnce = 2;
 #endif
 
-template <typename T, bool FUSED>
+template <typename T>
 __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -2081,7 +2231,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
   T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
   T* x = reinterpret_cast<T*>(held);
 
-  const uint64_t policy = l2_policy(constants.keep_input);
+  const uint64_t policy = l2_policy(constants.priority);
   for (int col = first_col; col < cols; col += pack_step) copy_async(x + col, input + col, policy);
   if (prefetches()) prefetch_later_rows(later, policy);
   wait_for_copies();
@@ -2097,11 +2247,11 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     sum[0] += here;
   }
   off[0] = sum[0];
-  combine_row<kWarps>(sum, sum_slots);
+  combine_row<false, kWarps>(sum, sum_slots);
   float mean = quotient(sum[0], float(cols), constants.per_col);
   if (sum_is_rounded<T, INT_MAX>(cols)) {
     off[0] = fma(float(-packs * V), mean, off[0]);
-    combine_row<kWarps>(off, off_slots);
+    combine_row<false, kWarps>(off, off_slots);
     mean += off[0] * constants.per_col;
   }
   Spread spread[1] = {};
@@ -2114,7 +2264,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
     spread[0] = combine(spread[0], here);
   }
-  combine_row<kWarps>(spread, spread_slots);
+  combine_row<false, kWarps>(spread, spread_slots);
   const float m2 = settle(spread[0], mean, constants.per_col);
   const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
   if (call.mean != nullptr && threadIdx.x == 0) {
@@ -2123,7 +2273,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
   }
 
   const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
-  with_usual_affine<T>(call, [&](auto usual_affine) {
+  with_same_dtype<T>(call, [&](auto usual_affine) {
 #pragma unroll(kAtOnce<T>)
     for (int i = 0; i < packs; ++i) {
       const int col = first_col + i * pack_step;
@@ -2132,7 +2282,6 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
       unpack(load<T, V>(x + col), y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(constants.epilogue));
       store<T, V>(output + col, y);
     }
   });
@@ -2146,21 +2295,16 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
 bool takes(const Forward& call, const Device& device) {
   const int64_t bytes = call.cols * size_of(call.dtype),
                 most = size_of(call.dtype) == 2 ? kMostBytes16Bits : kMostBytes;
-  const int64_t least_rows = int64_t(is_fused(call) ? 1 : kRowsForEachSm) * device.sms;
   return device.code >= 80 && bytes <= most && 2 * (bytes + kControlBytes) <= device.shared_bytes &&
-         call.rows >= least_rows;
+         call.rows >= int64_t(kRowsForEachSm) * device.sms;
 }
 
-template <typename T, bool FUSED>
+template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t bytes = call.cols * sizeof(T);
-  const auto kernel = layer_norm_shared_rows<T, FUSED>;
-  const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
-  if (error != cudaSuccess) return error;
   const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
-  kernel<<<call.rows, threads, bytes, context.stream>>>(call, row_constants<float>(call, context.device),
-                                                        later_rows(call, 1, context.device));
-  return cudaGetLastError();
+  return launch_kernel(layer_norm_shared_rows<T>, {call.rows, threads, kPlain, int(bytes)}, context, call,
+                       row_constants<float>(call, context.device), later_rows(call, 1, context.device));
 }
 
 }  // namespace shared
@@ -2216,21 +2360,17 @@ constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyShare
 constexpr int kBackwardPrefetchGroup = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kLeastSlice = 2048;
-// Percent of their slices that unaligned rows must fill to be faster here than in registers (bf16 rows of
-// 6001: 0.82 of copy speed -> 0.94, of 5001: 0.90 -> 0.81); without an epilogue several slices are enough.
-constexpr int kUnalignedFill = 70;
 
 struct Pipeline {
-  int slice;        // columns of a block; the last one of a group may have fewer
-  int stages;       // of the ring
-  int delay;        // stages between measuring and applying, less than stages
-  int flight;       // stages on their way at once
-  int slice_bytes;  // room for one tensor's slice of a row, a multiple of kLineBytes
-  int gatherers;    // warps that take turns, at most kGatherers
-  int lanes;        // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
-  bool prefetch;    // rows come to L2 while they wait for a place in the ring
-  bool keep_input;  // see l2_policy
-  bool shifted;     // see ForwardPass
+  int slice;            // columns of a block; the last one of a group may have fewer
+  int stages;           // of the ring
+  int delay;            // stages between measuring and applying, less than stages
+  int flight;           // stages on their way at once
+  int slice_bytes;      // room for one tensor's slice of a row, a multiple of kLineBytes
+  int gatherers;        // warps that take turns, at most kGatherers
+  int lanes;            // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
+  bool prefetch;        // rows come to L2 while they wait for a place in the ring
+  L2Priority priority;  // of input
 };
 
 // Lanes that measure a part of a slice together; the publisher combines the parts. 32 lanes take 300 of 1600
@@ -2251,113 +2391,72 @@ struct Control {
 // ---- Pipeline: forward and backward, as the kernel sees them ----
 // For each row it calls measure, part, together, to_publish, published, finish and apply; end is last.
 
-// SHIFTED: rows do not start on 16-byte boundaries, but those of a group all lie as far from one (see Cut).
-// Where a group's rows lie differently, a load is one element, V == 1.
-template <typename T, int V, bool SHIFTED, bool FUSED>
+template <typename T>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
   // Means as distances from `base`, the first of them; float32: all from the reference of a row.
   using Stats = Moments<float>;
   using ForRow = RowStats<float>;
-  static constexpr int kTensors = 1, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1 && !SHIFTED, kWrites = false, kMeans = true };
+  static constexpr int kTensors = 1, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
+  static constexpr bool kMeans = true;
   enum : int { kTogether = kFewTogether<T>, kGiven = sizeof(T) == 4 ? 3 : 0 };
-  float weight[kPacks][V], bias[kPacks][V], extra_weight[1] = {}, extra_bias[1] = {};
-  float count, per_count;  // columns of this thread's part, and their inverse
-  Cut cut;
-  int odd = 0;          // see Unaligned
-  bool aligned = true;  // input to output
-  bool asks;            // for an epilogue: unaligned rows have one kernel for all, which is less to compile
+  float weight[kPacks][V], bias[kPacks][V];
+  float count = 0, per_count;  // columns of this thread's part, and their inverse
 
   static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
 
-  // In elements from a 32-byte sector of L2: packs begin there (float32 rows of 50257: 0.92 -> 0.94).
-  static __device__ int misalignment(const void* tensor, int64_t offset) {
-    return SHIFTED ? reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + offset) % 32 / sizeof(T) : 0;
-  }
-
-  // offset: of a slice of the group, in elements.
-  __device__ ForwardPass(const Call& call, int64_t first, int columns, int64_t offset)
-      : cut(misalignment(call.output, offset), columns, V, 2 * V),
-        asks(FUSED && (kAligned || call.activation != Activation::None || call.scale != 1)) {
-    if (SHIFTED) {
-      odd = Unaligned<T, V>::odd(tensor(call, 0) + offset + cut.begin);
-      aligned = (misalignment(call.input, offset) - misalignment(call.output, offset)) % V == 0;
-    }
+  __device__ ForwardPass(const Call& call, int64_t first, int columns) {
     auto load_affine_of_slice = [&](auto usual_affine) {
-      constexpr bool kUsual = decltype(usual_affine)::value;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         // Always inside the slice, so that no condition delays loads (bf16 rows of 65536: 0.83 -> 0.87).
-        const int col = first + min(pack_col(i), cut.end - V);
-        load_affine_pair<T, V, SHIFTED, kUsual>(weight[i], bias[i], call, col, first + cut.begin);
-      }
-      if (has_extra()) {
-        load_affine_pair<T, 1, SHIFTED, kUsual>(extra_weight, extra_bias, call, first + cut.extra, 0);
+        const int col = first + min(pack_col(i), columns - V);
+        load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight[i], bias[i], call, col, 0);
       }
     };
-    with_usual_affine<T>(call, load_affine_of_slice);
-    count = has_extra();
+    with_same_dtype<T>(call, load_affine_of_slice);
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) count += has_pack(i) ? V : 0;
+    for (int i = 0; i < kPacks; ++i) count += pack_col(i) < columns ? V : 0;
     count = combine_lanes(count, kTogether);
     per_count = 1 / max(count, 1.f);
   }
 
   __device__ float columns_of_part() const { return count; }
 
-  __device__ int pack_col(int i) const {
-    return (SHIFTED ? cut.begin : 0) + (i * 32 * kWarps + threadIdx.x) * V;
-  }
-  __device__ bool has_pack(int i) const { return pack_col(i) < cut.end; }
-  __device__ bool has_extra() const { return SHIFTED && cut.extra >= 0; }
+  static __device__ int pack_col(int i) { return (i * 32 * kWarps + threadIdx.x) * V; }
 
-  __device__ void get(Pack<T, V> (&x)[kPacks], float& extra_x, const T* slice) const {
-    extra_x = has_extra() ? widen(slice[cut.extra]) : 0.f;
-    if (!SHIFTED || aligned) {
+  static __device__ void get(Pack<T, V> (&x)[kPacks], const T* slice, int columns) {
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        x[i] = {};
-        if (has_pack(i)) x[i] = load<T, V>(slice + pack_col(i));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        Unaligned<T, V> words = {};
-        if (has_pack(i)) words.load(slice + pack_col(i), odd);
-        x[i] = words.get(odd);
-      }
+    for (int i = 0; i < kPacks; ++i) {
+      x[i] = {};
+      if (pack_col(i) < columns) x[i] = load<T, V>(slice + pack_col(i));
     }
   }
 
-  __device__ void ask_for_bias(const Call&, int64_t, int, int) {}  // it has it
-
   // {mean, m2} of this thread's part.
-  __device__ float2 measure(const Call&, T* const (&slices)[kTensors], int64_t, int, float4 given) {
+  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
     constexpr bool kFrom = kGiven > 0;  // counts from it, as the sum of 12 equal floats already has an error
     const float reference = kFrom ? reference_of(given.x, given.y, given.z) : 0;
     Pack<T, V> x[kPacks];
-    float values[kPacks][V], extra_x, sum = 0, m2 = 0;
-    get(x, extra_x, slices[0]);
-    extra_x = has_extra() ? extra_x - reference : 0;
+    float values[kPacks][V], sum = 0, m2 = 0;
+    get(x, slices[0], columns);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       unpack(x[i], values[i]);
 #pragma unroll
       for (int v = 0; v < V; ++v) values[i][v] -= reference;
       const float here = sum_of<T>(values[i]);
-      sum += kFrom && !has_pack(i) ? 0 : here;
+      sum += kFrom && pack_col(i) >= columns ? 0 : here;
     }
-    sum = combine_lanes(sum + extra_x, kTogether);
+    sum = combine_lanes(sum, kTogether);
     const float mean = kFrom ? sum * per_count : quotient(sum, count, per_count);
-    if (has_extra()) add_distance(m2, extra_x - mean);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       float here = 0;
 #pragma unroll
       for (int v = 0; v < V; ++v) add_distance(here, values[i][v] - mean);
-      if (has_pack(i)) m2 += here;
+      if (pack_col(i) < columns) m2 += here;
     }
     return {mean, combine_lanes(m2, kTogether)};
   }
@@ -2398,73 +2497,42 @@ struct ForwardPass {
     return row_stats_of(from, off, applied_rstd(rstd, m2, sizeof(T) == 2));
   }
 
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int, int64_t offset,
+  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
                         const ForRow& stats, float4) {
     T* output = static_cast<T*>(call.output) + offset;
     Pack<T, V> x[kPacks];
-    float extra_x;
-    get(x, extra_x, slices[0]);
-    auto write = [&](auto fused) {
-      constexpr bool kFused = decltype(fused)::value;
-      const Epilogue<float> epilogue = {call.activation, float(call.scale)};
+    get(x, slices[0], columns);
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        float y[V];
-        unpack(x[i], y);
+    for (int i = 0; i < kPacks; ++i) {
+      float y[V];
+      unpack(x[i], y);
 #pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        if (has_pack(i)) store<T, V>(output + pack_col(i), y);
-      }
-      if (has_extra()) {
-        float y[1] = {normalized<T>(extra_x, stats) * extra_weight[0] + extra_bias[0]};
-        apply_epilogue<T, kFused>(y, asked_anew<kFused>(epilogue));
-        narrow(y[0], output[cut.extra]);
-      }
-    };
-    if (asks) {
-      write(std::bool_constant<FUSED>());
-    } else {
-      write(std::false_type());
+      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+      if (pack_col(i) < columns) store<T, V>(output + pack_col(i), y);
     }
   }
 
-  __device__ void end(const Call&, float*, int64_t, int, int, int) {}
+  __device__ void add_up(const Call&, float*, int64_t, int, bool) {}
 };
 
 // {mean, rstd} are given with a row; its statistics are {mean(wdy), mean(wdy * xhat)}.
-template <typename T, int V, bool FUSED>
+template <typename T>
 struct BackwardPass {
   using Call = Backward;
   using Element = T;
   using Stats = Sums<float>;
   using ForRow = Sums<float>;
-  static constexpr int kTensors = 2, kPacks = kThreadColumns / V;
-  enum : bool { kAligned = V > 1, kWrites = FUSED, kMeans = false };
-  // Bytes set the pace of aligned rows (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
-  enum : int { kTogether = V > 1 ? 32 : kFewTogether<T>, kGiven = 2 };
+  static constexpr int kTensors = 2, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
+  static constexpr bool kMeans = false;
+  // Bytes set the pace (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
+  enum : int { kTogether = 32, kGiven = 2 };
   float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
-
-  // Columns measured at a time: few with an activation, as there are few registers.
-  static constexpr int kAtOnce = FUSED && V > 4 ? 4 : V;
-  Pack<T, kAtOnce> next_bias = {};
-
-  // Loads what measure takes next of bias, where it is of input's dtype, while this thread waits for the
-  // slice or measures what comes before (16-bit rows with GELU: 4 to 6%).
-  __device__ void ask_for_bias(const Call& call, int64_t first, int columns, int turn) {
-    constexpr int kTurns = V / kAtOnce;  // of a pack
-    const int col = (turn / kTurns * 32 * kWarps + threadIdx.x) * V + turn % kTurns * kAtOnce;
-    const bool usual = call.bias != nullptr && (sizeof(T) > 2 || !call.affine_float32);
-    if (FUSED && usual && col < columns && turn < kPacks * kTurns) {
-      next_bias = load<T, kAtOnce>(static_cast<const T*>(call.bias) + first + col);
-    }
-  }
 
   static __device__ const T* tensor(const Call& call, int which) {
     return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
   }
 
-  __device__ BackwardPass(const Call& call, int64_t first, int columns, int64_t) {
+  __device__ BackwardPass(const Call& call, int64_t first, int columns) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
@@ -2474,43 +2542,24 @@ struct BackwardPass {
 
   __device__ float columns_of_part() const { return 0; }  // sums do without
 
-  // Leaves z's gradient in the slice for apply, where there is an activation.
-  __device__ float2 measure(const Call& call, T* const (&slices)[kTensors], int64_t first, int columns,
-                            float4 given) {
+  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
     const float mean = given.x, rstd = given.y;
     Stats stats = {0, 0};
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
       if (col >= columns) continue;
-      constexpr int F = kAtOnce;
+      float xhat[V], dy[V];
+      unpack(load<T, V>(slices[0] + col), xhat);
+      unpack(load<T, V>(slices[1] + col), dy);
 #pragma unroll
-      for (int f = 0; f < V; f += F) {
-        float xhat[F], dy[F];
-        unpack(load<T, F>(slices[0] + col + f), xhat);
-        Pack<T, F> grad_output = load<T, F>(slices[1] + col + f);
-#pragma unroll
-        for (int v = 0; v < F; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-        if constexpr (FUSED) {
-          float w[F], b[F];
-          unpack(next_bias, b);
-          ask_for_bias(call, first, columns, (i * V + f) / F + 1);
-#pragma unroll
-          for (int v = 0; v < F; ++v) w[v] = weight[i][f + v];
-          if (sizeof(T) == 2 && call.affine_float32)
-            load_affine<T, F>(b, call.bias, true, first + col + f, 0);
-          apply_derivative<T>(grad_output, xhat, w, b, call);
-          *reinterpret_cast<Pack<T, F>*>(slices[1] + col + f) = grad_output;
-        }
-        unpack(grad_output, dy);
-#pragma unroll
-        for (int v = 0; v < F; ++v) {
-          const float wdy = product(weight[i][f + v], dy[v]);
-          stats.wdy += wdy;
-          stats.wdy_xhat += wdy * xhat[v];
-          grad_weight[i][f + v] += dy[v] * xhat[v];
-          grad_bias[i][f + v] += dy[v];
-        }
+      for (int v = 0; v < V; ++v) {
+        xhat[v] = (xhat[v] - mean) * rstd;
+        const float wdy = product(weight[i][v], dy[v]);
+        stats.wdy += wdy;
+        stats.wdy_xhat += wdy * xhat[v];
+        grad_weight[i][v] += dy[v] * xhat[v];
+        grad_bias[i][v] += dy[v];
       }
     }
     stats = combine_lanes(stats, kTogether);
@@ -2567,18 +2616,22 @@ struct BackwardPass {
     }
   }
 
-  // A group's sums go to partials, (2, groups, cols); those of a single group are the gradients.
-  __device__ void end(const Call& call, float* partials, int64_t first, int columns, int group, int groups) {
+  // The sums of the last rows are added to the group's partials, (2, groups, cols). Without partials they are
+  // the gradients.
+  __device__ void add_up(const Call& call, float* partials, int64_t first, int columns, bool is_first) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int col = (i * 32 * kWarps + threadIdx.x) * V;
       if (col >= columns) continue;
-      if (groups == 1) {
+      if (partials == nullptr) {
         store_gradients<T>(call, first + col, grad_weight[i], grad_bias[i]);
       } else {
-        store_sums(partials + group * call.cols + first + col, grad_weight[i]);
-        store_sums(partials + (groups + group) * call.cols + first + col, grad_bias[i]);
+        float* to = partials + blockIdx.y * call.cols + first + col;
+        add_sums(to, grad_weight[i], is_first);
+        add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);
       }
+#pragma unroll
+      for (int v = 0; v < V; ++v) grad_weight[i][v] = grad_bias[i][v] = 0;
     }
   }
 };
@@ -2588,27 +2641,6 @@ struct BackwardPass {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 __device__ inline int slice_columns(const Pipeline& pipe, int64_t cols, int rank) {
   return int(min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice));
-}
-
-// The bytes to copy for `bytes` from a 16-byte boundary on: whole 16-byte units, unless the tensor ends
-// inside the last one. Then thread 0 copies its elements, and must do so before it arrives at the barrier.
-template <typename T>
-__device__ int whole_units(void* shared, const void* global, int bytes, bool tensor_ends, int thread) {
-  if (!tensor_ends) return (bytes + 15) / 16 * 16;
-  const int whole = bytes / 16 * 16, count = thread == 0 ? bytes % 16 / int(sizeof(T)) : 0;
-  const T* from = reinterpret_cast<const T*>(static_cast<const char*>(global) + whole);
-  T* to = reinterpret_cast<T*>(static_cast<char*>(shared) + whole);
-  constexpr int kMost = 16 / sizeof(T);
-  T rest[kMost];
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) rest[i] = from[i];
-  }
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i < count) to[i] = rest[i];
-  }
-  return whole;
 }
 
 #endif
@@ -2664,20 +2696,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (lane >= kLoadingThreads) return;
     const int thread = kLoadingThreads == 1 ? 0 : (warp == kLoader ? 0 : 32) + lane;
     Slot slot, before;  // before: pipe.flight stages behind
-    const uint64_t policy = l2_policy(pipe.keep_input);
+    const uint64_t policy = l2_policy(pipe.priority);
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       const char* start[Pass::kTensors];
-      int wanted[Pass::kTensors], bytes[Pass::kTensors], total = 0;
+      int bytes[Pass::kTensors], total = 0;
       // While the row waits for a place in the ring it comes to L2 (float32 rows of 262144: 0.89 of copy
       // speed -> 0.95; one row more: 0.92; two: 0.82).
       for (int t = 0; t < Pass::kTensors; ++t) {
         const int64_t offset = offset_of(row);
         const int early = early_bytes(t, offset);
         start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + offset) - early;
-        wanted[t] = early + columns * int(sizeof(T));
-        const int units = max(1, wanted[t] / 16);
-        if (pipe.prefetch)
-          prefetch_units(start[t], units * 16, policy, thread, kLoadingThreads, kPrefetchStep);
+        bytes[t] = early + columns * int(sizeof(T));
+        total += bytes[t];
+        if (pipe.prefetch) prefetch_units(start[t], bytes[t], policy, thread, kLoadingThreads, kPrefetchStep);
       }
       float2 given = {};  // in flight while this thread waits
       if (kLoadsGiven<Pass>) given = {*Pass::given_at(call, row, 0), *Pass::given_at(call, row, 1)};
@@ -2693,20 +2724,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         before.advance(pipe.stages);
       }
       if (kLoadsGiven<Pass>) control.given[slot.index].x = given.x, control.given[slot.index].y = given.y;
-      // Also in a unit that ends the last slice but one, where the last slice is shorter than a unit.
-      const bool tensor_ends = row == call.rows - 1 && call.cols - first - columns < 16 / int(sizeof(T));
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        bytes[t] = Pass::kAligned ? wanted[t]
-                                  : whole_units<T>(ring + room_of(slot.index, t), start[t], wanted[t],
-                                                   tensor_ends, thread);
-        total += bytes[t];
-      }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
       barrier_arrive_expecting(&control.loaded[slot.index], total);
       for (int t = 0; t < Pass::kTensors; ++t) {
-        if (bytes[t] > 0) {
-          bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
-        }
+        bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
       }
 #else
       for (int t = 0; t < Pass::kTensors; ++t) {
@@ -2723,16 +2744,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     Slot slot;
     constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
     float counts[kEach];
-    int first_part = 0;  // with columns: a slice of three bf16 has them in threads 16 to 18 (see Cut)
     for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
       barrier_wait(&control.measured[slot.index], slot.parity);
       const float2* measured = control.parts[slot.index];
       if (row == group) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
-        if (Pass::kMeans) first_part = __ffs(__ballot_sync(~0u, counts[0] > 0)) - 1;
       }
-      const float base = Pass::kMeans ? measured[first_part].x : 0;
+      const float base = Pass::kMeans ? measured[0].x : 0;
       Stats parts[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -2808,21 +2827,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   Slot measuring, applying;
   const int rows = call.rows, lag = pipe.delay * groups;  // int: rows are long, so that there are not many
-  Pass job(call, first, columns, offset_of(group));
+  Pass job(call, first, columns);
   const bool first_of_part = lane % Pass::kTogether == 0;
   if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
 #pragma unroll 1
-  for (int row = group; row < rows + lag; row += groups) {
+  for (int row = group, turn = 0; row < rows + lag; row += groups, ++turn) {
     if (row < rows) {
       find_slices(measuring, offset_of(row));
-      job.ask_for_bias(call, first, columns, 0);
       barrier_wait(&control.loaded[measuring.index], measuring.parity);
-      const float2 part = job.measure(call, slices, first, columns, control.given[measuring.index]);
+      const float2 part = job.measure(slices, columns, control.given[measuring.index]);
       if (first_of_part) {
         control.parts[measuring.index][threadIdx.x / Pass::kTogether] = part;
         barrier_arrive(&control.measured[measuring.index]);
       }
       measuring.advance(pipe.stages);
+      if (turn % kRowsPerSum == kRowsPerSum - 1 || row + groups >= rows) {
+        job.add_up(call, partials, first, columns, turn < kRowsPerSum);
+      }
     }
     if (row >= lag) {
       const int64_t offset = offset_of(row - lag);
@@ -2830,23 +2851,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_wait(&control.known[applying.index], applying.parity);
       job.apply(call, slices, columns, offset, control.row_stats[applying.index],
                 control.given[applying.index]);
-      if (Pass::kWrites) writes_before_copies();  // measure has written to the slice
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.applied[applying.index]);
       applying.advance(pipe.stages);
     }
   }
-  job.end(call, partials, first, columns, group, groups);
 #else
   __trap();  // takes() keeps calls away from code without these instructions
 #endif
 }
 
 // ---- Pipeline: host side ----
-
-// Unaligned rows have one kernel for all epilogues, which is less to compile.
-template <typename T, int V, bool FUSED>
-using Forwards = ForwardPass<T, 16 / sizeof(T), V == 1, FUSED || V == 1>;
 
 template <typename Pass>
 constexpr int kControlBytes = (sizeof(Control<Pass::kTogether, typename Pass::ForRow>) + kLineBytes - 1) /
@@ -2866,19 +2881,11 @@ bool takes_pass(const typename Pass::Call& call, const Device& device) {
 }
 template <typename T>
 bool takes(const Forward& call, const Device& device) {
-  return takes_pass<Forwards<T, 1, true>>(call, device);
+  return takes_pass<ForwardPass<T>>(call, device);
 }
 template <typename T>
 bool takes(const Backward& call, const Device& device) {
-  return takes_pass<BackwardPass<T, 1, true>>(call, device);
-}
-
-// For unaligned rows that registers could hold, as many as SMs or more.
-template <typename T>
-bool is_faster_than_registers(const Forward& call, bool fused, const Device& device) {
-  if (call.rows < device.sms || !takes<T>(call, device)) return false;
-  const int64_t slice = longest_slice<Forwards<T, 1, true>>(device), slices = ceil_div(call.cols, slice);
-  return (slices > 1 && !fused) || 100 * call.cols >= kUnalignedFill * slices * slice;
+  return takes_pass<BackwardPass<T>>(call, device);
 }
 
 struct Plan {
@@ -2901,24 +2908,15 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   constexpr bool kForward = Pass::kTensors == 1;
   constexpr int kBytes = sizeof(typename Pass::Element);
   const int64_t rows = call.rows, cols = call.cols;
-  const int64_t least = ceil_div(cols, longest_slice<Pass>(device)), most_groups = device.sms / least;
+  const int64_t least = ceil_div(cols, longest_slice<Pass>(device));
   Plan p = {};
-  int64_t step = 1;  // rows of the same shift lie a multiple of it apart
-  while (kForward && !Pass::kAligned && step * cols * kBytes % 16 != 0) step *= 2;
-  p.pipe.shifted = kForward && !Pass::kAligned && most_groups >= std::min(step, rows);
-  if (!p.pipe.shifted) step = 1;
-  auto groups_of = [&](int64_t sharers) {
-    const int64_t fit = device.sms / sharers;
-    return fit < rows ? fit / step * step : rows;
-  };
-  // Twice the least where groups come in multiples (float32 rows of 131075: 0.70 of copy speed -> 0.80).
+  auto groups_of = [&](int64_t sharers) { return std::min(rows, device.sms / sharers); };
   const int64_t worth_trying =
-      std::max((step > 1 ? 2 : Pass::kTensors) * least, device.sms / std::min<int64_t>(rows, device.sms));
+      std::max(Pass::kTensors * least, device.sms / std::min<int64_t>(rows, device.sms));
   const int64_t most =
       std::min({worth_trying, int64_t(device.sms), int64_t(kMostSharers), cols / kLeastSlice});
   int64_t fastest = least, shortest = INT64_MAX;
   for (int64_t sharers = least; sharers <= std::max(least, most); ++sharers) {
-    if (groups_of(sharers) == 0) break;
     const int64_t time = ceil_div(rows, groups_of(sharers)) * (ceil_div(cols, sharers) + kLeastSlice);
     if (time < shortest) fastest = sharers, shortest = time;
   }
@@ -2930,7 +2928,7 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   p.pipe.slice_bytes = ceil_div(p.pipe.slice * kBytes + early, kLineBytes) * kLineBytes;
   const int stage_bytes = Pass::kTensors * p.pipe.slice_bytes;
   const int room = device.shared_bytes - kControlBytes<Pass>, three = std::min(3, room / stage_bytes);
-  const int spared = !kForward && Pass::kAligned ? kBackwardControlBytes - kControlBytes<Pass> : 0;
+  const int spared = !kForward ? kBackwardControlBytes - kControlBytes<Pass> : 0;
   p.pipe.stages = std::min(kMaxStages, std::max(three, (room - spared) / stage_bytes));
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.pipe.flight =
@@ -2943,7 +2941,7 @@ Plan plan(const typename Pass::Call& call, const Device& device) {
   while (p.pipe.lanes < std::min(p.sharers, 32)) p.pipe.lanes *= 2;
   p.pipe.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
   p.pipe.prefetch = kForward || p.sharers >= kBackwardPrefetchGroup;
-  p.pipe.keep_input = exceeds_l2(call, Pass::kTensors + 1, device);
+  p.pipe.priority = input_priority(call, Pass::kTensors + 1, device);
   return p;
 }
 
@@ -2951,32 +2949,30 @@ template <typename Pass>
 cudaError_t launch(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
                    const Context& context) {
   const int shared = p.pipe.stages * Pass::kTensors * p.pipe.slice_bytes;
-  return launch_groups(layer_norm_pipeline<Pass>, p.sharers, p.groups, kThreads, shared, context, call,
-                       p.pipe, words, partials);
+  const LaunchKind kind = p.sharers > 1 ? kCooperative : kPlain;
+  return launch_kernel(layer_norm_pipeline<Pass>, {dim3(p.sharers, p.groups), kThreads, kind, shared},
+                       context, call, p.pipe, words, partials);
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
-  using Pass = Forwards<T, V, FUSED>;
+  using Pass = ForwardPass<T>;
   const Plan p = plan<Pass>(call, context.device);
   const int64_t bytes = 8 * call.rows * words_per_row(p.sharers);
   auto* words = static_cast<uint64_t*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  if constexpr (V == 1) {
-    if (!p.pipe.shifted) return launch<ForwardPass<T, 1, false, true>>(call, p, words, nullptr, context);
-  }
   return launch<Pass>(call, p, words, nullptr, context);
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T>
 cudaError_t launch(const Backward& call, const Context& context) {
-  using Pass = BackwardPass<T, V, FUSED>;
+  using Pass = BackwardPass<T>;
   const Plan p = plan<Pass>(call, context.device);
-  const int64_t partial_rows = partials_of(p.groups);
+  const int64_t partial_rows = call.rows > kRowsPerSum ? p.groups : partials_of(p.groups);
   const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // words begin on a line
   const int64_t bytes = 4 * sums + 8 * call.rows * words_per_row(p.sharers);
   auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  const cudaError_t error =
-      launch<Pass>(call, p, reinterpret_cast<uint64_t*>(partials + sums), partials, context);
+  const cudaError_t error = launch<Pass>(call, p, reinterpret_cast<uint64_t*>(partials + sums),
+                                         partial_rows > 0 ? partials : nullptr, context);
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
 
@@ -2986,13 +2982,13 @@ cudaError_t launch(const Backward& call, const Context& context) {
 _JOINT = r"""
 namespace joint {
 
-// ---- Rows that many SMs hold together, forward, float32 without an activation (sm_90 and up) ----
+// ---- Rows that many SMs hold together, forward, float32 (sm_90 and up) ----
 // Takes rows too long for the pipeline (on 132 SMs more than 1081344 columns). The kernel is persistent: a
 // group of blocks, one on each SM, shares a row, and each block keeps its slice, up to 128 KB, in shared
 // memory until the group knows the row's statistics. weight and bias of the slice stay in registers and
 // shared memory for the whole run: each byte moves once (the main shape, 16 rows of 4194304: 0.176 ms, 0.216
-// with input read twice). For 16 bits, twice the elements to a byte, and with an activation the few warps
-// that have the registers for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
+// with input read twice). For 16 bits, twice the elements to a byte, the few warps that have the registers
+// for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
 //
 // A slice comes in stages, into a ring with room for some more. Warps apply a stage and measure the one a
 // slice and kAhead stages further on: the next row's exchange is under way before this row is done.
@@ -3066,7 +3062,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // One thread loads stage after stage, another brings those to L2 that come kPrefetch later. The loading
   // warp is the slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
   const bool loads = thread == 0, prefetches = thread == 32;
-  const uint64_t policy = l2_policy(constants.keep_input);
+  const uint64_t policy = l2_policy(constants.priority);
   int next_row = blockIdx.y, next_stage = 0;
   auto fetch = [&](int slot) {
     if (next_row < rows) {
@@ -3304,8 +3300,8 @@ Plan plan(const Forward& call, const Device& device) {
 
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * words_per_row(p.sharers)));
-  return launch_groups(layer_norm_joint_rows, p.sharers, p.groups, kThreads, p.shared, context, call,
-                       row_constants<float>(call, context.device), p.slices, words);
+  return launch_kernel(layer_norm_joint_rows, {dim3(p.sharers, p.groups), kThreads, kCooperative, p.shared},
+                       context, call, row_constants<float>(call, context.device), p.slices, words);
 }
 
 }  // namespace joint
@@ -3633,9 +3629,11 @@ cudaError_t launch(const Forward& call, const Context& context) {
   constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
   partial_moments<T, V, kPacks>
       <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
-  launch_next(finish_moments<A>, call.rows, kFinishingThreads, context, call, p.pieces, moments, row_stats);
-  launch_next(normalize_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-              context, call, row_stats, ceil_div(call.rows, p.row_blocks));
+  launch_kernel(finish_moments<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+                moments, row_stats);
+  launch_kernel(normalize_columns<T, V, kTilePacks<V>, FUSED>,
+                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
+                ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -3653,10 +3651,12 @@ cudaError_t launch(const Backward& call, const Context& context) {
   if (call.grad_input != nullptr) {
     backward_partial_sums<T, V, kTilePacks<V>, FUSED>
         <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, sums);
-    launch_next(finish_sums<A>, call.rows, kFinishingThreads, context, call, p.pieces, sums, row_means);
+    launch_kernel(finish_sums<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+                  sums, row_means);
   }
-  launch_next(backward_columns<T, V, kTilePacks<V>, FUSED>, dim3(p.tiles, p.row_blocks), kTileThreads<V>,
-              context, call, row_means, ceil_div(call.rows, p.row_blocks), partials);
+  launch_kernel(backward_columns<T, V, kTilePacks<V>, FUSED>,
+                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
+                ceil_div(call.rows, p.row_blocks), partials);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
@@ -3667,106 +3667,135 @@ cudaError_t launch(const Backward& call, const Context& context) {
 _CONVOLUTION = r"""
 namespace convolution {
 
-// ---- ConvTranspose3d with LayerNorm, GELU and scaling in its epilogue (sm_80 and up) ----
-// For kernel 4, stride 2, padding 1, output position o gets input positions (o + 1 - k) / 2 for the two k of
-// the parity of o + 1. So outputs of one parity per dimension, o = 2 q + p, are a dense convolution with two
-// taps t a dimension: k = 1 - p + 2 t reads input q + p - t. An output line (all w' of one d', h' for 64
-// channels) is a matrix product: channels x (taps, input channels) x w'.
-//
-// The kernel is persistent: a block keeps the weights of one (parity of d', parity of h') on chip. Its two
-// groups of four warps take 4 lines a round each, h' two apart, then go on to the next depth, of which one
-// tap has been read. Rows that LayerNorm normalizes, the last dimension, are each in the accumulators of four
-// lanes. T is float (in TF32, or SPLIT for full float32) or 16-bit. Shared memory is counted in units of 16
-// bytes, kUnit channels of one place; products take two units: all else is the same for all T.
+// ---- Convolution: ConvTranspose3d, then LayerNorm, GELU and scaling (sm_80 and up) ----
+// With kernel 4, stride 2 and padding 1, output 2 q + p of a dimension reads two inputs: for tap t = 0 and 1,
+// input q + p - t times weight 1 - p + 2 t. Output 5, for example, reads inputs 3 and 2 with weights 0 and 2.
+// So outputs of one parity p in each dimension are a dense convolution, and one of their lines, all columns
+// of 64 channels, is a product of matrices: channels x (taps, input channels) x columns. A block keeps the
+// weights of one parity of depth and of height on chip. Its two groups of four warps take four lines a round,
+// two apart in height, and in the next round those at the next depth: one of the two depths that they read is
+// there already. Four lanes hold a row of LayerNorm, 64 columns of one channel, in registers. T is of 16 bits
+// or float, and float is rounded to TF32 or, if SPLIT, keeps its digits.
 
-[[maybe_unused]] constexpr int kConvIn = 32, kConvOut = 64,
-                               kConvWidth = 32;  // channels in and out, input width
-constexpr int kConvLines = 4, kConvGroups = 2, kConvGroupThreads = 128;
-constexpr int kConvElements = kConvIn * kConvOut * 64;  // of all weights
-// A fragment: the weights of two units of input channels for one tap and parity of each dimension.
-constexpr int kConvFragment = 2 * kConvOut;
+#define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
 
-// A slab: a round's input lines of one depth, as (plane, line, column), with zeros beside the first and last
-// column. ASYNC: every 8 columns have copies of their neighbours beside them, for one product of all lines.
-template <typename T, bool ASYNC>
-struct Slab {
-  enum : int {
-    kUnit = 16 / sizeof(T),
-    kPlanes = kConvIn / kUnit,
-    kLines = kConvLines + 1,
-    kEightColumns = ASYNC ? 10 : 8,  // units to the next 8 columns, the next line, the next plane
-    kLine = ASYNC ? 40 : 34,
-    kPlane = ASYNC ? 201 : 171,  // the last place spreads four planes over the banks
-    kUnits = kPlanes * kPlane,
-    // A step is a tap of d, a tap of h and two planes, with four fragments.
-    kSteps = 2 * kPlanes,
-    // The first fragment of float weights is in registers where shared memory has no room for it.
-    kHeld = ASYNC && sizeof(T) == 4 ? 1 : 0,
-    kFragments = 4 * kSteps - kHeld,  // in shared memory
-    kBytes = 16 * (kFragments * kConvFragment + kConvGroups * 2 * kUnits) + 4 * 2 * kConvOut
-  };
-
-  // Where an output line's input begins for a step: the column before its first one.
-  static __device__ int columns_of(int step, int line) {
-    return step % (kPlanes / 2) * 2 * kPlane + (line + 1 - step / (kPlanes / 2) % 2) * kLine;
-  }
-};
-template <typename T, bool SPLIT>
-constexpr int kConvShared = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
-
-// Tensor cores ignore all but 10 bits of mantissa. Ties go to even, as in cuDNN: if they went up, one output
-// of 850 would be off by more than 1e-4 from PyTorch's.
-__device__ inline uint32_t round_to_tf32(uint32_t x) { return x + 0xfff + (x >> 13 & 1); }
+constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
+constexpr int kWeights = kInChannels * kOutChannels * 4 * 4 * 4, kArrangeThreads = 256;
+constexpr int kLines = 4;                        // of a round
+constexpr int kGroups = 2, kGroupThreads = 128;  // of a block
+constexpr int kTiles = 4, kTileChannels = 16;    // of a warp; a tile is 16 channels of a line
+constexpr int kFragment = 2 * kOutChannels;      // units of 16 bytes: weights of a product, for one tap of w
+static_assert(kWeights % kArrangeThreads == 0 && kGroups == 2, "no thread is left over; groups take turns");
+static_assert(kGroupThreads / 32 * kTiles * kTileChannels == kLines * kOutChannels,
+              "warps have all of a round");
 
 // Hopper's own products (wgmma) run in the background and read shared memory themselves.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasAsyncProducts = true;
 #else
-[[maybe_unused]] constexpr bool kHasAsyncProducts = false;
+constexpr bool kHasAsyncProducts = false;
 #endif
+template <bool SPLIT>
+constexpr bool kIsAsync = !SPLIT && kHasAsyncProducts;
 
-[[maybe_unused]] __device__ inline int fragment_of(int step, int parity_w, int tap_w) {
-  return (step * 2 + parity_w) * 2 + tap_w;
+// With async products four more warps load input for the two groups, and leave registers to them (float32 in
+// TF32: 0.61 ms -> 0.58). Without, a group loads its own.
+constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
+template <bool SPLIT>
+constexpr int kThreads = kGroupThreads * (kGroups + kIsAsync<SPLIT>);
+static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536,
+              "registers of an SM");
+
+// A slab is a round's input of one depth: units of kUnit channels, (plane of channels, line, column), and
+// zeros beside the first and last column. A product takes two planes; if ASYNC, all lines at once, for which
+// every 8 columns have copies of their neighbours beside them.
+template <typename T, bool ASYNC>
+struct Slab {
+  enum : int {
+    kUnit = 16 / sizeof(T),
+    kPlanes = kInChannels / kUnit,
+    kSlabLines = kLines + 1,
+    kEightStep = ASYNC ? 10 : 8,  // units from 8 columns to the next
+    kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2,
+    kPlaneStep = kSlabLines * kLineStep + 1,  // odd: four planes are spread over the banks
+    kUnits = kPlanes * kPlaneStep,
+    kSteps = 2 * kPlanes,  // a step: a tap of d, a tap of h, two planes; it takes four fragments
+    // The first fragment of float weights is in registers where shared memory has no room for it.
+    kRegisterFragments = ASYNC && sizeof(T) == 4 ? 1 : 0,
+    kSharedFragments = 4 * kSteps - kRegisterFragments,
+    kBytes = 16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth
+  };
+  static_assert(kPlaneStep % 2 == 1 && 4 * (4 * kSteps) * kFragment * kUnit == kWeights,
+                "blocks of four parities have all weights");
+
+  static __device__ int fragment_at(int step, int parity_w, int tap_w) {
+    return step * 4 + parity_w * 2 + tap_w;
+  }
+  // Where the input of an output line begins for a step: the column before its first one.
+  static __device__ int columns_at(int step, int line) {
+    return step % (kPlanes / 2) * 2 * kPlaneStep + (line + 1 - step / (kPlanes / 2) % 2) * kLineStep;
+  }
+};
+template <typename T, bool SPLIT>
+using SlabOf = Slab<T, kIsAsync<SPLIT>>;
+template <typename T, bool SPLIT>
+constexpr int kSharedBytes = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
+static_assert(kSharedBytes<float, false> <= 227 << 10, "Hopper's");
+
+// Tensor cores ignore all but 10 bits of mantissa. Ties go to even, as in cuDNN: if they went up, one output
+// of 850 would be off by more than 1e-4 from PyTorch's. NaN as arithmetic makes it, 0x7fffffff, would carry
+// into the sign, here and in first_part.
+__device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
+  if (isnan(__uint_as_float(x))) return 0x7fc00000;
+  return rounded ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
-// The weights as blocks take them: (parity of d, of h, step, parity of w, tap of w), then for async products
-// (unit, output channel, input channel in the unit), else (16 output channels, lane, register).
+// ---- Convolution: weights as products take them ----
+
+// Output: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w), then a fragment.
+// For async products: (unit, output channel, input channel in the unit). Else as mma.sync has it in
+// registers: (16 output channels, lane, register).
 template <typename T>
-__global__ void __launch_bounds__(256) arrange_weights(Convolution call, T* arranged) {
+__global__ void __launch_bounds__(kArrangeThreads) arrange_weights(Convolution call, T* arranged) {
   constexpr int kUnit = 16 / sizeof(T), kWord = 4 / sizeof(T);  // channels in a unit, in a register
-  const int index = blockIdx.x * 256 + threadIdx.x, within = index % (kConvFragment * kUnit);
-  int rest = index / (kConvFragment * kUnit);
-  auto digit = [&](int base) {
-    const int d = rest % base;
-    rest /= base;
-    return d;
-  };
-  const int tap_w = digit(2), parity_w = digit(2), chunk = digit(kConvIn / (2 * kUnit)), tap_h = digit(2);
-  const int tap_d = digit(2), parity_h = digit(2), parity_d = rest;
+  constexpr int kNumbers = kFragment * kUnit, kChunks = kInChannels / (2 * kUnit);
+  const int index = blockIdx.x * kArrangeThreads + threadIdx.x, i = index % kNumbers,
+            fragment = index / kNumbers;
   const bool rounded = sizeof(T) == 2 || call.tf32;
-  const int word = within / kWord;
+  const int word = i / kWord;
   int out = word / 128 * 16 + word / 16 % 8 + word % 2 * 8;
-  int in = word / 4 % 4 * kWord + within % kWord + word / 2 % 2 * kUnit;  // as mma.sync has them in registers
+  int in = word / 4 % 4 * kWord + i % kWord + word / 2 % 2 * kUnit;
   if (kHasAsyncProducts && rounded) {
-    out = within / kUnit % kConvOut, in = within % kUnit + within / (kUnit * kConvOut) * kUnit;
+    out = i / kUnit % kOutChannels, in = i % kUnit + i / (kUnit * kOutChannels) * kUnit;
   }
-  in += chunk * 2 * kUnit;
-  const int d = 1 - parity_d + 2 * tap_d, h = 1 - parity_h + 2 * tap_h, w = 1 - parity_w + 2 * tap_w;
-  T weight = static_cast<const T*>(call.conv_weight)[(((in * kConvOut + out) * 4 + d) * 4 + h) * 4 + w];
+  in += fragment / 4 % kChunks * 2 * kUnit;
+  const int taps = fragment / 4 / kChunks;
+  const int w = 1 - fragment / 2 % 2 + 2 * (fragment % 2);
+  const int h = 1 - taps / 4 % 2 + 2 * (taps % 2), d = 1 - taps / 8 + 2 * (taps / 2 % 2);
+  T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
-    if (rounded) weight = __uint_as_float(round_to_tf32(__float_as_uint(weight)));
+    const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
+    weight += bias - bias;  // leaves with the mean of a row, unless it is NaN or infinite
+    weight = __uint_as_float(factor_of(__float_as_uint(weight), rounded));
   }
   arranged[index] = weight;
 }
 
-// ---- Convolution: matrix products ----
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <typename T, bool SPLIT>
+__global__ void conv_transpose_layer_norm_gelu(Convolution, const uint4*) {
+  __trap();  // fits() keeps calls away from code without these instructions
+}
+#else
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+// ---- Convolution: instructions ----
+
 #define LAYERNORM_MULTIPLY_ADD_SYNC(types)                                                        \
   asm volatile("mma.sync.aligned." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 
+// c += a * b, of 16 rows, two units and 8 columns.
 template <typename T>
 __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -3778,6 +3807,47 @@ __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint
   }
 }
 
+// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). a is
+// in registers or in shared memory: two instructions with one list of c's 64 registers.
+#define LAYERNORM_FOUR_SUMS(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define LAYERNORM_SIXTEEN_SUMS(i) \
+  LAYERNORM_FOUR_SUMS(i), LAYERNORM_FOUR_SUMS(i + 4), LAYERNORM_FOUR_SUMS(i + 8), LAYERNORM_FOUR_SUMS(i + 12)
+#define LAYERNORM_MULTIPLY_ADD(types, a, b, transposed, ...)                                     \
+  asm volatile(                                                                                  \
+      "{ .reg .pred p;\n"                                                                        \
+      "setp.ne.b32 p, 1, 0;\n"                                                                   \
+      "wgmma.mma_async.sync.aligned." types                                                      \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"                                                     \
+      "%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32," \
+      "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
+      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1" transposed "; }\n"           \
+      : LAYERNORM_SIXTEEN_SUMS(0), LAYERNORM_SIXTEEN_SUMS(16), LAYERNORM_SIXTEEN_SUMS(32),       \
+        LAYERNORM_SIXTEEN_SUMS(48)                                                               \
+      : __VA_ARGS__                                                                              \
+      : "memory")
+
+template <typename T>
+__device__ void multiply_add_async(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
+  LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}", "%68", "", "r"(a[0]), "r"(a[1]),
+                         "r"(a[2]), "r"(a[3]), "l"(b));
+}
+template <typename T>
+__device__ void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, float>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64", "%65", "", "l"(a), "l"(b));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.f16.f16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+  } else {
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.bf16.bf16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+  }
+}
+
+// In units: where it begins in shared memory, the step to the next plane, that to the next 8 columns or
+// channels.
+[[maybe_unused]] __device__ inline uint64_t matrix_at(unsigned begin, int plane_step, int eight_step) {
+  return uint64_t(eight_step) << 32 | (begin + (plane_step << 16));
+}
+
 // A barrier of some warps: `threads` threads wait at it, or only arrive.
 __device__ inline void named_barrier_wait(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -3785,17 +3855,84 @@ __device__ inline void named_barrier_wait(int name, int threads) {
 [[maybe_unused]] __device__ inline void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// Of group 0, and the next of group 1: may multiply, input is there, input was read. 0 is __syncthreads.
+enum : int { kTurn = 1, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
 
-// Float32 is the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
-// second is found again at every use, as there are no registers to keep it for all weights.
-__device__ inline uint32_t first_part(uint32_t x) { return x + 0x1000; }
-__device__ inline uint32_t second_part(uint32_t x) {
-  uint32_t first;
-  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(first_part(x)));
-  return first_part(__float_as_uint(__uint_as_float(x) - __uint_as_float(first)));
-}
+// ---- Convolution: what the steps share ----
 
-// Column c of a block of kUnit channels (rows) x kUnit columns: one unit.
+struct Place {  // of a round's outputs: q of depth, q of the first line
+  int batch, d, h;
+};
+
+// A block: its outputs are those of one parity of d and of h. Rounds go through depths first; the block has a
+// range of them, of which group 0 takes the first half.
+template <typename T, bool SPLIT>
+struct Block {
+  static constexpr bool kAsync = kIsAsync<SPLIT>;
+  using S = SlabOf<T, SPLIT>;
+  const Convolution& call;
+  uint4* weights;  // in shared memory, as the next two
+  float* affine;   // LayerNorm's weight, then its bias
+  uint4* slabs;
+  int parity_d, parity_h, line_groups, first_round, all_rounds;
+
+  __device__ Block(const Convolution& call, uint4* shared) : call(call), weights(shared) {
+    affine = reinterpret_cast<float*>(weights + S::kSharedFragments * kFragment);
+    slabs = reinterpret_cast<uint4*>(affine + 2 * kOutWidth);
+    parity_d = blockIdx.x % 4 / 2, parity_h = blockIdx.x % 2;
+    line_groups = (call.height + kLines - 1) / kLines;
+    const int64_t rounds_of_all = call.batch * line_groups * call.depth;
+    const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
+    first_round = rounds_of_all * block / blocks;
+    all_rounds = int(rounds_of_all * (block + 1) / blocks) - first_round;
+  }
+  __device__ int rounds(int group) const { return group == 0 ? all_rounds - all_rounds / 2 : all_rounds / 2; }
+  __device__ Place place(int group, int round) const {
+    const int index = first_round + group * rounds(0) + round, column = index / call.depth;
+    return {column / line_groups, index % call.depth, column % line_groups * kLines};
+  }
+  // Taps of d that the round before has not left.
+  __device__ int new_taps(int depth, int round) const { return round == 0 || depth == 0 ? 2 : 1; }
+  // The second tap of a depth is the first one of the depth before.
+  __device__ uint4* slab(int group, int round, int tap) const {
+    return slabs + (2 * group + (round + tap) % 2) * S::kUnits;
+  }
+};
+
+// A thread's sums: quarters of kRows rows; row r is channel r % 2 * 8 + lane / 4 of tile r / 2.
+constexpr int kRows = 2 * kTiles;
+struct Sums {
+  float at[2][kTiles][16];  // parity of w, tile, (8 columns of a parity, register)
+
+  // Number i of 16 of a row: column 16 (i / 4) + 4 (lane % 4) + i % 4.
+  __device__ float& operator()(int row, int i) {
+    return at[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2];
+  }
+  __device__ Vec<float, 4> four(int row, int j) {
+    Vec<float, 4> x;
+    UNROLL(i, x.kSize) x[i] = (*this)(row, 4 * j + i);
+    return x;
+  }
+};
+
+// The tiles of a warp: if ASYNC, four lines of 16 channels; else two lines of 32 channels.
+template <bool ASYNC>
+struct Tiles {
+  int first_channel, first_line;
+
+  __device__ explicit Tiles(int warp)
+      : first_channel((ASYNC ? warp : warp % 2 * 2) * kTileChannels), first_line(ASYNC ? 0 : warp / 2 * 2) {}
+  // From the first channel, from the first line.
+  static __device__ int channel(int tile) { return ASYNC ? 0 : tile % 2 * kTileChannels; }
+  static __device__ int line(int tile) { return ASYNC ? tile : tile / 2; }
+  __device__ int channel_of_row(int row) const {
+    return first_channel + channel(row / 2) + row % 2 * 8 + threadIdx.x % 32 / 4;
+  }
+};
+
+// ---- Convolution: input ----
+
+// Column c of kUnit channels (rows) x kUnit columns: one unit.
 template <typename T>
 __device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
   auto word = [&](int row, int w) {
@@ -3810,431 +3947,373 @@ __device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
     return {pair(0), pair(2), pair(4), pair(6)};
   }
 }
-#endif
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). a is
-// in registers or in shared memory: two instructions with one list of c's 64 registers.
-#define LAYERNORM_MULTIPLY_ADD(types, a, b, transposed, ...)                                            \
-  asm volatile(                                                                                         \
-      "{ .reg .pred p;\n"                                                                               \
-      "setp.ne.b32 p, 1, 0;\n"                                                                          \
-      "wgmma.mma_async.sync.aligned." types                                                             \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"                                                            \
-      "%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"        \
-      "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,"        \
-      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1" transposed "; }\n"                  \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), \
-        "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]),        \
-        "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]),      \
-        "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]),      \
-        "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]),      \
-        "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), "+f"(c[42]),      \
-        "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]), "+f"(c[49]),      \
-        "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]),      \
-        "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])       \
-      : __VA_ARGS__                                                                                     \
-      : "memory")
+// What a thread brings of a slab: kUnit channels x kUnit columns of every kSweep-th line.
+template <typename S>
+struct Share {
+  static constexpr int kHalves = 8 / S::kUnit, kPlaneGroups = S::kPlanes / 4;  // kHalves: of 8 columns
+  static constexpr int kLineThreads = 16 * kHalves * kPlaneGroups, kSweep = kGroupThreads / kLineThreads;
+  static constexpr int kSweeps = (S::kSlabLines + kSweep - 1) / kSweep;
+  int half, eight, plane, line;
 
-// In units: a place in shared memory, the step to the next plane, the step to the next 8 columns or channels.
-__device__ inline uint64_t matrix_at(unsigned place, int plane_step, int eight_step) {
-  return uint64_t(eight_step) << 32 | (place + (plane_step << 16));
-}
+  __device__ explicit Share(int thread)
+      : half(thread % kHalves),
+        eight(thread / kHalves / 4 % 4),
+        plane(thread / kHalves % 4 + thread / kHalves / 16 % kPlaneGroups * 4),
+        line(thread / kLineThreads) {}
+  __device__ int first_unit() const {
+    return plane * S::kPlaneStep + line * S::kLineStep + eight * S::kEightStep + 1 + half * S::kUnit;
+  }
+  __device__ bool has(int sweep) const { return line + sweep * kSweep < S::kSlabLines; }
+};
 
-__device__ inline void multiply_add_async(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
-  LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}", "%68", "", "r"(a[0]), "r"(a[1]),
-                         "r"(a[2]), "r"(a[3]), "l"(b));
-}
-template <typename T>
-__device__ inline void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, float>) {
-    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64", "%65", "", "l"(a), "l"(b));
-  } else if constexpr (std::is_same_v<T, __half>) {
-    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.f16.f16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
-  } else {
-    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.bf16.bf16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+// Starts copies of a round's input; kUnit columns of a channel go where kUnit channels of a column will be.
+template <typename T, bool SPLIT>
+__device__ void fetch(const Block<T, SPLIT>& block, int group, int round) {
+  using S = SlabOf<T, SPLIT>;
+  const Convolution& call = block.call;
+  const Share<S> share(threadIdx.x % kGroupThreads);
+  const Place p = block.place(group, round);
+  const int64_t channel_step = int64_t(call.depth) * call.height * kInWidth;
+  const T* from = static_cast<const T*>(call.input) +
+                  (int64_t(p.batch) * kInChannels + S::kUnit * share.plane) * channel_step + share.eight * 8 +
+                  share.half * S::kUnit;
+  ROLLED(tap, block.new_taps(p.d, round)) {
+    const int d = p.d + block.parity_d - tap;
+    uint4* to = block.slab(group, round, tap) + share.first_unit();
+    UNROLL(sweep, share.kSweeps) {
+      if (!share.has(sweep)) continue;
+      const int line = sweep * share.kSweep, h = p.h + block.parity_h - 1 + share.line + line;
+      const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
+      const int64_t offset = exists ? (int64_t(d) * call.height + h) * kInWidth : 0;
+      UNROLL(i, S::kUnit) {
+        copy_or_zero(to + line * S::kLineStep + i, from + i * channel_step + offset, exists);
+      }
+    }
   }
 }
 
-// sums: (parity of w, unit, (8 columns, register)) of a round. A unit is a line of 16 channels, and a warp
-// has four of the 16: async, four lines of the same channels, else two lines of 32. slabs: both taps of d.
-// held: the first fragment, where it is in registers.
+// Transposes what this thread has fetched, and rounds it.
+template <typename T, bool SPLIT>
+__device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
+  using S = SlabOf<T, SPLIT>;
+  constexpr int kUnit = S::kUnit;
+  const Share<S> share(threadIdx.x % kGroupThreads);
+  wait_for_copies();
+  ROLLED(tap, block.new_taps(block.place(group, round).d, round)) {
+    uint4* first = block.slab(group, round, tap) + share.first_unit();
+    UNROLL(sweep, share.kSweeps) {
+      if (!share.has(sweep)) continue;
+      uint4 rows[kUnit], *columns = first + sweep * share.kSweep * S::kLineStep;
+      UNROLL(i, kUnit) {
+        rows[i] = columns[i];
+        if constexpr (sizeof(T) == 4) {
+          rows[i] = {factor_of(rows[i].x, !SPLIT), factor_of(rows[i].y, !SPLIT), factor_of(rows[i].z, !SPLIT),
+                     factor_of(rows[i].w, !SPLIT)};
+        }
+      }
+      UNROLL(c, kUnit) columns[c] = column_of<T>(rows, c);
+      if constexpr (block.kAsync) {  // copies beside the 8 columns before, and the next 8
+        if (share.half == 0 && share.eight > 0) columns[-2] = column_of<T>(rows, 0);
+        if (share.half == share.kHalves - 1 && share.eight < 3) {
+          columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
+        }
+      }
+    }
+  }
+  if constexpr (block.kAsync) writes_before_copies();
+}
+
+// ---- Convolution: asynchronous products ----
+
+// The compiler would wait for each product if it could move the sums.
+[[maybe_unused]] __device__ inline void keep_in_registers(Sums& sums) {
+  UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i / 16 % 4][i % 16])::"memory");
+}
+
+// Where p is, in units. Of lane 0: the compiler then knows that all lanes have the same.
+[[maybe_unused]] __device__ inline unsigned unit_in_shared(const uint4* p) {
+  return __shfl_sync(~0u, shared_address(p) / 16, 0);
+}
+
+// Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
+// bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
 template <typename T>
-__device__ __forceinline__ void multiply_async(float (&sums)[2][4][16], const uint32_t (&held)[4],
-                                               const uint4* weights, const uint4* const (&slabs)[2]) {
-  using S = Slab<T, true>;
-  auto place_of = [](const uint4* p) {  // of one lane: the compiler knows that all have the same
-    return __shfl_sync(~0u, unsigned(__cvta_generic_to_shared(p)) / 16, 0);
-  };
-  const unsigned places[2] = {place_of(slabs[0]), place_of(slabs[1])}, weights_place = place_of(weights);
-  auto keep_in_registers = [&] {  // where they must stay: the compiler would wait for each product
-#pragma unroll
-    for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(sums[i / 64][i / 16 % 4][i % 16])::"memory");
-  };
-  keep_in_registers();
+__device__ void multiply_async(Sums& sums, const Block<T, false>& block, int group, int round,
+                               const uint32_t (&register_fragment)[4]) {
+  using S = SlabOf<T, false>;
+  constexpr int kChunks = S::kPlanes / 2;
+  const unsigned slabs[2] = {unit_in_shared(block.slab(group, round, 0)),
+                             unit_in_shared(block.slab(group, round, 1))};
+  const unsigned weights = unit_in_shared(block.weights);
+  keep_in_registers(sums);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  // Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
-  // bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
-#pragma unroll
-  for (int i = 0; i < 4 * S::kSteps; ++i) {
-    constexpr int kChunks = S::kPlanes / 2;
+  UNROLL(i, 4 * S::kSteps) {
     const int parity_w = i % 2, chunk = i / 2 % kChunks, taps = 7 - i / 2 / kChunks;
-    const int step = taps / 2 * kChunks + chunk, tap_w = taps % 2,
-              fragment = fragment_of(step, parity_w, tap_w);
-    const unsigned columns = places[step / S::kPlanes] + S::columns_of(step, 0) + 1 + parity_w - tap_w;
-    const uint64_t b = matrix_at(columns, S::kPlane, S::kEightColumns);
-    float (&sum)[64] = reinterpret_cast<float (&)[64]>(sums[parity_w]);
-    if (fragment < S::kHeld) {
-      multiply_add_async(sum, held, b);
+    const int step = taps / 2 * kChunks + chunk, tap_w = taps % 2;
+    const int fragment = S::fragment_at(step, parity_w, tap_w) - S::kRegisterFragments;
+    const unsigned columns = slabs[step / S::kPlanes] + S::columns_at(step, 0) + 1 + parity_w - tap_w;
+    const uint64_t b = matrix_at(columns, S::kPlaneStep, S::kEightStep);
+    float (&c)[64] = reinterpret_cast<float (&)[64]>(sums.at[parity_w]);
+    if (fragment < 0) {
+      multiply_add_async<T>(c, register_fragment, b);
     } else {
-      const unsigned place = weights_place + (fragment - S::kHeld) * kConvFragment;
-      multiply_add_async<T>(sum, matrix_at(place, kConvOut, 8), b);
+      multiply_add_async<T>(c, matrix_at(weights + fragment * kFragment, kOutChannels, 8), b);
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  keep_in_registers();
+  keep_in_registers(sums);
 }
-#endif
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-// SPLIT: each product is three, of both factors' leading and remaining bits (Ootomo, Yokota, 2022,
-// arXiv:2203.03341). Tensor cores truncate sums, and so add no more than 6 of them before a rounded addition.
-// Else factors are of 16 bits, or rounded to TF32 as PyTorch does where it is allowed.
+// ---- Convolution: products of a warp's own ----
+
+// Float32 is the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
+// second is found again at every use, as there are no registers to keep it for all weights.
+__device__ inline uint32_t first_part(uint32_t x) { return x + 0x1000; }
+__device__ inline uint32_t second_part(uint32_t x) {
+  uint32_t first;
+  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(first_part(x)));
+  return first_part(__float_as_uint(__uint_as_float(x) - __uint_as_float(first)));
+}
+
+template <int N>
+struct Parts {
+  uint32_t first[N], second[N];
+
+  __device__ explicit Parts(const uint32_t (&x)[N]) {
+    UNROLL(i, N) first[i] = first_part(x[i]), second[i] = second_part(x[i]);
+  }
+};
+
+// c += a[0] * b0 + a[1] * b1. SPLIT: each product is three, of both factors' leading and remaining bits
+// (Ootomo, Yokota, 2022, arXiv:2203.03341). Tensor cores truncate sums, and so add no more than 6 of them
+// before a rounded addition.
 template <typename T, bool SPLIT>
-__device__ __forceinline__ void multiply(float (&sums)[2][4][16], const uint4* weights,
-                                         const uint4* const (&slabs)[2], int first_tile, int first_line) {
+__device__ void multiply_taps(float* c, const uint32_t (&a)[2][4], const uint32_t (&b0)[2],
+                              const uint32_t (&b1)[2]) {
+  if constexpr (!SPLIT) {
+    multiply_add<T>(c, a[0], b0);
+    multiply_add<T>(c, a[1], b1);
+  } else {
+    float sum[4] = {};
+    UNROLL(tap, 2) {
+      const Parts<4> weights(a[tap]);
+      const Parts<2> input(tap == 0 ? b0 : b1);
+      multiply_add<T>(sum, weights.second, input.first);
+      multiply_add<T>(sum, weights.first, input.second);
+      multiply_add<T>(sum, weights.first, input.first);
+    }
+    UNROLL(k, 4) c[k] += sum[k];
+  }
+}
+
+// A step at a time, with all weights of the step in registers.
+template <typename T, bool SPLIT>
+__device__ void multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
+                         const Tiles<false>& tiles) {
   using S = Slab<T, false>;
   const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int step = 0; step < S::kSteps; ++step) {
-    uint32_t a[2][2][2][4];  // parity of w, tap of w, tile
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4* from = weights + fragment_of(step, i / 4, i / 2 % 2) * kConvFragment;
-      const uint4 four = from[(first_tile + i % 2) * 32 + lane];
-      uint32_t (&to)[4] = a[i / 4][i / 2 % 2][i % 2];
+  const uint4* const slabs[2] = {block.slab(group, round, 0), block.slab(group, round, 1)};
+  ROLLED(step, S::kSteps) {
+    uint32_t a[2][2][2][4];  // parity of w, 16 of the channels, tap of w
+    UNROLL(i, 8) {
+      const uint4* fragment = block.weights + S::fragment_at(step, i / 4, i / 2 % 2) * kFragment;
+      const uint4 four = fragment[(tiles.first_channel / kTileChannels + i % 2) * 32 + lane];
+      uint32_t (&to)[4] = a[i / 4][i % 2][i / 2 % 2];
       to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     }
-#pragma unroll
-    for (int line = 0; line < 2; ++line) {
-      const uint4* slab = step < S::kPlanes ? slabs[0] : slabs[1];
-      const auto* from = reinterpret_cast<const uint32_t*>(slab + S::columns_of(step, first_line + line));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t b[3][2];  // shifted by -1, 0, 1
-#pragma unroll
-        for (int i = 0; i < 6; ++i) {
-          b[i / 2][i % 2] = from[4 * (S::kEightColumns * j + i / 2 + i % 2 * S::kPlane) + lane];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int tile = i / 2, parity_w = i % 2;
-          float* sum = sums[parity_w][2 * line + tile] + 4 * j;
-          if constexpr (!SPLIT) {
-            multiply_add<T>(sum, a[parity_w][0][tile], b[1 + parity_w]);
-            multiply_add<T>(sum, a[parity_w][1][tile], b[parity_w]);
-          } else {
-            float part[4] = {};
-#pragma unroll
-            for (int tap_w = 0; tap_w < 2; ++tap_w) {
-              uint32_t first_a[4], second_a[4], first_b[2], second_b[2];
-#pragma unroll
-              for (int k = 0; k < 4; ++k) {
-                first_a[k] = first_part(a[parity_w][tap_w][tile][k]);
-                second_a[k] = second_part(a[parity_w][tap_w][tile][k]);
-              }
-#pragma unroll
-              for (int k = 0; k < 2; ++k) {
-                first_b[k] = first_part(b[1 + parity_w - tap_w][k]);
-                second_b[k] = second_part(b[1 + parity_w - tap_w][k]);
-              }
-              multiply_add<T>(part, second_a, first_b);
-              multiply_add<T>(part, first_a, second_b);
-              multiply_add<T>(part, first_a, first_b);
-            }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) sum[k] += part[k];
-          }
-        }
+    UNROLL(i, 8) {  // 8 columns of one of two lines
+      const uint4* slab =
+          (step < S::kPlanes ? slabs[0] : slabs[1]) + S::columns_at(step, tiles.first_line + i / 4);
+      const auto* from = reinterpret_cast<const uint32_t*>(slab + i % 4 * S::kEightStep) + lane;
+      uint32_t b[3][2];  // shifted by -1, 0, 1
+      UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * S::kPlaneStep)];
+      UNROLL(k, 4) {
+        const int channels = k / 2, parity_w = k % 2;
+        float* c = sums.at[parity_w][i / 4 * 2 + channels] + i % 4 * 4;
+        multiply_taps<T, SPLIT>(c, a[parity_w][channels], b[1 + parity_w], b[parity_w]);
       }
     }
   }
 }
-#endif
 
-// ---- Convolution: kernel ----
+// ---- Convolution: from sums to output ----
 
-// With async products four more warps bring input to the two groups, and give them registers (float32 in
-// TF32: 0.61 ms -> 0.58). Without, a group brings its own.
-[[maybe_unused]] constexpr int kApplyingRegisters = 224, kLoadingRegisters = 56;
-template <bool LOADERS>
-constexpr int kConvThreads = kConvGroupThreads * (kConvGroups + LOADERS);
+// Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be
+// further from PyTorch's than KernelBench allows.
+template <typename T>
+__device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
+  UNROLL(row, kRows) {
+    UNROLL(i, 8) {
+      float &x = sums(row, i / 2 * 4 + i % 2), &y = sums(row, i / 2 * 4 + i % 2 + 2);  // of one parity
+      const float2 sum = widen_pair<T>(add_pairs<T>(narrow_pair<T>(x, y), conv_bias[row]));
+      x = sum.x, y = sum.y;
+    }
+  }
+}
+
+// A row becomes its distances from the mean, with which float32's bias would leave. Returns rstd.
+__device__ inline float center_row(Sums& sums, int row, float eps) {
+  float sum = 0, m2 = 0;
+  UNROLL(i, 16) sum += sums(row, i);
+  const float mean = combine_lanes(sum, 4) * (1.0f / kOutWidth);
+  UNROLL(i, 16) sums(row, i) -= mean, m2 += sums(row, i) * sums(row, i);
+  return rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + eps);
+}
+
+// As many digits as the products have.
+template <typename T, bool SPLIT>
+__device__ float gelu_after_convolution(float z) {
+  const float t = fabsf(z), tail = SPLIT            ? normal_tail(t)
+                                   : sizeof(T) == 4 ? normal_tail_5_digits(t)
+                                                    : normal_tail_16_bits(t);
+  return gelu_of_tail(z, tail);
+}
+
+// Distances and rstd where backward asks for them, else GELU of the layer norm.
+template <typename T, bool SPLIT>
+__device__ void write_rows(const Block<T, SPLIT>& block, const Tiles<kIsAsync<SPLIT>>& tiles, const Place& p,
+                           Sums& sums, const float (&rstd)[kRows]) {
+  const Convolution& call = block.call;
+  const int quarter = threadIdx.x % 4 * 4, lines = call.height - p.h - tiles.first_line;
+  const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
+  const int64_t first =
+      (int64_t(p.batch) * kOutChannels + tiles.channel_of_row(0)) * channel_step +
+      (int64_t(2 * p.d + block.parity_d) * call.height + p.h + tiles.first_line) * 2 * kOutWidth +
+      block.parity_h * kOutWidth + quarter;
+  auto exists = [&](int row) { return tiles.line(row / 2) < lines; };
+  auto begin_of = [&](int row) {
+    return first + (tiles.channel(row / 2) + row % 2 * 8) * channel_step +
+           tiles.line(row / 2) * 2 * kOutWidth;
+  };
+  T* output = static_cast<T*>(call.output);
+  const float scale = call.scale;
+  if (call.rstd != nullptr) {
+    UNROLL(row, kRows) {
+      if (!exists(row)) continue;
+      if (quarter == 0) call.rstd[begin_of(row) / kOutWidth] = rstd[row];
+      UNROLL(j, 4) store<T, 4, true>(output + begin_of(row) + 16 * j, sums.four(row, j).at);
+    }
+    return;
+  }
+  UNROLL(j, 4) {
+    const float* affine = block.affine + 16 * j + quarter;
+    const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
+    UNROLL(row, kRows) {
+      auto y = sums.four(row, j) * rstd[row] * weight + bias;
+      UNROLL(i, y.kSize) y[i] = scale * gelu_after_convolution<T, SPLIT>(y[i]);
+      if (exists(row)) store<T, 4, true>(output + begin_of(row) + 16 * j, y.at);
+    }
+  }
+}
+
+// ---- Convolution: what warps do ----
+
+// All of a block, before its first round.
+template <typename T, bool SPLIT>
+__device__ void fill_shared(const Block<T, SPLIT>& block, const uint4* fragments) {
+  using S = SlabOf<T, SPLIT>;
+  const Convolution& call = block.call;
+  for (int i = threadIdx.x; i < S::kSharedFragments * kFragment; i += blockDim.x) {
+    block.weights[i] = fragments[S::kRegisterFragments * kFragment + i];
+  }
+  for (int i = threadIdx.x; i < kGroups * 2 * S::kUnits; i += blockDim.x) block.slabs[i] = {};
+  if (threadIdx.x < kOutWidth) {
+    float weight[1], bias[1];
+    load_affine<T, 1>(weight, call.weight, call.affine_float32, threadIdx.x, 1);
+    load_affine<T, 1>(bias, call.bias, call.affine_float32, threadIdx.x, 0);
+    block.affine[threadIdx.x] = weight[0], block.affine[kOutWidth + threadIdx.x] = bias[0];
+  }
+}
+
+// The loading warps: both groups' input, a round of each in turns.
+template <typename T>
+__device__ void load_rounds(const Block<T, false>& block) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
+  ROLLED(i, block.all_rounds) {
+    const int group = i % kGroups, round = i / kGroups;
+    if (round > 0) named_barrier_wait(kEmpty + group, 2 * kGroupThreads);
+    fetch(block, group, round);
+    arrange(block, group, round);
+    named_barrier_arrive(kFull + group, 2 * kGroupThreads);
+  }
+}
+
+// One group multiplies while the other one normalizes and writes.
+template <typename T>
+__device__ void multiply_in_turn(Sums& sums, const Block<T, false>& block, int group, int round,
+                                 const uint32_t (&register_fragment)[4]) {
+  named_barrier_wait(kFull + group, 2 * kGroupThreads);
+  if (group == 1 || round > 0) named_barrier_wait(kTurn + group, 2 * kGroupThreads);
+  multiply_async(sums, block, group, round, register_fragment);
+  if (group == 0 ? round < block.rounds(1) : round + 1 < block.rounds(0)) {
+    named_barrier_arrive(kTurn + 1 - group, 2 * kGroupThreads);
+  }
+  if (round + 1 < block.rounds(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
+}
+
+// Without loading warps: copies of the next round's input run while a group normalizes and writes.
+template <typename T, bool SPLIT>
+__device__ void load_and_multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
+                                  const Tiles<false>& tiles) {
+  if (round == 0) fetch(block, group, round);
+  arrange(block, group, round);
+  named_barrier_wait(kFull + group, kGroupThreads);
+  multiply(sums, block, group, round, tiles);
+  named_barrier_wait(kEmpty + group, kGroupThreads);
+  if (round + 1 < block.rounds(group)) fetch(block, group, round + 1);
+}
+
+// A group's warps: multiply, normalize, write.
+template <typename T, bool SPLIT>
+__device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const uint4* fragments) {
+  constexpr bool kAsync = block.kAsync;
+  constexpr int kRegisters = 4 * SlabOf<T, SPLIT>::kRegisterFragments;
+  const Convolution& call = block.call;
+  const Tiles<kAsync> tiles(threadIdx.x % kGroupThreads / 32);
+  const float eps = call.eps;
+  uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
+  if (sizeof(T) == 2 && call.conv_bias != nullptr) {
+    UNROLL(row, kRows) {
+      const float b = widen(static_cast<const T*>(call.conv_bias)[tiles.channel_of_row(row)]);
+      conv_bias[row] = narrow_pair<T>(b, b);
+    }
+  }
+  UNROLL(i, kRegisters) {
+    const uint4* unit = fragments + i / 2 * kOutChannels + tiles.channel_of_row(i % 2);
+    register_fragment[i] = reinterpret_cast<const uint32_t*>(unit)[threadIdx.x % 4];
+  }
+  ROLLED(round, block.rounds(group)) {
+    Sums sums = {};
+    if constexpr (kAsync) {
+      multiply_in_turn(sums, block, group, round, register_fragment);
+    } else {
+      load_and_multiply(sums, block, group, round, tiles);
+    }
+    if constexpr (sizeof(T) == 2) add_conv_bias<T>(sums, conv_bias);
+    float rstd[kRows];
+    UNROLL(row, kRows) rstd[row] = center_row(sums, row, eps);
+    write_rows(block, tiles, block.place(group, round), sums, rstd);
+  }
+}
 
 template <typename T, bool SPLIT>
-__global__ void __launch_bounds__(kConvThreads<!SPLIT && kHasAsyncProducts>, 1)
+__global__ void __launch_bounds__(kThreads<SPLIT>, 1)
     conv_transpose_layer_norm_gelu(Convolution call, const uint4* arranged) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  constexpr bool kAsync = !SPLIT && kHasAsyncProducts;
-  using S = Slab<T, kAsync>;
   extern __shared__ __align__(128) uint4 conv_shared[];
-  uint4* weights = conv_shared;
-  float* affine = reinterpret_cast<float*>(weights + S::kFragments * kConvFragment);
-  uint4* slabs = reinterpret_cast<uint4*>(affine + 2 * kConvOut);
-  // The second tap of a depth is the first one of the depth before.
-  auto slab_of = [&](int group, int round, int tap) {
-    return slabs + (2 * group + (round + tap) % 2) * S::kUnits;
-  };
-
-  const int parity = blockIdx.x % 4, parity_d = parity / 2, parity_h = parity % 2;
-  const int group = threadIdx.x / kConvGroupThreads, thread = threadIdx.x % kConvGroupThreads;
-  const int warp = thread / 32, lane = threadIdx.x % 32;
-
-  // Rounds go through depths first. A block has a range of them, of which group 0 takes the first half.
-  const int line_groups = (call.height + kConvLines - 1) / kConvLines;
-  const int64_t all_rounds = call.batch * line_groups * call.depth;
-  const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
-  const int begin = all_rounds * block / blocks, count = int(all_rounds * (block + 1) / blocks) - begin;
-  auto rounds_of = [&](int group) { return group == 0 ? count - count / 2 : count / 2; };
-
-  arranged += parity * (S::kFragments + S::kHeld) * kConvFragment;
-  for (int i = threadIdx.x; i < S::kFragments * kConvFragment; i += blockDim.x) {
-    weights[i] = arranged[S::kHeld * kConvFragment + i];
-  }
-  for (int i = threadIdx.x; i < kConvGroups * 2 * S::kUnits; i += blockDim.x) slabs[i] = {};
-  if (threadIdx.x < kConvOut) {
-    float w[1], b[1];
-    load_affine<T, 1>(w, call.weight, call.affine_float32, threadIdx.x, 1);
-    load_affine<T, 1>(b, call.bias, call.affine_float32, threadIdx.x, 0);
-    affine[threadIdx.x] = w[0], affine[kConvOut + threadIdx.x] = b[0];
-  }
+  const Block<T, SPLIT> block(call, conv_shared);
+  const uint4* fragments = arranged + blockIdx.x % 4 * (kWeights / 4 * sizeof(T) / 16);
+  const int group = threadIdx.x / kGroupThreads;
+  fill_shared(block, fragments);
   __syncthreads();
-
-  struct Place {
-    int batch, d, h;  // h: of the first line, in steps of two
-  };
-  auto place_of = [&](int group, int round) {
-    const int index = begin + group * rounds_of(0) + round, column = index / call.depth;
-    return Place{column / line_groups, index % call.depth, column % line_groups * kConvLines};
-  };
-  // Taps of d that the round before has not left.
-  auto new_taps = [&](const Place& p, int round) { return round == 0 || p.d == 0 ? 2 : 1; };
-
-  // A thread copies blocks of kUnit channels x kUnit columns, of every kSweep-th line.
-  constexpr int kUnit = S::kUnit, kHalves = 8 / kUnit, kPlaneGroups = S::kPlanes / 4,
-                kSweep = kConvGroupThreads / (16 * kHalves * kPlaneGroups);
-  const int copied_half = thread % kHalves, copied_eight = thread / kHalves / 4 % 4;  // of columns
-  const int copied_plane = thread / kHalves % 4 + thread / kHalves / 16 % kPlaneGroups * 4;
-  const int copied_line = thread / (16 * kHalves * kPlaneGroups);
-  const int copied = copied_plane * S::kPlane + copied_line * S::kLine + copied_eight * S::kEightColumns + 1 +
-                     copied_half * kUnit;
-  // kUnit columns of a channel come to where kUnit channels of a column will be.
-  auto fetch = [&](int group, int round) {
-    const Place p = place_of(group, round);
-    const int64_t channel_step = int64_t(call.depth) * call.height * kConvWidth;
-    const T* from = static_cast<const T*>(call.input) +
-                    (int64_t(p.batch) * kConvIn + kUnit * copied_plane) * channel_step + copied_eight * 8 +
-                    copied_half * kUnit;
-#pragma unroll 1
-    for (int tap = 0; tap < new_taps(p, round); ++tap) {
-      const int d = p.d + parity_d - tap, h = p.h + parity_h - 1 + copied_line;
-      uint4* to = slab_of(group, round, tap) + copied;
-#pragma unroll
-      for (int line = 0; line < S::kLines; line += kSweep) {
-        if (copied_line + line >= S::kLines) continue;
-        const bool exists = d >= 0 && d < call.depth && h + line >= 0 && h + line < call.height;
-        const int64_t offset = exists ? (int64_t(d) * call.height + h + line) * kConvWidth : 0;
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) {
-          copy_or_zero(to + line * S::kLine + i, from + i * channel_step + offset, exists);
-        }
-      }
-    }
-  };
-  // Transposes what this thread has copied, and rounds it.
-  auto arrange = [&](int group, int round) {
-    wait_for_copies();
-#pragma unroll 1
-    for (int tap = 0; tap < new_taps(place_of(group, round), round); ++tap) {
-      uint4* block = slab_of(group, round, tap) + copied;
-#pragma unroll
-      for (int line = 0; line < S::kLines; line += kSweep) {
-        if (copied_line + line >= S::kLines) continue;
-        uint4 rows[kUnit], *columns = block + line * S::kLine;
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) {
-          rows[i] = columns[i];
-          if constexpr (sizeof(T) == 4 && !SPLIT) {
-            rows[i] = {round_to_tf32(rows[i].x), round_to_tf32(rows[i].y), round_to_tf32(rows[i].z),
-                       round_to_tf32(rows[i].w)};
-          }
-        }
-#pragma unroll
-        for (int c = 0; c < kUnit; ++c) columns[c] = column_of<T>(rows, c);
-        if constexpr (kAsync) {  // copies beside the 8 columns before, and the next 8
-          if (copied_half == 0 && copied_eight > 0) columns[-2] = column_of<T>(rows, 0);
-          if (copied_half == kHalves - 1 && copied_eight < 3) {
-            columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
-          }
-        }
-      }
-    }
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kAsync) writes_before_copies();
-#endif
-  };
-
-  // Named barriers of a group (0: __syncthreads): its turn to multiply; its input is there; it was read.
-  auto turn_of = [](int group) { return 1 + group; };
-  auto ready = [](int group) { return 1 + kConvGroups + group; };
-  auto was_read = [](int group) { return 1 + 2 * kConvGroups + group; };
-  [[maybe_unused]] constexpr int kTwoGroups = 2 * kConvGroupThreads;
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  uint32_t held[4] = {};
-  if constexpr (kAsync) {
-    if (group == kConvGroups) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const int to = i % kConvGroups, round = i / kConvGroups;
-        if (round > 0) named_barrier_wait(was_read(to), kTwoGroups);
-        fetch(to, round);
-        arrange(to, round);
-        named_barrier_arrive(ready(to), kTwoGroups);
-      }
-      return;
-    }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kApplyingRegisters));
-    if constexpr (S::kHeld > 0) {
-      for (int i = 0; i < 4; ++i) {
-        const int unit = i / 2 * kConvOut + warp * 16 + lane / 4 + i % 2 * 8;
-        held[i] = reinterpret_cast<const uint32_t*>(arranged + unit)[lane % 4];
-      }
-    }
+  if constexpr (block.kAsync) {
+    if (group == kGroups) return load_rounds(block);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
-#endif
-
-  // This warp's units (see multiply_async): channels and line of the first one, and of the others from there.
-  const int first_tile = kAsync ? warp : warp % 2 * 2, first_line = kAsync ? 0 : warp / 2 * 2;
-  auto tile_of = [](int unit) { return kAsync ? 0 : unit % 2; };
-  auto line_of = [](int unit) { return kAsync ? unit : unit / 2; };
-  const float scale = call.scale, eps = call.eps;
-  const int rounds = rounds_of(group);
-  // Of a unit's 16 channels this thread has two: rows of all sums that are 8 apart.
-  uint32_t conv_bias[2][2] = {};  // tile, half; each number twice
-  if constexpr (sizeof(T) == 2) {
-    if (call.conv_bias != nullptr) {
-      for (int i = 0; i < (kAsync ? 2 : 4); ++i) {
-        const int out = (first_tile + i / 2) * 16 + i % 2 * 8 + lane / 4;
-        const float b = widen(static_cast<const T*>(call.conv_bias)[out]);
-        conv_bias[i / 2][i % 2] = narrow_pair<T>(b, b);
-      }
-    }
-  }
-  if (!kAsync && rounds > 0) fetch(group, 0);
-#pragma unroll 1
-  for (int round = 0; round < rounds; ++round) {
-    float sums[2][4][16] = {};  // parity of w, unit, (8 columns, register)
-    const uint4* const taps[2] = {slab_of(group, round, 0), slab_of(group, round, 1)};
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kAsync) {
-      named_barrier_wait(ready(group), kTwoGroups);
-      // One group multiplies while the other one normalizes and stores.
-      if (group == 1 || round > 0) named_barrier_wait(turn_of(group), kTwoGroups);
-      multiply_async<T>(sums, held, weights, taps);
-      if (group == 0 ? round < rounds_of(1) : round + 1 < rounds_of(0)) {
-        named_barrier_arrive(turn_of(1 - group), kTwoGroups);
-      }
-      if (round + 1 < rounds) named_barrier_arrive(was_read(group), kTwoGroups);
-    }
-#endif
-    if constexpr (!kAsync) {
-      arrange(group, round);
-      named_barrier_wait(ready(group), kConvGroupThreads);
-      multiply<T, SPLIT>(sums, weights, taps, first_tile, first_line);
-      named_barrier_wait(was_read(group), kConvGroupThreads);
-      if (round + 1 < rounds) fetch(group, round + 1);
-    }
-
-    // Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be
-    // further from PyTorch's than KernelBench allows. Float32's bias, one number a row, leaves with the mean.
-    if constexpr (sizeof(T) == 2) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        const int unit = i / 8 % 4, half = i % 2;
-        float* two = &sums[i / 32][unit][i / 2 % 4 * 4 + half * 2];
-        const uint32_t rounded = narrow_pair<T>(two[0], two[1]);
-        const float2 sum = widen_pair<T>(add_pairs<T>(rounded, conv_bias[tile_of(unit)][half]));
-        two[0] = sum.x, two[1] = sum.y;
-      }
-    }
-    // Values become distances from the mean.
-    float rstd[8];  // of rows: unit, half of a tile
-#pragma unroll
-    for (int row = 0; row < 8; ++row) {
-      auto value = [&](int i) -> float& { return sums[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2]; };
-      float sum = 0, m2 = 0;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) sum += value(i);
-      const float mean = combine_lanes(sum, 4) * (1.0f / kConvOut);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) value(i) -= mean, m2 += value(i) * value(i);
-      rstd[row] = rsqrtf(combine_lanes(m2, 4) * (1.0f / kConvOut) + eps);
-    }
-
-    // Where channels and lines begin in output, both parities of d and h counted.
-    const Place p = place_of(group, round);
-    const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kConvOut;
-    const int64_t first = (int64_t(p.batch) * kConvOut + first_tile * 16 + lane / 4) * channel_step +
-                          (int64_t(2 * p.d + parity_d) * call.height + p.h + first_line) * 2 * kConvOut +
-                          parity_h * kConvOut + lane % 4 * 4;
-    auto exists = [&](int row) { return first_line + line_of(row / 2) < call.height - p.h; };
-    auto offset_of = [&](int row) {
-      return first + (tile_of(row / 2) * 16 + row % 2 * 8) * channel_step + line_of(row / 2) * 2 * kConvOut;
-    };
-    T* output = static_cast<T*>(call.output);
-    if (call.rstd != nullptr) {  // for backward
-#pragma unroll
-      for (int row = 0; row < 8; ++row) {
-        if (!exists(row)) continue;
-        if (lane % 4 == 0) call.rstd[offset_of(row) / kConvOut] = rstd[row];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float distances[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) distances[i] = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
-          store<T, 4, true>(output + offset_of(row) + 16 * j, distances);
-        }
-      }
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int col = 16 * j + 4 * (lane % 4);
-      const float4 w = *reinterpret_cast<const float4*>(affine + col);
-      const float4 b = *reinterpret_cast<const float4*>(affine + kConvOut + col);
-      const float weight[4] = {w.x, w.y, w.z, w.w}, bias[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int row = 0; row < 8; ++row) {
-        float y[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float distance = sums[i % 2][row / 2][4 * j + row % 2 * 2 + i / 2];
-          const float z = distance * rstd[row] * weight[i] + bias[i], t = fabsf(z);
-          const float tail = SPLIT            ? normal_tail(t)
-                             : sizeof(T) == 4 ? normal_tail_5_digits(t)
-                                              : normal_tail_16_bits(t);
-          y[i] = scale * gelu_of_tail(z, tail);
-        }
-        if (exists(row)) store<T, 4, true>(output + offset_of(row) + 16 * j, y);
-      }
-    }
-  }
-#else
-  __trap();  // fits() keeps calls away from code without these instructions
-#endif
+  compute_rounds(block, group, fragments);
 }
+#endif
 
 // ---- Convolution: host side ----
 
@@ -4250,18 +4329,17 @@ auto with_convolution(DType dtype, bool tf32, F f) {
 
 bool fits(DType dtype, bool tf32, const Device& device) {
   return with_convolution(dtype, tf32, [&](auto t, auto split) {
-    constexpr int kShared = kConvShared<decltype(t), decltype(split)::value>;
-    return device.code >= 80 && device.shared_bytes >= kShared;
+    return device.code >= 80 && device.shared_bytes >= kSharedBytes<decltype(t), split.value>;
   });
 }
 
 cudaError_t launch(const Convolution& call, const Context& context) {
   return with_convolution(call.dtype, call.tf32, [&](auto t, auto split) {
     using T = decltype(t);
-    constexpr int kShared = kConvShared<T, decltype(split)::value>;
-    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kConvElements));
-    arrange_weights<T><<<kConvElements / 256, 256, 0, context.stream>>>(call, arranged);
-    const auto kernel = conv_transpose_layer_norm_gelu<T, decltype(split)::value>;
+    constexpr int kShared = kSharedBytes<T, split.value>;
+    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kWeights));
+    arrange_weights<T><<<kWeights / kArrangeThreads, kArrangeThreads, 0, context.stream>>>(call, arranged);
+    const auto kernel = conv_transpose_layer_norm_gelu<T, split.value>;
     cudaFuncAttributes attributes = {};  // compiled with loading warps or without
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
@@ -4285,7 +4363,6 @@ auto with_dtype(DType dtype, F f) {
   switch (dtype) {
     case DType::Float16: return f(__half());
     case DType::BFloat16: return f(__nv_bfloat16());
-    case DType::Float64: return f(double());
     default: return f(float());
   }
 }
@@ -4297,63 +4374,51 @@ cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> 
   return with_dtype(call.dtype, [&](auto t) {
     using T = decltype(t);
     using One = std::integral_constant<int, 1>;
-    if constexpr (std::is_same_v<T, double>) {
-      return f(t, One(), std::true_type());
-    } else {
-      const auto with_pack = [&](auto fused) {
-        const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
-        return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>(), fused) : f(t, One(), fused);
-      };
-      return is_fused(call) ? with_pack(std::true_type()) : with_pack(std::false_type());
-    }
+    const auto with_pack = [&](auto fused) {
+      const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
+      return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>(), fused) : f(t, One(), fused);
+    };
+    return is_fused(call) ? with_pack(std::true_type()) : with_pack(std::false_type());
   });
 }
 
-// The ladder. Rows that registers could hold go to the pipeline where that is faster; rows are spread where
-// no other room takes them, or the device refuses blocks that wait for one another.
+// The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread
+// where no other room takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
-  constexpr bool kAligned = V > 1, kAsks = FUSED || !kAligned;
-  const bool in_registers = registers::takes(call, !kAligned);
-  bool pipeline_is_faster = false;
-  if constexpr (!std::is_same_v<T, double> && !kAligned) {
-    pipeline_is_faster = pipeline::is_faster_than_registers<T>(call, FUSED, device);
-  }
-  if (in_registers && !pipeline_is_faster) return registers::launch<T, !kAligned, FUSED>(call, context);
-  if constexpr (kAligned) {
-    if (shared::takes(call, device)) return shared::launch<T, FUSED>(call, context);
-  }
-  if constexpr (!std::is_same_v<T, double>) {
+  constexpr bool kAligned = V > 1;
+  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, FUSED>(call, context);
+  if constexpr (kAligned && !FUSED) {
+    if (shared::takes(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
-      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
-      if (!refused(error)) return error;
+      const cudaError_t error = pipeline::launch<T>(call, context);
+      if (!cannot_cooperate(error)) return error;
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
+        const cudaError_t error = joint::launch(call, plan, context);
+        if (!cannot_cooperate(error)) return error;
+      }
     }
   }
-  if constexpr (std::is_same_v<T, float> && kAligned && !FUSED) {
-    if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
-      const cudaError_t error = joint::launch(call, plan, context);
-      if (!refused(error)) return error;
-    }
-  }
-  if (in_registers) return registers::launch<T, !kAligned, FUSED>(call, context);
-  return spread::launch<T, V, kAsks>(call, context);
+  return spread::launch < T, V, FUSED || !kAligned > (call, context);
 }
 
-// Long rows go to the pipeline, where there is one, even if registers could hold them.
+// Long aligned rows go to the pipeline, where there is one, even if registers could hold them.
 template <typename T, int V, bool FUSED>
 cudaError_t dispatch(const Backward& call, const Context& context) {
-  constexpr bool kAsks = FUSED || V == 1;
-  bool in_registers = registers::takes(call, V);
-  if constexpr (!std::is_same_v<T, double>) {
+  constexpr bool kAligned = V > 1;
+  const bool in_registers = registers::takes(call, V);
+  if constexpr (kAligned && !FUSED) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
-      const cudaError_t error = pipeline::launch<T, V, FUSED>(call, context);
-      if (!refused(error)) return error;
+      const cudaError_t error = pipeline::launch<T>(call, context);
+      if (!cannot_cooperate(error)) return error;
     }
   }
   if (in_registers) return registers::launch<T, V, FUSED>(call, context);
-  return spread::launch<T, V, kAsks>(call, context);
+  return spread::launch < T, V, FUSED || !kAligned > (call, context);
 }
 
 // No rows: the gradients of weight and bias are sums of nothing.
@@ -4403,6 +4468,7 @@ CUDA_SOURCE = "".join(
         _STATISTICS,
         _EPILOGUE,
         _DEVICE,
+        _ROWS,
         _REGISTERS,
         _SHARED,
         _PIPELINE,
@@ -4470,14 +4536,26 @@ std::string text(SymIntArrayRef sizes) {
   return "[" + list + "]";
 }
 
+void check_device(const char* name, const Tensor& t, const Tensor& input) {
+  TORCH_CHECK(t.device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
+              input.device(), " and ", name, " is on ", t.device());
+}
+
+void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype,
+                  const Tensor& input) {
+  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
+              text(t.sym_sizes()));
+  TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ",
+              t.scalar_type());
+  check_device(name, t, input);
+}
+
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
   TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
               " to be of same shape as normalized_shape, but got ", name, " of shape ",
               text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
-  TORCH_CHECK(affine->device() == input.device(),
-              "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
-              name, " is on ", affine->device());
+  check_device(name, *affine, input);
   const auto dtype = affine->scalar_type();
   const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
   TORCH_CHECK(dtype == input.scalar_type() || (half && dtype == at::kFloat), "Expected ", name, " of dtype ",
@@ -4493,6 +4571,12 @@ void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, cons
               bias->scalar_type());
 }
 
+void check_dtype(const Tensor& input) {
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
+}
+
 void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
            const OptionalTensor& bias) {
   TORCH_CHECK(!shape.empty(),
@@ -4501,14 +4585,9 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
               "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
               text(shape).substr(1), ", but got input of size ", text(sizes));
-  const auto dtype = input.scalar_type();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
-      "layer_norm expects input of dtype Float, Half, BFloat16 or Double, but got ", dtype);
+  check_dtype(input);
   check_affine(weight, bias, input, shape);
 }
-
-// ---- What the kernels and the Meta functions share: shapes and allocations ----
 
 SymInt product(SymIntArrayRef sizes) {
   SymInt n = 1;
@@ -4520,17 +4599,24 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
   return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
 }
 
+// Also what forward saved: a parameter can be converted since, and hooks may give back another tensor.
+void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
+                    const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias) {
+  check(input, shape, weight, bias);
+  check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
+  check_tensor("statistics", statistics, {2, row_count(input, shape)}, at::kFloat, input);
+}
+
+// ---- What the kernels and the Meta functions share: allocations ----
+
 // Makes a tensor on the device of `like`, contiguous as at::native_layer_norm's, whatever the strides of
 // `like`.
 using Empty = Tensor (*)(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like);
 
 Outputs allocate_forward(const Tensor& input, SymIntArrayRef shape, bool save_statistics, Empty empty) {
-  const auto dtype = input.scalar_type();
   Tensor statistics;
-  if (save_statistics) {
-    statistics = empty({2, row_count(input, shape)}, dtype == at::kDouble ? dtype : at::kFloat, input);
-  }
-  return {empty(input.sym_sizes(), dtype, input), statistics};
+  if (save_statistics) statistics = empty({2, row_count(input, shape)}, at::kFloat, input);
+  return {empty(input.sym_sizes(), input.scalar_type(), input), statistics};
 }
 
 Gradients allocate_backward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -4549,7 +4635,6 @@ DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kHalf: return DType::Float16;
     case at::kBFloat16: return DType::BFloat16;
-    case at::kDouble: return DType::Float64;
     default: return DType::Float32;
   }
 }
@@ -4596,9 +4681,7 @@ void run(const Call& call, const Tensor& input) {
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
     const std::string capability = std::to_string(major) + "." + std::to_string(minor);
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
-                capability,
-                ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
-                ". The capability must be 7.5 or newer, and in TORCH_CUDA_ARCH_LIST where that is set");
+                capability, ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR);
   }
   C10_CUDA_CHECK(error);
 }
@@ -4647,14 +4730,14 @@ Outputs forward_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const
 void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                   const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                   int64_t activation, double scale, const Gradients& gradients) {
-  const Tensor dy = grad_output.contiguous(), x = input.contiguous();
+  const Tensor dy = grad_output.contiguous(), x = input.contiguous(), stats = statistics.contiguous();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   const auto& affine = present(w) ? w : b;
   Backward call = {};
   call.grad_output = read(dy);
   call.input = read(x);
-  call.mean = read(statistics);
-  call.rstd = static_cast<const char*>(call.mean) + statistics.nbytes() / 2;
+  call.mean = read(stats);
+  call.rstd = static_cast<const char*>(call.mean) + stats.nbytes() / 2;
   call.weight = read(w);
   call.grad_input = write(std::get<0>(gradients));
   call.grad_weight = write(std::get<1>(gradients));
@@ -4673,6 +4756,7 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
 Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                         const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                         int64_t activation, double scale, std::array<bool, 3> output_mask) {
+  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
   const c10::cuda::CUDAGuard guard(input.device());
   const Gradients gradients = allocate_backward(input, weight, bias, output_mask, empty_cuda);
   run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
@@ -4684,26 +4768,25 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
               "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
   const auto dtype = input.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
-  auto check_parameter = [&](const char* name, const Tensor& t, const std::vector<SymInt>& sizes) {
-    TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
-                text(t.sym_sizes()));
-    TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, " (the input's), but got ",
-                t.scalar_type());
-    TORCH_CHECK(t.device() == input.device(),
-                "Expected all tensors to be on the same device, but input is on ", input.device(), " and ",
-                name, " is on ", t.device());
-  };
-  check_parameter("conv_weight", conv_weight, {32, 64, 4, 4, 4});
-  if (present(conv_bias)) check_parameter("conv_bias", *conv_bias, {64});
-  const std::vector<SymInt> shape = {64};
-  check_affine(weight, bias, input, shape);
+  check_dtype(input);
+  check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
+  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, dtype, input);
+  check_affine(weight, bias, input, {64});
+}
+
+std::vector<SymInt> output_sizes(const Tensor& input) {
+  return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
+}
+
+void check_convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
+                                const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                const OptionalTensor& bias) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
 }
 
 Tensor allocate_convolution(const Tensor& input) {
-  return at::empty_symint({input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64},
-                          input.options().memory_format(at::MemoryFormat::Contiguous));
+  return at::empty_symint(output_sizes(input), input.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 // Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
@@ -4767,9 +4850,8 @@ Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const Op
   const c10::cuda::CUDAGuard guard(input.device());
   if (!fits_convolution(input)) {
     const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
-    const std::vector<SymInt> shape = {64};
     const auto gelu = static_cast<int64_t>(Activation::Gelu);
-    return std::get<0>(forward_kernel(y, shape, weight, bias, eps, gelu, scale, false));
+    return std::get<0>(forward_kernel(y, {64}, weight, bias, eps, gelu, scale, false));
   }
   const Tensor output = allocate_convolution(input);
   run_convolution(input, conv_weight, conv_bias, weight, bias, output, {}, eps, scale);
@@ -4794,23 +4876,25 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
                                                const Tensor& conv_weight, const OptionalTensor& conv_bias,
                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                double eps, double scale, std::array<bool, 5> output_mask) {
+  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
-  // conv_bias leaves with the mean of a row, so that its gradient stays 0. The sums over parts of the batch
-  // are of float32 also where the gradients are not.
+  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
+  // parts of the batch are of float32 also where the gradients are not.
   const auto gradients = allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
-  const Tensor& grad_input = std::get<0>(gradients);
+  const Tensor &grad_input = std::get<0>(gradients), &grad_conv_bias = std::get<2>(gradients);
   const std::array<Tensor, 3> totals = {std::get<1>(gradients), std::get<3>(gradients),
                                         std::get<4>(gradients)};
   std::array<Tensor, 3> sums;
   for (int i = 0; i < 3; ++i) {
     if (totals[i].defined()) sums[i] = at::zeros_like(totals[i], totals[i].options().dtype(at::kFloat));
   }
+  if (grad_conv_bias.defined()) sums[0] = at::zeros_like(conv_weight, input.options().dtype(at::kFloat));
   auto in_float32 = [](const OptionalTensor& t) {
     return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
   };
   const OptionalTensor w = in_float32(weight), b = in_float32(bias);
-  const bool wants_convolution = output_mask[0] || output_mask[1];
+  const bool wants_convolution = output_mask[0] || sums[0].defined();
 
   const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
   const int64_t bytes = rows * 64 * input.element_size();
@@ -4824,12 +4908,12 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     const Gradients parts = {wants_convolution ? conv : Tensor(),  // a row is read before it is written
                              sums[1].defined() ? at::empty_like(sums[1]) : Tensor(),
                              sums[2].defined() ? at::empty_like(sums[2]) : Tensor()};
-    const std::vector<SymInt> shape = {64};
-    run_backward(dy, conv, shape, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
+    run_backward(dy, conv, {64}, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
     Tensor part_input, part_conv_weight;
     if (wants_convolution) {
-      std::tie(part_input, part_conv_weight, std::ignore) = at::convolution_backward(
-          conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1, {output_mask[0], output_mask[1], false});
+      std::tie(part_input, part_conv_weight, std::ignore) =
+          at::convolution_backward(conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
+                                   {output_mask[0], sums[0].defined(), false});
     }
     if (output_mask[0]) grad_input.narrow(0, first, count).copy_(part_input);
     const std::array<Tensor, 3> added = {part_conv_weight, std::get<1>(parts), std::get<2>(parts)};
@@ -4838,8 +4922,9 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
     }
   }
   for (int i = 0; i < 3; ++i) {
-    if (sums[i].defined()) totals[i].copy_(sums[i]);
+    if (totals[i].defined()) totals[i].copy_(sums[i]);
   }
+  if (grad_conv_bias.defined()) grad_conv_bias.copy_(sums[0].sum({0, 2, 3, 4}).mul_(0));
   return gradients;
 }
 
@@ -4861,9 +4946,10 @@ Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const
   return allocate_forward(input, normalized_shape, true, empty_meta);
 }
 
-Gradients backward_meta(const Tensor&, const Tensor& input, SymIntArrayRef, const Tensor&,
-                        const OptionalTensor& weight, const OptionalTensor& bias, int64_t, double,
-                        std::array<bool, 3> output_mask) {
+Gradients backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                        int64_t, double, std::array<bool, 3> output_mask) {
+  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
   return allocate_backward(input, weight, bias, output_mask, empty_meta);
 }
 
@@ -4873,10 +4959,11 @@ Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const Op
   return allocate_convolution(input);
 }
 
-ConvolutionGradients convolution_backward_meta(const Tensor&, const Tensor& input, const Tensor& conv_weight,
-                                               const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                               const OptionalTensor& bias, double, double,
-                                               std::array<bool, 5> output_mask) {
+ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const Tensor& input,
+                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                               double, double, std::array<bool, 5> output_mask) {
+  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
   return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
 }
 
@@ -4897,8 +4984,7 @@ auto find_op(const char* name) {
 Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, shape, weight, bias);
-  const auto dtype = input.scalar_type();
-  const Tensor x = dtype == at::kDouble ? input : input.to(at::kFloat);
+  const Tensor x = input.to(at::kFloat);
   std::vector<int64_t> dims(shape.size());
   std::iota(dims.begin(), dims.end(), input.dim() - static_cast<int64_t>(shape.size()));
   const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
@@ -4910,7 +4996,7 @@ Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const Opti
     case Activation::Gelu: y = at::gelu(y); break;
     case Activation::GeluTanh: y = at::gelu(y, "tanh"); break;
   }
-  return (scale == 1 ? y : y * scale).to(dtype);
+  return (scale == 1 ? y : y * scale).to(input.scalar_type());
 }
 
 using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr, newer: intrusive_ptr
@@ -4931,6 +5017,10 @@ NodePointer make_node() {
 bool in_transform() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
+
+bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+// Of forward mode, which the kernels do not know.
+bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
 
 // A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
 struct KernelBackward : torch::autograd::Node {
@@ -4957,7 +5047,9 @@ struct KernelBackward : torch::autograd::Node {
     std::array<bool, 5> wanted = {};
     for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
     const bool create_graph = at::GradMode::is_enabled();
-    if (!create_graph && !in_transform()) return backward(grad_outputs[0], tensors, wanted);
+    if (!create_graph && !in_transform() && !has_tangent(grad_outputs[0])) {
+      return backward(grad_outputs[0], tensors, wanted);
+    }
 
     lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
     const at::AutoGradMode with_gradients(true);
@@ -4979,24 +5071,23 @@ struct KernelBackward : torch::autograd::Node {
 };
 
 struct LayerNormBackward : KernelBackward {
-  int64_t dims, activation;
+  c10::SymDimVector shape;
+  int64_t activation;
 
   std::string name() const override { return "LayerNormBackward"; }
-
-  SymIntArrayRef shape(const Tensor& input) const { return input.sym_sizes().slice(input.dim() - dims); }
 
   variable_list backward(const Tensor& grad_output, const Tensors& tensors,
                          const std::array<bool, 5>& wanted) const override {
     static const auto op = find_op<decltype(backward_cuda)>("backward");
     const auto& [x, w, b, statistics, none] = tensors;
     const auto [grad_input, grad_weight, grad_bias] = op.call(
-        grad_output, x, shape(x), statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
+        grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
     return {grad_input, grad_weight, grad_bias};
   }
 
   Tensor composed_forward(const Tensors& tensors) const override {
     const auto& [x, w, b, statistics, none] = tensors;
-    return composed_layer_norm(x, shape(x), w, b, eps, activation, scale);
+    return composed_layer_norm(x, shape, w, b, eps, activation, scale);
   }
 };
 
@@ -5012,18 +5103,13 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
   auto& node = static_cast<LayerNormBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
   node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
-  node.dims = normalized_shape.size();
+  node.shape = normalized_shape;
   node.activation = activation;
   node.eps = eps;
   node.scale = scale;
   torch::autograd::set_history(output, pointer);
   return output;
 }
-
-bool requires_grad(const Tensor& t) { return t.requires_grad(); }
-bool has_tangent(const Tensor& t) {
-  return t._fw_grad(0).defined();
-}  // which a C++ autograd node does not know
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
@@ -5046,8 +5132,7 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                             double scale) {
   static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  const std::vector<SymInt> shape = {64};
-  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), shape, weight, bias, eps,
+  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), {64}, weight, bias, eps,
                  static_cast<int64_t>(Activation::Gelu), scale);
 }
 
@@ -5160,28 +5245,32 @@ TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm",
 # 4  Build: compile once, cache, load
 # ============================================================================
 
+# Names the ops, after the sources alone: a program that was saved on one machine finds them on another.
+_NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 _CUDA_FLAGS = ["-O1"]  # of the host code; device code is always optimized
 _CPP_FLAGS = ["-O2"]
-_LOCK = "build.lock"
-_BUILD_BYTES = 64 << 20  # one architecture takes 10 MB, and 42 of temporary files
-_OLDEST_CODE = 75  # Turing
 _OLDEST_CUDA = (11, 8)  # the first that has cudaLaunchKernelExC
-_NAMED_ARCHITECTURES = {  # as torch.utils.cpp_extension names them
-    "Kepler": "3.5",
-    "Kepler+Tesla": "3.7",
-    "Maxwell": "5.0",
-    "Maxwell+Tegra": "5.3",
-    "Pascal": "6.0",
-    "Volta": "7.0",
-    "Volta+Tegra": "7.2",
-    "Turing": "7.5+PTX",
-    "Ampere": "8.0;8.6+PTX",
-    "Ampere+Tegra": "8.7",
-    "Ada": "8.9+PTX",
-    "Hopper": "9.0+PTX",
-    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
-    "Blackwell+Tegra": "11.0",
-}
+_BAD_FOLDER = (
+    "layernorm_inline: {} must be a folder that you can write and lock, and that nobody else can write or replace. "
+    "Name another place in the environment variable TORCH_EXTENSIONS_DIR."
+)
+
+# Takes ninja's place. It dies with this process, and ninja then gets SIGTERM, upon which it ends its compilers.
+_NINJA = """#!/bin/sh
+exec {python} -IS -c '
+import ctypes, os, subprocess, sys
+prctl = ctypes.CDLL(None).prctl
+prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.getppid() == {parent} and sys.exit(subprocess.call(sys.argv[1:], preexec_fn=lambda: prctl(1, 15)))
+' {ninja} "$@"
+"""
+
+
+def _output(*command):
+    """What a command prints: nothing where it cannot be executed."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout
+    return ""
 
 
 def _version(text):
@@ -5189,263 +5278,221 @@ def _version(text):
     return tuple(map(int, text.split(".")[:2]))
 
 
-def _output(*command):
-    return subprocess.run(command, capture_output=True, text=True).stdout
-
-
 def _number(code):
     """90 of sm_90a (machine code) and of compute_90 (PTX)."""
     return int(re.sub(r"\D", "", code))
 
 
-def _runs(code, gpu):
-    """Whether a GPU (90: compute capability 9.0) runs that machine code as it is."""
-    number = _number(code)
-    newer_minor = number // 10 == gpu // 10 and number <= gpu and not code.endswith("a")
-    return code.startswith("sm") and (number == gpu or newer_minor)
+def _cpp_extension():
+    """PyTorch's builder, without its warning that there is no GPU. A warm import on a GPU does not need it."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        from torch.utils import cpp_extension
+    return cpp_extension
 
 
-def _listed_codes(arch_list):
-    """What TORCH_CUDA_ARCH_LIST names: sm_80, sm_90 and compute_90 of "8.0;9.0+PTX"."""
-    codes = []
-    names = re.split(r"[;\s]+", arch_list)
-    for entry in filter(None, ";".join(_NAMED_ARCHITECTURES.get(name, name) for name in names).split(";")):
-        parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
-        if parts is None:
-            raise RuntimeError(
-                f"layernorm_inline: TORCH_CUDA_ARCH_LIST has {entry!r}, which names no architecture. "
-                "Names are, for example, 8.0, 9.0a, 8.0+PTX and Hopper, with ';' or ' ' between them."
-            )
-        major, minor, suffix, ptx = parts.groups()
-        number = major + minor + suffix
-        codes += ["sm_" + number, "compute_" + number] if ptx else ["sm_" + number]
-    return codes
+def _architectures():
+    """sm_90 for a visible GPU; without any, sm_80, sm_90, compute_90 for TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if devices:
+        return sorted({"sm_{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
+    if os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ") in ("", "native"):
+        return []
+    return re.findall(r",code=(\w+)", " ".join(_cpp_extension()._get_cuda_arch_flags()))
 
 
-def _codes(gpus, arch_list):
-    """What to compile for: the GPUs there are, of which TORCH_CUDA_ARCH_LIST, where it is set, may exclude some.
-
-    A GPU is in the list where it runs an entry's machine code. Where none is, or no GPU is there, all of
-    the list is compiled as it is.
-    """
-    listed = _listed_codes(arch_list)
-    chosen = [g for g in gpus if not listed or any(_runs(code, g) for code in listed)]
-    codes = [f"sm_{g}a" if g == 90 else f"sm_{g}" for g in chosen]  # 9.0a: wgmma, which only Hopper has
-    if not chosen:
-        codes = listed
-    elif len(chosen) < len(gpus):
-        codes += [code for code in listed if code.startswith("compute")]  # may run on the others
+def _codes(architectures):
+    """What to compile: sm_90a for sm_90, as only that has wgmma, and nothing for what is older than Turing."""
+    codes = {"sm_90a" if code == "sm_90" else code for code in architectures if _number(code) >= 75}
     if _version(torch.version.cuda)[0] == 11:  # has not all instructions that the kernels take on Hopper
-        codes = ["compute_80" if _number(code) >= 90 else code for code in codes]
-    return sorted({code for code in codes if _number(code) >= _OLDEST_CODE}, key=lambda code: (_number(code), code))
+        codes = {"compute_80" if _number(code) >= 90 else code for code in codes}
+    return sorted(codes, key=lambda code: (_number(code), code))
 
 
 def _find_cuda_home():
     """Folder and version of a toolkit of PyTorch's major version: where PyTorch looks, else where pip installs one."""
-    from torch.utils import cpp_extension  # a warm cache never needs it
-
     major = _version(torch.version.cuda)[0]
     pip_folders = [os.path.join(p, "nvidia", f"cu{major}") for p in sys.path]
-    others = ""
-    for home in dict.fromkeys(filter(None, [cpp_extension.CUDA_HOME, "/usr/local/cuda", *pip_folders])):
+    refused = []
+    for home in dict.fromkeys(filter(None, [_cpp_extension().CUDA_HOME, "/usr/local/cuda", *pip_folders])):
         nvcc = os.path.join(home, "bin", "nvcc")
         # An nvcc on PATH can be a wrapper that lies far from its headers (conda's are in targets).
         headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]
         if os.path.exists(nvcc) and any(map(glob.glob, headers)):
-            release = re.search(r"release (\d+\.\d+)|$", _output(nvcc, "--version"))[1] or "0.0"
-            if _version(release)[0] == major and _version(release) >= _OLDEST_CUDA:
+            release = re.search(r"release (\d+\.\d+)|$", _output(nvcc, "--version"))[1]
+            if release and _version(release)[0] == major and _version(release) >= _OLDEST_CUDA:
                 return home, release
-            others += f" (the one in {home} is of {release})"
-    wanted = "11.8" if major == 11 else f"{major}.x"
+            refused.append(f"the nvcc found in {home} " + (f"is of CUDA {release}" if release else "does not run"))
+    missing = "nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among the installed Python packages"
+    advice = f"CUDA toolkit {'11.8' if major == 11 else major} of NVIDIA or conda, and set CUDA_HOME to its folder"
     if major >= 13:
-        advice = 'pip install "cuda-toolkit[nvcc,crt,cccl]"'
-    else:
-        advice = f"NVIDIA's or conda's CUDA toolkit {wanted} (pip has none), then set CUDA_HOME to its folder"
-    raise RuntimeError(
-        "layernorm_inline: nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among the installed "
-        f"Python packages. PyTorch {torch.__version__} needs one of CUDA {wanted}{others}. Install it: {advice}"
-    )
+        advice = 'it: pip install "cuda-toolkit[nvcc,crt,cccl]"'
+    built = f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda}"
+    raise RuntimeError(f"layernorm_inline: {', '.join(refused) or missing}; {built}. Install {advice}")
 
 
 def _ptxas_flags(cuda_home):
     """Assembles kernels side by side, to the same machine code (first import, 16 cores: 44 s -> 30)."""
-    ptxas = os.path.join(cuda_home, "bin", "ptxas")
-    if not os.path.exists(ptxas):  # where nvcc is a wrapper
-        return []
-    options = _output(ptxas, "--help")
+    options = _output(f"{cuda_home}/bin/ptxas", "--help")
     threads = min(8, len(os.sched_getaffinity(0)))
     return ["-Xptxas", f"--split-compile={threads}"] if "--split-compile" in options else []  # CUDA 11 has none
 
 
-def _check_room(directory):
-    """Raises where the compiled kernels, or the compiler's temporary files, would find no room."""
-    for folder, variable in ((directory, "TORCH_EXTENSIONS_DIR"), (tempfile.gettempdir(), "TMPDIR")):
-        if shutil.disk_usage(folder).free < _BUILD_BYTES:
-            raise RuntimeError(
-                f"layernorm_inline: less than {_BUILD_BYTES >> 20} MB are free in {folder}, too few to compile "
-                f"the kernels. Make room, or name another folder in the environment variable {variable}."
-            )
+def _link_flags(cuda_home, folder):
+    """Shows the linker libcudart.so: pip's toolkit has only libcudart.so.13."""
+    libraries = glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.*")
+    if os.path.exists(f"{cuda_home}/lib64/libcudart.so") or not libraries:
+        return []
+    os.symlink(libraries[0], f"{folder}/libcudart.so")
+    return ["-L."]  # ninja links in the folder
 
 
-def _compile(name, directory, codes):
-    """Compiles the two sources into directory/name.so. The caller holds the build lock."""
+def _path_to_ninja(folder):
+    """PATH with _NINJA in front, which calls ninja (of an older pip package: the program, not the script on PATH)."""
+    path = os.environ.get("PATH", os.defpath)
+    places = [*(f"{p}/ninja/data/bin" for p in sys.path), path, sysconfig.get_path("scripts")]
+    ninja = shutil.which("ninja", path=os.pathsep.join(places))
+    python = shutil.which("python3", path=os.path.dirname(sys.executable or "") + os.pathsep + path)
+    if ninja and python:
+        words = dict(python=shlex.quote(python), parent=os.getpid(), ninja=shlex.quote(os.path.abspath(ninja)))
+        with open(f"{folder}/ninja", "w") as file:
+            file.write(_NINJA.format(**words))
+        os.chmod(file.name, 0o755)
+    return os.pathsep.join([folder, *places])
+
+
+def _compile(folder, codes):
+    """Compiles the two sources into the library, and loads it. The folder is empty."""
     cuda_home, release = _find_cuda_home()
-    from torch.utils import cpp_extension
-
-    # nvcc would fail on what it does not know, and no GPU could run.
-    known = _output(os.path.join(cuda_home, "bin", "nvcc"), "--list-gpu-code").split()
-    unknown = [code for code in codes if f"sm_{_number(code)}" not in known]
+    cpp_extension = _cpp_extension()
+    known = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code").split()
+    unknown = [code for code in codes if f"sm_{_number(code)}" not in known]  # nvcc would fail on them
     codes = [code for code in codes if code not in unknown]
-    gap = f"the nvcc of CUDA {release} does not know {', '.join(unknown)}" if unknown else ""
+    gap = f"the nvcc of CUDA {release} does not know {', '.join(unknown)}: install a newer one"
     if not codes:
-        raise RuntimeError(f"layernorm_inline: {gap}. Install a toolkit that does, or set TORCH_CUDA_ARCH_LIST.")
-
-    scripts = sysconfig.get_path("scripts")  # pip puts ninja there, on PATH only in an active venv
-    if shutil.which("ninja") is None and shutil.which("ninja", path=scripts):
-        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
-    if shutil.which("ninja") is None:
-        raise RuntimeError("layernorm_inline: ninja was not found. Install it with: pip install ninja")
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    if shutil.which(compiler[0]) is None:
-        raise RuntimeError(
-            f"layernorm_inline: the C++ compiler {compiler[0]!r} was not found. Install one "
-            "(Debian, Ubuntu: apt install g++) or name yours in the environment variable CXX."
-        )
-
-    # What a killed build left behind: half-written files, and a lock file of PyTorch's on which
-    # it would wait for ever. Our lock is the OS's and died with its process, so nobody is at it.
-    for file in os.scandir(directory):
-        if file.name != _LOCK:
-            os.remove(file)
-    # As long as this process lives, PyTorch takes for built what it has begun, also where that failed.
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
-
-    # The pip-installed toolkit has only the versioned libcudart.so.13; the linker asks for the
-    # unversioned name.
-    cpp_extension.CUDA_HOME = cuda_home
-    link_flags = []
-    if not glob.glob(os.path.join(cuda_home, "lib64", "libcudart.so")):
-        for library in glob.glob(os.path.join(cuda_home, "lib", "libcudart.so.*")):
-            os.symlink(library, os.path.join(directory, "libcudart.so"))
-            link_flags = ["-L."]  # ninja links in the build folder
-            break
-
-    print(
-        f"layernorm_inline: compiling CUDA kernels for {', '.join(codes)}, about half a minute, only this once"
-        + (f" ({gap})" if gap else ""),
-        file=sys.stderr,
-        flush=True,
-    )
-    options = {}
-    if "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames:
-        options["no_implicit_headers"] = True  # newer PyTorch: nvcc reads no torch header
-    compiled_for = ", ".join(codes) + (f" ({gap}: install a newer one, and delete the folder {name})" if gap else "")
+        raise RuntimeError(f"layernorm_inline: {gap}")
+    compiled_for = ", ".join(codes) + (f" ({gap}, and delete the folder {os.path.basename(folder)})" if unknown else "")
+    architectures = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
+    time = f"about {30 * len(codes)} s"
+    print(f"layernorm_inline: compiling CUDA kernels for {compiled_for}, {time}, only this once", file=sys.stderr)
+    # PyTorch takes for built what this process has begun, also where that failed.
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)
+    newer = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames  # nvcc reads no torch header
     with contextlib.ExitStack() as restored:
-        if len(compiler) > 1:  # "ccache g++": newer PyTorch takes it for one file name
-            restored.callback(os.environ.update, CXX=os.environ["CXX"])
-            os.environ["CXX"] = os.path.join(directory, "c++")
-            with open(os.environ["CXX"], "w") as script:
-                script.write(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, compiler))} "$@"\n')
-            os.chmod(script.name, 0o755)
+        restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
+        restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))
+        cpp_extension.CUDA_HOME = cuda_home
+        os.environ["PATH"] = _path_to_ninja(folder)
         cpp_extension.load_inline(
-            name,
+            _NAME,
             cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
             cuda_sources=CUDA_SOURCE,
             extra_cflags=_CPP_FLAGS,
-            extra_cuda_cflags=[
-                *_CUDA_FLAGS,
-                *(f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes),
-                *_ptxas_flags(cuda_home),
-            ],
-            extra_ldflags=link_flags,
-            build_directory=directory,
+            extra_cuda_cflags=[*_CUDA_FLAGS, *architectures, *_ptxas_flags(cuda_home)],
+            extra_ldflags=_link_flags(cuda_home, folder),
+            build_directory=folder,
             is_python_module=False,
-            **options,
+            **({"no_implicit_headers": True} if newer else {}),
         )
 
 
-def _name(codes):
-    """The library's name: another one for whatever makes another library."""
-    platform = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
-    key = "\n".join([CUDA_SOURCE, CPP_SOURCE, *_CUDA_FLAGS, *_CPP_FLAGS, *codes, *platform])
-    return "layernorm_inline_" + hashlib.sha256(key.encode()).hexdigest()[:12]
-
-
-def _folders(name):
-    """Where a library is looked for: the second folder for a user who finds another one's in the first."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    return [os.path.join(root, name), os.path.join(root, f"{name}_{os.getuid()}")]
-
-
-def _is_ours(status):
-    """Whether only this user and root can have written it: who else writes it runs code as this user."""
+def _is_ours(path):
+    """Whether only this user and root can have written it (not a link): who else does runs code as this user."""
+    status = os.lstat(path)
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
 
 
-def _is_built(directory, name):
-    """Whether a whole library is there. "complete" is written last: a killed build has none."""
-    library, complete = os.path.join(directory, name + ".so"), os.path.join(directory, "complete")
+def _cache():
+    """The folder of these sources' libraries, made where there is none."""
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
+    root = os.path.realpath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    folder = os.path.join(root, _NAME)
     with contextlib.suppress(OSError):
-        if all(_is_ours(os.stat(path)) for path in (directory, library, complete)):
-            with open(complete, "rb") as size:
-                return size.read() == b"%d" % os.path.getsize(library)
+        for path in (root, folder):
+            os.makedirs(path, 0o755, exist_ok=True)
+        mode = os.stat(root).st_mode
+        if _is_ours(folder) and (mode & stat.S_ISVTX or not mode & stat.S_IWOTH):
+            return folder
+    raise RuntimeError(_BAD_FOLDER.format(folder))
+
+
+def _folder(cache, codes):
+    """A library's folder in the cache, named after what makes another library of the same sources."""
+    machine = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
+    key = hashlib.sha256("\n".join([*machine, *_CUDA_FLAGS, *_CPP_FLAGS]).encode()).hexdigest()[:8]
+    return "-".join([f"{cache}/{key}", *codes])
+
+
+def _is_built(folder):
+    """Whether a whole library is there. "complete", its size, is written last: a killed build has none."""
+    library, complete = f"{folder}/{_NAME}.so", f"{folder}/complete"
+    with contextlib.suppress(OSError):
+        if all(map(_is_ours, (folder, library, complete))):
+            with open(complete) as size:
+                return size.read() == str(os.path.getsize(library))
     return False
 
 
-def _build(name, codes):
-    """Compiles, in one of many processes that ask for it at once, and returns the folder."""
-    for directory in _folders(name):
-        with contextlib.suppress(OSError):
-            os.makedirs(directory, 0o755, exist_ok=True)  # whatever the umask, nobody else writes there
-        if os.path.isdir(directory) and _is_ours(os.stat(directory)) and os.access(directory, os.W_OK):
-            break
-    else:
-        raise RuntimeError(
-            f"layernorm_inline: cannot write to {directory}, or other users can too. Compiled kernels need "
-            "a folder of one's own: name one in the environment variable TORCH_EXTENSIONS_DIR."
-        )
-    with open(os.path.join(directory, _LOCK), "w") as lock:  # NFS locks only what is open for writing
+def _find(cache, codes):
+    """The folder with the fewest codes that has all of these (a container's, built for a list), or None."""
+    folders = glob.glob(glob.escape(_folder(cache, [])) + "-*")
+    folders = [folder for folder in folders if {*codes} <= {*os.path.basename(folder).split("-")}]
+    return min(filter(_is_built, folders), key=lambda folder: folder.count("-"), default=None)
+
+
+def _lock(folder):
+    """The folder's lock, once no other process has it. It is given back when the file is closed."""
+    with contextlib.suppress(OSError):
+        # Nobody else can open it. NFS locks only what is open for writing.
+        lock = open(f"{folder}/build.lock", "w", opener=functools.partial(os.open, mode=0o600))
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        print(f"layernorm_inline: waiting for another process, which compiles in {folder}", file=sys.stderr)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_built(directory, name):
-            _check_room(directory)
-            _compile(name, directory, codes)
-            library, complete = os.path.join(directory, name + ".so"), os.path.join(directory, "complete")
-            size = os.path.getsize(library)
-            with open(complete, "w") as file:
-                file.write(str(size))
-            for path in (library, complete):
-                os.chmod(path, 0o644)
-    return directory
+        return lock
+    raise RuntimeError(_BAD_FOLDER.format(folder))
+
+
+def _build(cache, codes):
+    """Compiles, in one of many processes that ask for it at once, and returns the folder."""
+    folder = _folder(cache, codes)
+    with _lock(cache):
+        if not _is_built(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed build has left
+            os.makedirs(folder, 0o755, exist_ok=True)
+            _compile(folder, codes)
+            os.chmod(f"{folder}/{_NAME}.so", 0o644)  # whatever the umask
+            with open(f"{folder}/complete", "w") as complete:
+                complete.write(str(os.path.getsize(f"{folder}/{_NAME}.so")))
+            os.chmod(complete.name, 0o644)
+    return folder
 
 
 def _load():
     """Returns (ops, None), or (None, why) where there is nothing to compile for."""
+    ops = getattr(torch.ops, _NAME)
+    if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
+        return ops, None
     if torch.version.cuda is None:
         return None, f"PyTorch {torch.__version__} is built without CUDA"
     if _version(torch.version.cuda) < _OLDEST_CUDA:
         return None, f"PyTorch {torch.__version__} is built with CUDA {torch.version.cuda}, and 11.8 is the oldest"
-    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")  # which means what no list means
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    gpus = sorted({10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)})
-    if not gpus and not arch_list:
-        return None, (
-            "no GPU was there when layernorm_inline was imported "
-            "(to compile without one, set TORCH_CUDA_ARCH_LIST before the import)"
-        )
-    codes = _codes(gpus, arch_list)
+    architectures = _architectures()
+    if not architectures:
+        return None, "no GPU was there when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
+    codes = _codes(architectures)
     if not codes:
-        older = f"TORCH_CUDA_ARCH_LIST={arch_list!r} names none of it" if arch_list else "the GPU's is lower"
-        return None, f"compute capability 7.5 is the oldest, and {older}"
-    # What was built for the whole list, where no GPU was seen (a container), serves too.
-    names = [_name(c) for c in (codes, _codes([], arch_list))]
-    for name in names:
-        if hasattr(getattr(torch.ops, name), "layer_norm"):  # another copy of this file has loaded it
-            return getattr(torch.ops, name), None
-    built = [(name, directory) for name in names for directory in _folders(name) if _is_built(directory, name)]
-    name, directory = built[0] if built else (names[0], _build(names[0], codes))
-    torch.ops.load_library(os.path.join(directory, name + ".so"))
-    return getattr(torch.ops, name), None
+        return None, f"compute capability 7.5 is the oldest, and there was only {', '.join(architectures)}"
+    cache = _cache()
+    folder = _find(cache, codes)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(f"{folder}/{_NAME}.so")
+            return ops, None
+        with contextlib.suppress(OSError):  # linked on another system: built once more
+            os.remove(f"{folder}/complete")
+    torch.ops.load_library(f"{_build(cache, codes)}/{_NAME}.so")
+    return ops, None
 
 
 _ops, _why_not = _load()
@@ -5481,7 +5528,7 @@ def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, 
     ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
     shape = (info.batch_size, *ones, *normalized_shape)
     weight, bias = (t if d is None else t.reshape(shape) for t, d in zip((weight, bias), dims[1:]))
-    z = xhat.to(torch.promote_types(xhat.dtype, torch.float32))
+    z = xhat.float()
     if weight is not None:
         z = z * weight
     if bias is not None:
@@ -5496,6 +5543,15 @@ if (
     and not torch._C._dispatch_has_kernel_for_dispatch_key(_layer_norm_op.name(), "FuncTorchBatched")  # another copy's
 ):
     torch.library.register_vmap(_layer_norm_op, _layer_norm_vmap)
+
+
+_TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first: of a Parameter isinstance takes 0.07 us
+
+_is_overridden = has_torch_function_variadic
+if torch.__version__ < "2.2":  # whose torch.compile cannot trace the question
+
+    def _is_overridden(*tensors):
+        return not torch._utils.is_compiling() and has_torch_function_variadic(*tensors)
 
 
 def layer_norm(
@@ -5515,7 +5571,7 @@ def layer_norm(
     Differentiable, to any order without an activation and twice with one.
 
     Args:
-        input: (*, *normalized_shape), float32, float16, bfloat16 or float64; any strides.
+        input: (*, *normalized_shape), float32, float16 or bfloat16 (float64 goes to PyTorch); any strides.
         normalized_shape: sequence of ints, at least one.
         weight, bias: normalized_shape, of input's dtype (or float32 with a 16-bit input), or None.
         eps: added to the variance, in units of input squared.
@@ -5524,37 +5580,41 @@ def layer_norm(
 
     Returns:
         Tensor of input's shape and dtype (under CUDA's autocast float32, as nn.LayerNorm), contiguous.
-        Statistics and arithmetic are float32 (float64 for float64 input), whatever the dtype.
+        Statistics and arithmetic are float32, whatever the dtype.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
             input is a CUDA tensor and at the import there was nothing to compile for (no GPU and no
             TORCH_CUDA_ARCH_LIST, none of compute capability 7.5 or newer, PyTorch without CUDA). A compilation
             that fails raises at the import.
-        TypeError: input is no Tensor, normalized_shape no tuple or list, or scale a Tensor.
+        TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
         ValueError: activation is none of the three.
     """
-    if isinstance(scale, torch.Tensor):  # its gradient would be lost
-        raise TypeError("Expected scale to be a number, but got a Tensor: multiply the output by it instead")
+    if _is_overridden(input, weight, bias):
+        rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
+        return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **rest)
+    if type(scale) is not float and not isinstance(scale, numbers.Real):  # a Tensor's gradient would be lost
+        raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     plain = activation is None and scale == 1
     if not plain and activation not in tuple(_ACTIVATIONS):  # a tuple: of a list it would be no TypeError
         raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
-    if isinstance(input, torch.Tensor) and not isinstance(normalized_shape, (tuple, list)):
-        got = type(normalized_shape).__name__
-        raise TypeError(f"layer_norm(): argument 'normalized_shape' (position 2) must be tuple of ints, not {got}")
-    if isinstance(input, torch.Tensor) and input.is_cuda:
-        if _layer_norm_op is None:
-            raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
-        if plain:
-            return _layer_norm_op(input, normalized_shape, weight, bias, eps)
-        return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
-    if not isinstance(input, torch.Tensor):
-        raise TypeError(f"layer_norm(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
-    output = torch.ops.aten.layer_norm.default(input, normalized_shape, weight, bias, eps)
-    return _activate(output, _ACTIVATIONS[activation], scale)
-
-
-fx.wrap("layer_norm")  # symbolic tracing records a call, and does not ask proxies where they are
+    if not isinstance(input, torch.Tensor) or not input.is_cuda or input.dtype is torch.float64:
+        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), _ACTIVATIONS[activation], scale)
+    if _layer_norm_op is None:
+        raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
+    usual = (
+        type(eps) in (float, int)
+        and isinstance(normalized_shape, (tuple, list))
+        and (type(weight) in _TENSORS or isinstance(weight, torch.Tensor))
+        and (type(bias) in _TENSORS or isinstance(bias, torch.Tensor))
+    )
+    for size in normalized_shape if usual else ():
+        usual = usual and type(size) is int
+    if not usual:  # PyTorch, given no rows, raises its own TypeError where it does not take the argument
+        _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
+    if plain:
+        return _layer_norm_op(input, normalized_shape, weight, bias, eps)
+    return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -5585,7 +5645,8 @@ def replace_layer_norm(
 
     The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
     and references hold. Other subclasses of nn.LayerNorm are left as they are, with a warning: their
-    forward may differ. Name in `types` those whose forward does not.
+    forward may differ. Name in `types` those whose forward does not. What has another class or forward since
+    (parametrize, FSDP's fully_shard, accelerate's hooks) is left with a warning, too: replace before that.
 
     Args:
         module: an nn.Module.
@@ -5596,31 +5657,42 @@ def replace_layer_norm(
         module.
 
     Raises:
-        TypeError: a class in types is neither nn.LayerNorm nor a subclass of it.
+        TypeError: module is no nn.Module, or types anything but nn.LayerNorm, subclasses of it, or a list of these.
     """
-    types = (types,) if isinstance(types, type) else types
-    for cls in types:
-        if not issubclass(cls, nn.LayerNorm):
-            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, but got {cls.__qualname__}")
-    left = Counter()
-    for child in module.modules():
-        if type(child) in types:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected module to be an nn.Module, but got {type(module).__name__}")
+    classes = tuple(types) if isinstance(types, Collection) else (types,)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.LayerNorm)):
+            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, in a tuple or list, but got {types!r}")
+    left = defaultdict(Counter)
+    for child in (m for m in module.modules() if isinstance(m, nn.LayerNorm) and not isinstance(m, LayerNorm)):
+        cls = type(child)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if "forward" in vars(child) or (cls is not nn.LayerNorm and name.startswith("torch.")):
+            left["what has another class or forward since (call replace_layer_norm before that)"][name] += 1
+        elif cls in classes:
             child.__class__ = LayerNorm
-        elif isinstance(child, nn.LayerNorm) and type(child) is not nn.LayerNorm and not isinstance(child, LayerNorm):
-            left[f"{type(child).__module__}.{type(child).__qualname__}"] += 1
-    if left:
-        classes = ", ".join(f"{name} ({count})" for name, count in left.items())
-        warnings.warn(
-            "replace_layer_norm left subclasses of nn.LayerNorm as they are, as their forward may differ: "
-            f"{classes}. Name those whose forward does not in types=(nn.LayerNorm, ...).",
-            stacklevel=2,
-        )
+        elif cls is not nn.LayerNorm:
+            left["subclasses (name those that compute the same in types=(nn.LayerNorm, ...))"][name] += 1
+    report = [f"left {what}: {', '.join(f'{name} ({n})' for name, n in names.items())}" for what, names in left.items()]
+    if not report and not any(isinstance(m, LayerNorm) for m in module.modules()):
+        report = [f"found no nn.LayerNorm in {type(module).__name__}"]
+    if report:
+        warnings.warn(f"replace_layer_norm {'; and '.join(report)}.", stacklevel=2)
     return module
 
 
-def _has_hooks(module):
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+_FORWARDS = {cls: cls.forward for cls in (nn.ConvTranspose3d, LayerNorm)}  # before anybody patches them
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def _is_plain(module, cls):
+    """Whether a call of it is cls's forward and nothing else: no subclass, no hooks, nothing patched."""
+    return (
+        type(module) is cls
+        and module.forward == _FORWARDS[cls].__get__(module)
+        and not any(getattr(module, f"_{hooks}") or getattr(nn.modules.module, f"_global_{hooks}") for hooks in _HOOKS)
     )
 
 
@@ -5632,7 +5704,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     `conv_transpose` and an nn.LayerNorm(out_channels) `layer_norm`.
 
     For 32 input and 64 output channels, kernel 4, stride 2, padding 1, width 32, input and parameters of one
-    dtype (float32, float16 or bfloat16), outside of autocast and without hooks on the two modules, one kernel
+    dtype (float32, float16 or bfloat16), outside of autocast, the two modules without hooks or patches, one kernel
     does everything where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 115 KB): float32 in
     TF32 where PyTorch's convolutions may take it. Backward computes the convolution again, and neither its
     output nor LayerNorm's is kept. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling
@@ -5666,16 +5738,16 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         conv, norm = self.conv_transpose, self.layer_norm
         return (
             _ops is not None
+            and isinstance(x, torch.Tensor)
             and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
             and all(t.is_cuda and t.dtype == x.dtype for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
-            and (type(conv), type(norm)) == (nn.ConvTranspose3d, LayerNorm)
+            and (_is_plain(conv, nn.ConvTranspose3d) and _is_plain(norm, LayerNorm))
             and conv.weight.shape == (32, 64, 4, 4, 4)
             and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))
             and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))
-            and not any(map(_has_hooks, (conv, norm)))  # they must run
-            and not isinstance(self.scaling_factor, torch.Tensor)  # it may want a gradient
+            and isinstance(self.scaling_factor, numbers.Real)  # a Tensor may want a gradient
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -5689,7 +5761,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
                 x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor
             )
         y = conv(x)
-        if type(norm) is LayerNorm and not _has_hooks(norm) and not isinstance(self.scaling_factor, torch.Tensor):
+        if _is_plain(norm, LayerNorm) and not isinstance(self.scaling_factor, torch.Tensor):
             return layer_norm(
                 y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, activation="gelu", scale=self.scaling_factor
             )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from reference import LINE_BYTES, random_case
 
-TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FORMS = {"plain": (None, 1.0), "gelu": ("gelu", 1.0), "tanh": ("gelu_tanh", -0.5), "scale": (None, 2.0)}
 OFFSETS = ["x", "w", "b", "d", "xwbd"]  # begin an element past a cache line: input, weight, bias, grad_output
 AFFINES = ["weight", "bias", "none", "float32", "float32 weight", "float32 bias"]
@@ -32,8 +32,8 @@ def shapes(gpu):
     yield from ((many, 9), (many, 64), (many, 65), (many, 255), (many, 768), (many, 1536), (many, 1999))
     yield from ((some, 6001), (some, 6145), (5, 8192), (some, 8192), (9, 9001), (2 * many, 41))
     yield from ((some, 9000), (most_shared, 9000), (most_shared, 12288), (some, 16392), (most_shared, 16392))
-    yield from ((5, 8200), (5, 12288), (3, 16392), (3, 20001), (some, 24576), (2 * some, 20001), (3, 65536))
-    yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 4 * long))
+    yield from ((5, 8200), (5, 12288), (3, 16392), (3, 20001), (3, 20008), (some, 24576), (2 * some, 20008), (3, 65536))
+    yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 8128 * s))
     yield from ((4, longer), (5, longest), (9, longer), (3, longest), (2, 9088 * s), (2, 9088 * s + 1), (3, 6000))
 
 
@@ -95,45 +95,41 @@ def has_pipeline(case, tensors):
     gpu = case.gpu
     stage = (gpu.shared_bytes - (6 << 10)) // (3 * tensors) - LINE_BYTES
     slice_ = min(SLICE, stage // TYPES[case.dtype].itemsize)
-    return case.dtype != "fp64" and gpu.code >= 80 and case.cols <= slice_ * min(gpu.sms, 160)
+    return gpu.code >= 80 and not gpu.refuses and case.cols <= slice_ * min(gpu.sms, 160)
 
 
 def is_shared(case, size):
-    bytes_, per_sm = case.cols * size, 15 if case.form == "plain" else 1
-    fits = bytes_ <= (43 if size == 2 else 73) << 10 and 2 * (bytes_ + 2048) <= case.gpu.shared_bytes
-    return case.gpu.code >= 80 and case.dtype != "fp64" and fits and case.rows >= per_sm * case.gpu.sms
+    gpu, row_bytes = case.gpu, case.cols * size
+    fits = row_bytes <= (43 if size == 2 else 71) << 10 and 2 * (row_bytes + 2048) <= gpu.shared_bytes
+    return gpu.code >= 80 and fits and case.rows >= 15 * gpu.sms
 
 
 def is_joint(case):
     gpu = case.gpu
     groups = min(case.rows, gpu.sms // -(-case.cols // 32768))
-    has_room = gpu.code >= 90 and gpu.shared_bytes >= 200 << 10
-    return case.dtype == "fp32" and case.form == "plain" and has_room and groups > 0 and case.rows >= 4 * groups
+    has_room = gpu.code >= 90 and gpu.shared_bytes >= 200 << 10 and not gpu.refuses
+    return case.dtype == "fp32" and has_room and groups > 0 and case.rows >= 4 * groups
 
 
 def forward_room(case):
     size, aligned = TYPES[case.dtype].itemsize, case.aligned("xwb")
-    in_registers = case.cols * size // 16 <= (2048 if aligned and size < 8 else 1792)
-    slices = -(-case.cols // SLICE)
-    fills = 100 * case.cols >= 70 * slices * SLICE or slices > 1 and case.form == "plain"
-    sooner = not aligned and case.rows >= case.gpu.sms and has_pipeline(case, 1) and fills
-    if in_registers and not (sooner and not case.gpu.refuses):
+    if case.cols * size // 16 <= (2048 if aligned else 1792):
         return "registers"
-    if aligned and is_shared(case, size):
-        return "shared"
-    if has_pipeline(case, 1) and not case.gpu.refuses:
-        return "pipeline"
-    if aligned and is_joint(case) and not case.gpu.refuses:
-        return "joint"
-    return "registers" if in_registers else "spread"
+    if aligned and case.form == "plain":
+        if is_shared(case, size):
+            return "shared"
+        if has_pipeline(case, 1):
+            return "pipeline"
+        if is_joint(case):
+            return "joint"
+    return "spread"
 
 
 def backward_room(case):
     size = TYPES[case.dtype].itemsize
     aligned = case.aligned("xdw" if case.epilogue["activation"] is None else "xdwb")
-    most = {2: 16 if aligned else 8, 4: 8, 8: 4}[size] * 512
-    in_registers = case.cols <= most
-    if (case.cols * size > 8192 or not in_registers) and has_pipeline(case, 2) and not case.gpu.refuses:
+    in_registers = case.cols <= (16 if size == 2 and aligned else 8) * 512
+    if aligned and case.form == "plain" and (case.cols * size > 8192 or not in_registers) and has_pipeline(case, 2):
         return "pipeline"
     return "registers" if in_registers else "spread"
 
@@ -170,7 +166,7 @@ def candidates(gpu):
     """Yields (what it covers, case): of all that cover the same, the smallest will do."""
     for rows, cols in shapes(gpu):
         for dtype in TYPES:
-            if dtype == "fp64" and cols > 20001 or gpu.refuses and cols <= SLICE:  # which one block may hold
+            if gpu.refuses and cols <= SLICE:  # which one block may hold
                 continue
             every_shape = gpu.name in ("cuda", "hopper") and (gpu.sms != 36 or cols > 60_000)
             for form in FORMS:

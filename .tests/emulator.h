@@ -18,7 +18,7 @@
 //
 // It does not model: fences (of memory, and between kinds of copies), as every write is seen at once; the
 // accuracy of ex2, rcp and rsqrt, which are exact here; instructions in the wrong form (asm is replaced, see
-// emulator.py); races between instructions; the asynchronous products of Hopper; speed.
+// emulator.py); races between instructions; what Hopper's products meet in the background; speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -669,8 +669,14 @@ Value of_lane(Value value, int lane) {
   return result;
 }
 
-// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers. Of 16 bits two numbers are
-// in one; of TF32 the last 13 bits are ignored.
+// What products take of a number: of TF32 the last 13 bits are ignored.
+template <typename T>
+float factor(T x) {
+  if constexpr (sizeof(T) == 4) return bits_of<float>(bits_of<uint32_t>(x) & 0xffffe000u);
+  return float(x);
+}
+
+// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers: of 16 bits two numbers in one.
 template <typename T>
 void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   constexpr int kEach = 4 / sizeof(T),
@@ -683,8 +689,7 @@ void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     T numbers[kEach];
     memcpy(numbers, &bits, 4);
     for (int k = 0; k < kEach; ++k) {
-      float number = float(numbers[k]);
-      if constexpr (sizeof(T) == 4) number = bits_of<float>(bits & 0xffffe000u);
+      const float number = factor(numbers[k]);
       const int place = lane_col * kEach + k;
       if (i < 4) {
         all.a[lane_row + i % 2 * 8][i / 2 * kHalf + place] = number;
@@ -697,6 +702,37 @@ void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   for (int i = 0; i < 4; ++i) {
     const float *row = all.a[lane_row + i / 2 * 8], *col = all.b[lane_col * 2 + i % 2];
     for (int k = 0; k < 2 * kHalf; ++k) c[i] += row[k] * col[k];
+  }
+}
+
+// A number of a matrix in shared memory as wgmma takes it: described, in units of 16 bytes, by where it begins,
+// the step to a row's next unit, that to the next 8 rows.
+template <typename T>
+float number_of(uint64_t matrix, int row, int k) {
+  constexpr int kEach = 16 / sizeof(T);
+  auto step = [&](int bit) { return int(matrix >> bit & 0x3fff); };
+  const int unit = step(0) + k / kEach * step(16) + row / 8 * step(32) + row % 8;
+  T number;
+  memcpy(&number, current->block->dynamic + 16 * unit + k % kEach * sizeof(T), sizeof(T));
+  return factor(number);
+}
+
+// c += a * b, a of 64 rows, 16 a warp, and b of 128 columns: at once, not in the background.
+template <typename T, typename A>
+void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
+  const int lane = current->linear % 32, first_row = current->linear / 32 % 4 * 16 + lane / 4;
+  for (int k = 0; k < int(32 / sizeof(T)); ++k) {
+    for (int half = 0; half < 2; ++half) {
+      float number;
+      if constexpr (std::is_same_v<A, uint64_t>) {
+        number = number_of<T>(a, first_row + 8 * half, k);
+      } else {  // in registers
+        number = factor(bits_of<float>(of_lane(a[half + k / 4 * 2], lane / 4 * 4 + k % 4)));
+      }
+      for (int i = 0; i < 32; ++i) {
+        c[i / 2 * 4 + half * 2 + i % 2] += number * number_of<T>(b, i / 2 * 8 + lane % 4 * 2 + i % 2, k);
+      }
+    }
   }
 }
 
@@ -794,7 +830,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->ptxVersion = emulator::gpu.code;
-  attributes->maxThreadsPerBlock = 256;  // of the convolution, which has no loading warps here
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }

@@ -36,8 +36,8 @@ SOURCE = HERE.parent / "layernorm_inline.py"
 # What replaces the bodies of functions that are made of instructions.
 BODIES = {
     "opaque": "return x;",
-    "found": "return row;",
-    "shared_address": "return 0;",
+    "keep_pointer": "return pointer;",
+    "shared_address": "return static_cast<const unsigned char*>(p) - emulator::current->block->dynamic;",
     "copy_or_zero": "emulator::copy_async(shared, global, exists);",
     "copy_async": "emulator::copy_async(shared, global);",
     "copy_float": "emulator::copy_async(shared, global, true, 4);",
@@ -53,11 +53,16 @@ BODIES = {
     "named_barrier_wait": "emulator::named_barrier(name, threads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, threads, false);",
     "multiply_add": "emulator::multiply_add<T>(c, a, b);",
+    "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
+    "keep_in_registers": "",
     "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
     "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
 }
 STATEMENTS = {  # instructions inside of functions
+    r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
+    r'asm volatile\("(?:wgmma\.(?:fence|commit|wait)|setmaxnreg).*?\);': "",
+    r"attributes\.maxThreadsPerBlock": "kThreads<split.value>",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
     r'asm volatile\("prefetch\.global\.L2.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);",

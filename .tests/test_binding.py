@@ -62,20 +62,59 @@ BAD = [
     (RuntimeError, "not implemented|Complex", lambda f, d: f(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
     (TypeError, "list", lambda f, d: f([1.0, 2.0], (2,))),
     (TypeError, "not int", lambda f, d: f(torch.zeros(2, 5, device=d), 5)),
+    (TypeError, "normalized_shape.* float", lambda f, d: f(torch.zeros(2, 5, device=d), (5.0,))),
+    (TypeError, "normalized_shape.* float", lambda f, d: f(torch.zeros(2, 5, device=d), [2, 5.0])),
+    (TypeError, "normalized_shape.* bool", lambda f, d: f(torch.zeros(2, 1, device=d), (True,))),
+    (TypeError, "normalized_shape.* range", lambda f, d: f(torch.zeros(2, 5, device=d), range(5, 6))),
+    (TypeError, "'weight'.* not list", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), [1.0] * 5)),
+    (TypeError, "'bias'.* not float", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), None, 0.0)),
+    (TypeError, "'eps'.* not NoneType", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), eps=None)),
+    (TypeError, "'eps'.* not str", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), eps="1")),
+    (TypeError, "'eps'.* not Tensor", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), eps=torch.ones((), requires_grad=True))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("error,words,call", BAD)
 def test_bad_input(backend, error, words, call):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as raised:
         call(backend.layer_norm, backend.device)
+    assert "layernorm_" not in str(raised.value)  # the name of the op, which has a hash
     assert torch.isfinite(backend.layer_norm(torch.randn(2, 5, device=backend.device), (5,))).all()
 
 
-def test_a_scale_with_a_gradient_is_refused(backend):
-    x, scale = torch.randn(2, 5, device=backend.device), torch.tensor(2.0, requires_grad=True)
-    with pytest.raises(TypeError, match="scale to be a number"):
-        backend.layer_norm(x, (5,), scale=scale)
+def test_a_scale_is_a_number(backend):
+    x = torch.randn(2, 5, device=backend.device)
+    for scale in (torch.ones((), requires_grad=True), "2", None, 1j):
+        with pytest.raises(TypeError, match=f"scale to be a number, but got {type(scale).__name__}"):
+            backend.layer_norm(x, (5,), scale=scale)
+
+
+def test_arguments_of_other_types(backend):
+    """What PyTorch's function takes besides."""
+    x = torch.randn(2, 5, device=backend.device)
+    for eps, size in ((1, torch.tensor(5)), (torch.tensor(1.0), 5), (True, 5)):
+        torch.testing.assert_close(backend.layer_norm(x, [size], eps=eps), nn.functional.layer_norm(x, (5,), eps=1.0))
+
+
+@pytest.mark.parametrize("device", ["meta", None])
+def test_backward_checks_every_tensor(backend, device):
+    device = device or backend.device
+
+    def empty(*shape):
+        return torch.empty(shape, device=device)
+
+    x, weights = empty(1, 32, 2, 3, 32), (empty(32, 64, 4, 4, 4), empty(64), empty(64), empty(64))
+    ops, other = backend.ops, "cpu" if device == "meta" else "meta"
+    for op, arguments in (
+        (ops.backward, [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 0, 1.0, [True] * 3]),
+        (ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
+    ):
+        op(*arguments)
+        for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):
+            t = arguments[i]
+            for wrong in (t.half(), t[..., :-1], torch.empty_like(t, device=other)):
+                with pytest.raises(RuntimeError, match="^(Expected|Given)"):
+                    op(*arguments[:i], wrong, *arguments[i + 1 :])
 
 
 @pytest.mark.parametrize("call", [call for _, _, call in BAD])

@@ -141,8 +141,10 @@ def persistent_loops():
     """Every block goes through depths, and on to other lines. Backward takes 256 MB of the convolution at a time: of
     five inputs, two in float32 and four in 16 bits. (Emulated: half a MB.)"""
     yield "cuda", None, (5, 16, 128)
-    for sms, shape in ((4, (2, 1, 5)), (13, (2, 1, 9)), (4, (1, 3, 3))):
-        yield "emulated", emulator.GPUS["hopper"](sms), shape
+    for name, sms, shape in (
+        ("hopper", 4, (2, 1, 5)), ("hopper", 13, (2, 1, 9)), ("ampere", 4, (1, 3, 3)), ("ampere", 13, (2, 1, 9)),
+    ):  # fmt: skip
+        yield "emulated", emulator.GPUS[name](sms), shape
 
 
 @pytest.mark.parametrize("name,gpu,shape", list(persistent_loops()), ids=str)
@@ -244,6 +246,51 @@ def test_conv_rounds_as_pytorch_does(backend, precision):
         torch.testing.assert_close(ours(x), reference(x), atol=tolerance, rtol=tolerance)
 
 
+# ---- NaN, infinity ----
+
+# As int32: NaN as arithmetic on a GPU makes it, the same negated, float("nan"), infinities.
+NOT_FINITE = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000]
+
+
+@pytest.mark.parametrize("where", ["input", "conv_weight", "conv_bias"])
+@pytest.mark.parametrize("gpu", ["hopper", "ampere"])
+def test_conv_of_nan(backend, gpu, where, precision):
+    """Each in another input of the batch, or for another channel: output is NaN where the reference's is, and nowhere
+    else."""
+    if backend.is_cuda and gpu == "ampere":
+        pytest.skip("is for emulated GPUs")
+    reference, ours = models(backend, SCALED, precision)
+    x = torch.randn(6, 32, 1, 1, 32, device=backend.device, dtype=precision)
+    numbers = torch.tensor(NOT_FINITE, dtype=torch.int32).view(torch.float32)
+    if precision.itemsize == 2:  # their first halves
+        numbers = numbers.view(torch.bfloat16)[1::2] if precision == torch.bfloat16 else numbers.half()
+    with torch.no_grad(), backend.on(emulator.GPUS[gpu](4)):
+        conv = ours.conv_transpose
+        places = {
+            "input": x[:5, 3, 0, 0, 7], "conv_weight": conv.weight[3, :50:10, 1, 2, 0], "conv_bias": conv.bias[:50:10]
+        }  # fmt: skip
+        places[where].copy_(numbers)
+        reference.load_state_dict(ours.state_dict())
+        expected = reference.double()(x.double()).isnan()
+        assert expected.any() and not expected.all()
+        assert torch.equal(ours(x).isnan(), expected)
+
+
+@pytest.mark.parametrize("where", ["x", "dy", "weight", "bias"])
+def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
+    """Of a NaN as arithmetic on a GPU makes it: also that of the convolution's bias, which is 0 else."""
+    x, dy = (torch.randn(s, device=backend.device) for s in ((2, 32, 1, 1, 32), (2, 64, 2, 2, 64)))
+    results = []
+    for module in models(backend, SCALED):
+        place = {"x": x, "dy": dy}.get(where, getattr(module.conv_transpose, where, None))
+        place.detach().view(torch.int32).view(-1)[20] = 0x7FFFFFFF
+        for wanted in ([x.requires_grad_(), *module.parameters()], [module.conv_transpose.bias]):
+            results.append([g.isnan() for g in torch.autograd.grad(module(x), wanted, dy)])
+    theirs, their_bias, mine, my_bias = results
+    assert all(map(torch.equal, theirs + their_bias, mine + my_bias))
+    assert theirs[-1].any() and my_bias[0].any()
+
+
 # ---- Derivatives of derivatives, torch.compile, graphs ----
 
 
@@ -340,6 +387,7 @@ def test_conv_cuda_graph_of_a_training_step(backend, precision):
 # ---- When the kernel is taken ----
 
 
+@convolutions_in_tf32(False)
 def test_conv_with_hooks(backend):
     """Hooks of the inner modules run, forward and backward, and change nothing else."""
     _, ours = models(backend, SCALED)
@@ -351,8 +399,30 @@ def test_conv_with_hooks(backend):
             y = ours(x)
             y.sum().backward()
             hook.remove()
-            torch.testing.assert_close(y, expected, atol=2e-3, rtol=2e-3)  # TF32
+            torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     assert len(seen) == 4
+
+    parts = {ours.conv_transpose, ours.layer_norm}
+    for register in (
+        nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook, nn.modules.module.register_module_full_backward_hook,
+    ):  # fmt: skip
+        seen, hook = [], register(lambda module, *_: seen.append(module))
+        ours(x.requires_grad_()).sum().backward()
+        hook.remove()
+        assert parts <= set(seen)
+    for part in parts:
+        for owner in (part, type(part)):
+            with pytest.MonkeyPatch.context() as patch:
+                seen, original = [], owner.forward
+                patch.setattr(owner, "forward", lambda *arguments: seen.append(1) or original(*arguments))
+                torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=1e-4)
+            assert seen == [1] and ours._in_one_kernel(x)
+    with pytest.raises(TypeError, match="argument 'input'.* not NoneType"):
+        ours(None)
+    ours.scaling_factor = "2"
+    with pytest.raises(TypeError, match="scale to be a number"):
+        ours(x)
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has one setting for all of cuDNN")

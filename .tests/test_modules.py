@@ -75,9 +75,60 @@ def test_replace_layer_norm(backend):
         assert type(backend.replace_layer_norm(Custom(3), types=Custom)) is ModelNew
         backend.replace_layer_norm(model, types=(nn.LayerNorm, Custom))
         assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew] * 3 + [Mine]
-        with pytest.raises(TypeError, match="subclasses of nn.LayerNorm, but got GroupNorm"):
-            backend.replace_layer_norm(model, types=(nn.GroupNorm,))
+        backend.replace_layer_norm(model)  # nothing is left to do
+        for types in ((nn.GroupNorm,), "LayerNorm", None, (cls for cls in [nn.LayerNorm])):
+            with pytest.raises(TypeError, match="types to be subclasses of nn.LayerNorm.* but got .*"):
+                backend.replace_layer_norm(model, types=types)
+        for wrong in (None, nn.LayerNorm):
+            with pytest.raises(TypeError, match=f"to be an nn.Module, but got {type(wrong).__name__}"):
+                backend.replace_layer_norm(wrong)
         torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_replace_layer_norm_says_what_it_leaves(backend):
+    """Parametrized modules have a class of PyTorch's, which cannot be turned; accelerate sets forward on the module."""
+    parametrized, patched, x = (
+        nn.LayerNorm(3).to(backend.device),
+        nn.LayerNorm(3).to(backend.device),
+        torch.randn(2, 3, device=backend.device),
+    )
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    patched.forward = lambda x: 2 * type(patched).forward(patched, x)
+    for module, words in [
+        (parametrized, "before that\\): torch.*ParametrizedLayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(patched, nn.LayerNorm(3).to(backend.device)), "before that\\): torch.*LayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(nn.Linear(3, 3)).to(backend.device), "found no nn.LayerNorm in Sequential"),
+    ]:
+        expected = module(x)
+        for types in (nn.LayerNorm, [nn.LayerNorm, type(parametrized)]):
+            with pytest.warns(UserWarning, match=words) as warned:
+                backend.replace_layer_norm(module, types)
+            assert len(warned) == 1 and "in types" not in str(warned[0].message)
+            torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_what_overrides_functions_is_asked(backend):
+    calls = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Duck:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return function, args[1], kwargs["scale"]
+
+    x, weight = torch.randn(2, 8, device=backend.device), torch.randn(8, device=backend.device)
+    expected = backend.layer_norm(x, (8,), weight)
+    with Mode():
+        assert torch.equal(backend.layer_norm(x, (8,), weight), expected)
+    assert calls[0] is backend.layer_norm
+    for arguments in ((Duck(), (8,)), (x, (8,), Duck()), (x, (8,), None, Duck())):
+        assert backend.layer_norm(*arguments, scale=2.0) == (backend.layer_norm, (8,), 2.0)
+    subclass = backend.layer_norm(x.as_subclass(type("Subclass", (torch.Tensor,), {})), (8,), weight)
+    assert type(subclass).__name__ == "Subclass" and torch.equal(subclass.as_subclass(torch.Tensor), expected)
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
@@ -148,6 +199,16 @@ def test_torchscript_and_fx(backend):
         torch.testing.assert_close(module(x), expected)
         torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, theirs)))
     torch.testing.assert_close(torch.jit.script(ours[1])(x), theirs[1](x))
+
+    layer_norm = backend.layer_norm
+
+    def function(x):  # of a name that it has from the other file
+        return layer_norm(x, (8,), activation="gelu")
+
+    graph = torch.fx.symbolic_trace(function)
+    assert [node.target for node in graph.graph.nodes][-2] is backend.layer_norm
+    for traced in (graph, torch.jit.trace(function, x), torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(traced(x), function(x))
 
 
 def test_meta_device_then_materialized(backend):

@@ -74,7 +74,7 @@ def any_call(gpu, number, most):
         rows, cols = map(int, KINDS[kind](gpu.sms, u, v))
         if rows * cols <= most:
             break
-    dtype = rng.choice(["fp32", "fp16", "bf16", "fp32", "fp16", "bf16", "fp64"])
+    dtype = rng.choice(list(TYPES))
     affine = rng.choice(AFFINE if TYPES[dtype].itemsize == 2 else AFFINE[:4])
     off = rng.choice(["", "", *OFFSETS])
     mean, std = rng.choice([0.0, 1.0, -300.0, 1e6]), rng.choice([1e-3, 1.0, 1e3, 1e6])
@@ -147,7 +147,7 @@ def only(cases):
 def test_a_variance_that_overflows(backend, case, where):
     """Is infinite, and rows are 0 before weight and bias: also where the mean's own rounding is multiplied by it."""
     x, weight, bias, dy = case.tensors()
-    x[:, where] *= 1e200 if case.dtype == "fp64" else 1e28
+    x[:, where] *= 1e28
     y, dx, grad_weight, _ = run(backend, case, (x, weight, bias, dy), eps=1e-5)
     expected = case.epilogue["scale"] * activated(bias.double(), case.epilogue["activation"])[0]
     assert ((y - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
@@ -165,7 +165,7 @@ def test_sums_that_float32_does_not_have(backend, case):
 
 # ---- Large means, outliers, numbers of any size ----
 
-LARGE_MEANS = {"fp32": [(1e4, 1.0), (1e6, 0.1)], "fp16": [(1e3, 1.0)], "bf16": [(1e4, 100.0)], "fp64": [(1e9, 1.0)]}
+LARGE_MEANS = {"fp32": [(1e4, 1.0), (1e6, 0.1)], "fp16": [(1e3, 1.0)], "bf16": [(1e4, 100.0)]}
 
 
 @some_cases
@@ -220,8 +220,8 @@ def rounded_sums():
     """Cases whose sums of equal numbers are rounded: of float16, of 11 bits, from 8192 columns on."""
     hopper, turing, ampere = (emulator.GPUS[name] for name in ("hopper", "turing", "ampere"))
     for gpu, rows, cols in (
-        (hopper(2), 3, 16384), (turing(2), 3, 14335), (ampere(2), 3, 65544), (hopper(8), 3, 60001),
-        (turing(2), 3, 70003), (hopper(34), 1, 69703),  # the last slice has seven columns, none in its first part
+        (hopper(2), 3, 16384), (turing(2), 3, 14335), (ampere(2), 3, 65544), (hopper(8), 3, 60000),
+        (turing(2), 3, 70003),
     ):  # fmt: skip
         yield Case(gpu, rows, cols, "fp16", "plain")
     for gpu in this_gpu():
@@ -256,6 +256,24 @@ def test_constant_rows_give_bias(backend, case, off):
             assert dx.isfinite().all() or case.dtype == "fp16"
             there = expected.isfinite() & dx.isfinite()
             torch.testing.assert_close(dx[there], expected[there], rtol=2e-2 if x.itemsize == 2 else 1e-4, atol=0.5)
+
+
+# ---- Sums over many rows ----
+
+
+@pytest.mark.parametrize("gpu,rows,cols,value", [
+    (emulator.GPUS["hopper"](1), 1100, 2056, 0.931),
+    (emulator.GPUS["ada"](2), 600, 4104, 0.847),  # two blocks share all rows
+], ids=str)  # fmt: skip
+def test_gradients_of_many_rows(backend, gpu, rows, cols, value):
+    """Of a constant grad_output, rows added up one by one would be off by 136 and 74 roundings."""
+    if backend.is_cuda:
+        rows = 700 * 132  # of each thread
+    case = Case(gpu, rows, cols, "fp32", "plain")
+    x, weight, bias, dy = case.tensors(mean=0.0, telling=False, device=backend.device)
+    grad_bias = run(backend, case, (x, weight, bias, dy.fill_(value)))[3]
+    exact = rows * dy[0, 0].double()
+    assert ((grad_bias - exact).abs() <= 48 * 2**-23 * exact).all()
 
 
 # ---- Statistics: the last digits ----
@@ -315,10 +333,8 @@ def test_activation(backend, rows, cols, dtype, activation, scale):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_activation_of_every_argument(backend, activation, dtype):
     """gelu(z) and its derivative, element by element: with a weight of 0, z is the bias."""
-    if dtype == "fp64" and not backend.is_cuda:
-        pytest.skip("float64 on emulated GPUs")
     dtype = TYPES[dtype]
-    huge = [-1e4, -100.0, -0.0, 100.0, 1e4] + [-1e15, 1e15] * (dtype in (torch.float32, torch.float64))
+    huge = [-1e4, -100.0, -0.0, 100.0, 1e4] + [-1e15, 1e15] * (dtype == torch.float32)
     line = torch.linspace(-12, 12, 1 << (20 if backend.is_cuda else 14))
     z = torch.cat([line, torch.tensor(huge)]).to(backend.device, dtype).requires_grad_()
     y = backend.layer_norm(torch.randn_like(z), z.shape, torch.zeros_like(z), z, activation=activation)
@@ -335,9 +351,8 @@ def test_activation_of_every_argument(backend, activation, dtype):
         assert (error <= 0.75 * eps * exact.abs() + 1e-6).all()
         assert (slope_error <= 0.6 * eps * exact_z.grad.abs() + 1e-5).all()
         return
-    few, some = (4, 20) if dtype == torch.float64 else (2, 3)  # of float64 the reference errs as much
-    assert (error <= few * eps * exact.abs().clamp_min(0.5)).all()
-    assert (slope_error <= some * eps * exact_z.grad.abs().clamp_min(1)).all()
+    assert (error <= 2 * eps * exact.abs().clamp_min(0.5)).all()
+    assert (slope_error <= 3 * eps * exact_z.grad.abs().clamp_min(1)).all()
     tail = (z > -5) & (z < 0)
     assert activation != "gelu" or (error[tail] <= 100 * eps * exact[tail].abs()).all()
 

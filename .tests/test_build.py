@@ -1,0 +1,557 @@
+"""The build: what is compiled, where it is kept, whom it trusts, what a user reads when it fails.
+
+Most tests need neither a GPU nor CUDA: a compiler that writes ten bytes takes _compile's place (`builds`), or a script
+takes nvcc's (`toolkit`). Real builds are of two small sources (TINY); one is of the file's own.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import layernorm_inline  # noqa: E402
+from layernorm_inline import _load  # noqa: E402
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+can_build = pytest.mark.skipif(layernorm_inline._ops is None, reason="needs nvcc, and a GPU or TORCH_CUDA_ARCH_LIST")
+FOR_9_0 = dict(TORCH_CUDA_ARCH_LIST="9.0", CUDA_VISIBLE_DEVICES="")
+NAME = "layernorm_inline_of_a_test"
+TINY = '''
+CUDA_SOURCE = "__global__ void kernel() {}\\n"
+CPP_SOURCE = """#include <torch/library.h>
+TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) {
+  m.def("layer_norm(Tensor input) -> Tensor", [](const at::Tensor& input) { return input.clone(); });
+}
+"""
+_NAME = '''
+
+
+def write_copy(folder, name="layernorm_inline", old="_NAME = ", new="_NAME = "):
+    """The file, with another text in one place."""
+    text = (ROOT / "layernorm_inline.py").read_text()
+    assert old in text
+    Path(folder, f"{name}.py").write_text(text.replace(old, new, 1))
+
+
+def start(folder, code="import layernorm_inline", **environment):
+    """Runs code in a process of its own where layernorm_inline.py lies in the folder, with a cache of its own."""
+    if not (folder / "layernorm_inline.py").exists():
+        write_copy(folder)
+    variables = {**os.environ, "TORCH_EXTENSIONS_DIR": folder / "cache", "PYTHONPATH": "", **environment}
+    variables = {key: str(value) for key, value in variables.items() if value is not None}
+    command, pipe = [sys.executable, "-c", textwrap.dedent(code)], subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True)
+
+
+def end(process):
+    """(exit status, stdout, stderr)"""
+    output = process.communicate(timeout=600)
+    return process.returncode, *output
+
+
+@pytest.fixture
+def builds(tmp_path, monkeypatch):
+    """_load() without a GPU, with a compiler that writes ten bytes: what it compiled for, what it loaded."""
+    log = SimpleNamespace(built=[], loaded=[], cache=tmp_path / "cache", folder=tmp_path / "cache" / NAME)
+
+    def compile_(folder, codes):
+        log.built.append(codes)
+        Path(folder, NAME + ".so").write_text("0123456789")
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(log.cache))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "load_library", log.loaded.append)
+    monkeypatch.setattr(layernorm_inline, "_NAME", NAME)
+    monkeypatch.setattr(layernorm_inline, "_compile", compile_)
+    return log
+
+
+def pretend_gpus(monkeypatch, *capabilities):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+
+
+def refuses(folder):
+    return pytest.raises(RuntimeError, match=f"{folder} must be a folder that you can write .* TORCH_EXTENSIONS_DIR")
+
+
+# ---- For which architectures ----
+
+
+@pytest.mark.parametrize(
+    "cuda,gpus,arch_list,expected",
+    [
+        ("13.0", [(9, 0)], "", "sm_90a"),
+        ("12.1", [(8, 6), (9, 0), (9, 0)], "", "sm_86 sm_90a"),
+        ("12.8", [(12, 0), (10, 3)], "", "sm_103 sm_120"),
+        ("11.8", [(7, 5), (8, 9), (9, 0)], "", "sm_75 compute_80 sm_89"),
+        ("12.8", [(7, 0), (9, 0)], "", "sm_90a"),  # older than Turing
+        ("12.8", [(7, 0)], "8.0", ""),
+        # Where a GPU is visible, the list is not even read.
+        *(("13.0", [(9, 0)], names, "sm_90a") for names in ("9.0", "8.0+PTX", "Hopper", "native", "nonsense")),
+        ("13.0", [(8, 0), (9, 0)], "9.0", "sm_80 sm_90a"),
+        # None is visible: what PyTorch reads in it.
+        *(("13.0", [], nothing, "") for nothing in ("", " ", ";", "native", "7.0")),
+        ("13.0", [], "9.0", "sm_90a"),
+        ("13.0", [], "9.0a", "sm_90a"),
+        ("13.0", [], "8.0 8.6;9.0+PTX", "sm_80 sm_86 compute_90 sm_90a"),
+        ("13.0", [], "Turing;Ada", "compute_75 sm_75 compute_89 sm_89"),
+        ("13.0", [], "Volta 7.0+PTX 8.0", "sm_80"),
+        ("11.8", [], "8.0;9.0+PTX", "compute_80 sm_80"),
+    ],
+)
+def test_what_is_compiled(monkeypatch, cuda, gpus, arch_list, expected):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    pretend_gpus(monkeypatch, *gpus)
+    assert layernorm_inline._codes(layernorm_inline._architectures()) == expected.split()
+
+
+def test_names_of_architectures_are_pytorchs(monkeypatch):
+    pretend_gpus(monkeypatch)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;sm_90")
+    with pytest.raises(ValueError, match="Unknown CUDA arch .sm_90."):
+        layernorm_inline._architectures()
+    flags = ["-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_107,code=sm_107"]
+    monkeypatch.setattr(cpp_extension, "_get_cuda_arch_flags", lambda: flags)  # of a PyTorch to come
+    assert layernorm_inline._architectures() == ["sm_90", "sm_107"]
+
+
+def test_one_namespace_for_every_machine(builds, monkeypatch):
+    for owner, attribute, value in (
+        (os, "uname", lambda: SimpleNamespace(machine="another")),
+        (torch.version, "cuda", "13.1"),
+        (torch, "__version__", "99.9"),
+        (torch, "compiled_with_cxx11_abi", lambda: None),
+        (layernorm_inline, "_CUDA_FLAGS", ["-O0"]),
+        (os, "environ", {**os.environ, "TORCH_CUDA_ARCH_LIST": "8.0"}),
+        (os, "environ", {**os.environ, "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, value)
+            _load()
+    assert len(builds.built) == len(set(builds.loaded)) == 7, "another library each"
+    assert {os.path.basename(path) for path in builds.loaded} == {NAME + ".so"}, "whose ops have one name"
+
+
+@can_build
+def test_a_traced_program_is_loaded_where_another_list_was_compiled(tmp_path):
+    write_copy(tmp_path, new=TINY)
+    save = """
+        import torch, layernorm_inline
+        torch.jit.save(torch.jit.trace(lambda x: layernorm_inline._ops.layer_norm(x), torch.ones(2)), "program.pt")
+    """
+    load = "import torch, layernorm_inline; assert torch.jit.load('program.pt')(torch.ones(3)).shape == (3,)"
+    for code, arch_list in ((save, "9.0"), (load, "8.0")):
+        status, _, err = end(start(tmp_path, code, **{**FOR_9_0, "TORCH_CUDA_ARCH_LIST": arch_list}))
+        assert status == 0 and "compiling" in err, err
+
+
+@pytest.mark.parametrize("arch_list,loaded", [("8.0;9.0", True), ("9.0+PTX", True), ("8.0+PTX", False)])
+def test_what_a_container_built_for_its_list_is_loaded_on_a_gpu_of_the_list(builds, monkeypatch, arch_list, loaded):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    _load()
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    for gpus in ([(9, 0)], [(8, 0), (8, 6), (9, 0)], [(9, 0)]):
+        pretend_gpus(monkeypatch, *gpus)
+        _load()
+    assert (builds.loaded[0] == builds.loaded[1]) == loaded
+    assert builds.loaded[1] == builds.loaded[3] != builds.loaded[2], "one has not all, the other one more"
+
+
+# ---- The cache ----
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_built_once_then_loaded(builds, umask):
+    before = os.umask(umask)
+    try:
+        _load()
+        _load()
+    finally:
+        os.umask(before)
+    (path,) = builds.folder.glob("*-sm_90a")
+    assert builds.built == [["sm_90a"]] and builds.loaded == [str(path / f"{NAME}.so")] * 2
+    assert (builds.folder / "build.lock").stat().st_mode & 0o777 == 0o600, "nobody else can hold the lock"
+
+
+def test_a_relative_folder_and_no_home(builds, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "relative")
+    _load()
+    for variable in ("TORCH_EXTENSIONS_DIR", "HOME"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    _load()
+    roots = [Path(path).parent.parent.parent for path in builds.loaded]
+    assert roots == [tmp_path / "relative", tmp_path / "xdg" / "torch_extensions"]
+
+
+@pytest.mark.parametrize("which", ["folder of the sources", "folder", "library", "complete"])
+@pytest.mark.parametrize("foreign", ["another user's", "root's", "group's", "link"])
+def test_what_others_can_write_is_not_loaded(builds, tmp_path, monkeypatch, which, foreign):
+    _load()
+    library = Path(builds.loaded[0])
+    paths = {"folder of the sources": builds.folder, "folder": library.parent, "library": library}
+    path = paths.get(which, library.parent / "complete")
+    lstat, theirs = os.lstat, 0 if foreign == "root's" else os.getuid() + 1
+
+    def foreign_lstat(p, **options):  # only root could give it away
+        status = lstat(p, **options)
+        changed = foreign == "root's" or str(p) == str(path)
+        return os.stat_result([*status[:4], theirs, *status[5:]]) if changed else status
+
+    if foreign == "group's":
+        path.chmod(path.stat().st_mode | 0o020)
+    elif foreign == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        monkeypatch.setattr(os, "lstat", foreign_lstat)
+        me = os.getuid() or 1000  # also where root runs this
+        monkeypatch.setattr(os, "getuid", lambda: me)
+    if which == "folder of the sources" and foreign != "root's":
+        with refuses(builds.folder):
+            _load()
+        assert len(builds.built) == 1
+    else:
+        _load()
+        assert len(builds.built) == (1 if foreign == "root's" else 2)
+    assert foreign != "link" or (tmp_path / "elsewhere").exists(), "where a link leads, nothing is deleted"
+
+
+@pytest.mark.parametrize("mode,trusted", [(0o777, False), (0o1777, True), (None, False)])
+def test_a_parent_in_which_others_can_exchange_the_folder_or_we_cannot_make_it(builds, mode, trusted):
+    """Sticky, as /tmp, only an owner can."""
+    builds.cache.mkdir() if mode else builds.cache.touch()
+    builds.cache.chmod(mode or 0o644)
+    with contextlib.nullcontext() if trusted else refuses(builds.folder):
+        _load()
+    assert len(builds.built) == trusted
+
+
+@pytest.mark.parametrize("how", ["killed", "cut short"])  # SIGBUS would end who loads what is cut short
+def test_what_is_not_whole_is_built_again(builds, how):
+    _load()
+    folder = Path(builds.loaded[0]).parent
+    (folder / "lock").touch()  # on which PyTorch would wait for ever
+    (builds.folder / "mine").mkdir()
+    os.truncate(builds.loaded[0], 5) if how == "cut short" else (folder / "complete").unlink()
+    _load()
+    assert len(builds.built) == 2 and os.path.getsize(builds.loaded[1]) == 10
+    assert not (folder / "lock").exists() and (builds.folder / "mine").exists()
+
+
+@pytest.mark.parametrize("curable", [True, False])
+def test_a_library_that_cannot_be_loaded_is_built_again_once(builds, monkeypatch, curable):
+    def load_library(path):
+        if not curable or len(builds.built) == 1:
+            raise OSError("version `GLIBC_2.99' not found")
+
+    _load()
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    with contextlib.nullcontext() if curable else pytest.raises(OSError, match="GLIBC_2.99"):
+        _load()
+    assert len(builds.built) == 2
+
+
+def test_a_build_without_a_library_is_not_complete(builds, monkeypatch):
+    monkeypatch.setattr(layernorm_inline, "_compile", lambda *arguments: None)
+    with pytest.raises(FileNotFoundError):
+        _load()
+    assert not list(builds.folder.glob("*/complete"))
+
+
+@pytest.mark.parametrize("error", [None, BlockingIOError(), OSError(errno.ENOLCK, "No locks available")], ids=str)
+def test_the_lock(builds, monkeypatch, capsys, error):
+    calls = []
+
+    def flock(file, operation):
+        calls.append(operation)
+        assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY, "NFS refuses it on what is read only"
+        if error and operation & fcntl.LOCK_NB:
+            raise error
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if type(error) is OSError:
+        with refuses(builds.folder):  # "and lock"
+            _load()
+        return
+    _load()
+    waited = capsys.readouterr().err.count(f"waiting for another process, which compiles in {builds.folder}\n")
+    assert waited == len(calls) - 1 == bool(error) and calls[-1] & fcntl.LOCK_EX
+
+
+# ---- Toolkits and compilers ----
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """Makes the only CUDA toolkit there is, in a folder, of which it returns the path. A script compiles."""
+
+    def make(release, folder="toolkit", script="echo nvcc says no; exit 1", mode=0o755):
+        home = tmp_path / folder
+        for file in ("bin/nvcc", "include/cuda_runtime_api.h"):
+            (home / file).parent.mkdir(parents=True)
+            (home / file).touch(mode=mode)
+        (home / "bin/nvcc").write_text(
+            f"#!/bin/sh\ncase $1 in --version) echo release {release}, V{release}.1;;\n"
+            f"--list-gpu-code) printf 'sm_80\\nsm_90\\n';;\n*) {script};; esac\n"
+        )
+        return str(home)
+
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda p: not str(p).startswith("/usr/local/cuda") and exists(p))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path / "toolkit"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
+    return make
+
+
+@pytest.mark.parametrize(
+    "cuda,release,folder,message",
+    [
+        (
+            "13.0",
+            "12.4",
+            "toolkit",
+            r"^layernorm_inline: the nvcc found in \S*/toolkit is of CUDA 12.4; .* pip install",
+        ),
+        ("12.8", "13.0", "toolkit", "is of CUDA 13.0; PyTorch .* was built with CUDA 12.8. .*toolkit 12 .*CUDA_HOME"),
+        ("11.8", "11.7", "toolkit", "is of CUDA 11.7; PyTorch .*toolkit 11.8 .*CUDA_HOME"),
+        ("13.0", "", "toolkit", r"the nvcc found in \S*/toolkit does not run; PyTorch"),
+        ("12.1", "12.1", "elsewhere", "nvcc was not found in CUDA_HOME.*toolkit 12 .*CUDA_HOME"),
+        ("12.4", "12.4", "toolkit", None),
+        ("12.4", "12.4", "nvidia/cu12", None),
+        ("13.0", "13.0", "nvidia/cu13", None),
+    ],
+)
+def test_the_toolkit(monkeypatch, toolkit, cuda, release, folder, message):
+    """One that will not do is named first."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    home = toolkit(release, folder, mode=0o755 if release else 0o644)
+    if message is None:
+        assert layernorm_inline._find_cuda_home() == (home, cuda)
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            layernorm_inline._find_cuda_home()
+
+
+def test_what_nvcc_does_not_know_is_left_out(monkeypatch, tmp_path, capsys, toolkit):
+    asked = {}
+    monkeypatch.setattr(
+        cpp_extension, "load_inline", lambda _, **options: asked.update(options, home=cpp_extension.CUDA_HOME)
+    )
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    homes = [cpp_extension.CUDA_HOME, toolkit("12.4", "nvidia/cu12")]
+    layernorm_inline._compile(str(tmp_path), ["sm_80", "sm_90a", "sm_120"])
+    why = "the nvcc of CUDA 12.4 does not know sm_120: install a newer one"
+    err = capsys.readouterr().err
+    assert f"compiling CUDA kernels for sm_80, sm_90a ({why}" in err and "about 60 s" in err, "30 for each"
+    assert f"sm_80, sm_90a ({why}, and delete the folder {tmp_path.name})" in asked["cpp_sources"][0]
+    assert [cpp_extension.CUDA_HOME, asked["home"]] == homes, "while it compiles"
+    assert re.findall(",code=([a-z0-9_]+)", " ".join(asked["extra_cuda_cflags"])) == ["sm_80", "sm_90a"]
+    with pytest.raises(RuntimeError, match=why):
+        layernorm_inline._compile(str(tmp_path), ["sm_120"])
+
+
+def with_toolkit(home, code):
+    """Code that imports the file beside that toolkit and no GPU, whatever PyTorch is installed."""
+    setting = f"cpp_extension.CUDA_HOME, torch.version.cuda = {home!r}, '13.0'"
+    return f"import os, signal, torch\nfrom torch.utils import cpp_extension\n{setting}\n{textwrap.dedent(code)}"
+
+
+@pytest.mark.parametrize("signal_", ["SIGKILL", "SIGINT"])
+def test_compilers_end_with_the_process(tmp_path, toolkit, signal_):
+    """Also where ninja is killed by PyTorch, as an interrupt in a notebook does."""
+    home = toolkit("13.0", script=f"sleep 600 & echo $! >{tmp_path}/pid; mv {tmp_path}/pid {tmp_path}/nvcc; wait")
+    code = "signal.signal(signal.SIGINT, signal.default_int_handler)\nimport layernorm_inline"
+    process, deadline = start(tmp_path, with_toolkit(home, code), **FOR_9_0), time.time() + 120
+    while not (tmp_path / "nvcc").exists():
+        assert process.poll() is None and time.time() < deadline, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(getattr(signal, signal_))
+    process.wait()
+    stat, deadline = Path("/proc", (tmp_path / "nvcc").read_text().strip(), "stat"), time.time() + 10
+    while stat.exists() and ") Z " not in stat.read_text():
+        assert time.time() < deadline, "a compiler goes on"
+        time.sleep(0.05)
+
+
+def test_an_old_packages_ninja_is_called_without_its_script(monkeypatch, tmp_path, toolkit):
+    """The script of ninja 1.11.1 on PATH would die, and leave the program running."""
+    program = tmp_path / "ninja/data/bin/ninja"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\necho program "$@"; exit 3\n')
+    program.chmod(0o755)
+    folder = tmp_path / "näm e"
+    folder.mkdir()
+    environment = {"PATH": layernorm_inline._path_to_ninja(str(folder))}
+    done = subprocess.run(["ninja", "-v", "a b"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "program -v a b\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "spoil,message",
+    [
+        ("", "Error building extension.*\nnvcc says no\n"),
+        ("os.environ['CXX'] = 'no-such-compiler'", "no-such-compiler.*not found"),
+        (
+            "import sysconfig; sysconfig.get_path = lambda *_, **__: '/none'; os.environ['PATH'] = ''",
+            "pip install ninja",
+        ),
+        # A write beyond the limit fails, as on a full disk.
+        (
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, resource.RLIM_INFINITY))",
+            "File too large",
+        ),
+    ],
+    ids=["compiler", "no compiler", "no ninja", "no room"],
+)
+def test_what_a_build_fails_of_reaches_the_user_each_time(tmp_path, toolkit, spoil, message):
+    """The process is then as it was, and nothing unfinished is taken for whole."""
+    code = f"""
+        {spoil}
+        before = dict(os.environ), cpp_extension.CUDA_HOME
+        for _ in "12":
+            try:
+                import layernorm_inline
+            except (RuntimeError, OSError) as error:
+                print("the error", error)
+        assert before == (dict(os.environ), cpp_extension.CUDA_HOME)
+    """
+    status, out, err = end(start(tmp_path, with_toolkit(toolkit("13.0"), code), **FOR_9_0))
+    errors = out.split("the error")[1:]
+    assert status == 0 and len(errors) == 2 and all(re.search(message, error, re.S) for error in errors), out + err
+    assert not list(tmp_path.glob("cache/*/*/complete"))
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
+def test_pytorchs_warning_that_no_cuda_is_found_is_not_shown(tmp_path, toolkit):
+    status, _, err = end(start(tmp_path, CUDA_HOME=toolkit(torch.version.cuda), **FOR_9_0))
+    assert status == 1 and err.startswith("layernorm_inline: compiling CUDA kernels for sm_90a, about 30 s"), err
+
+
+# ---- The import ----
+
+
+@can_build
+def test_one_of_many_processes_builds(tmp_path):
+    processes = [start(tmp_path, "import layernorm_inline; assert layernorm_inline._ops") for _ in range(8)]
+    ends = [end(process) for process in processes]
+    messages = "".join(err for _, _, err in ends)
+    assert not any(status for status, _, _ in ends), messages
+    assert messages.count("compiling CUDA kernels") == 1 and messages.count("waiting for another process") <= 7
+    timed = "import torch, time; t = time.time(); import layernorm_inline; print(time.time() - t)"
+    status, out, err = end(start(tmp_path, timed))
+    assert (status, err) == (0, "") and float(out) < 2, "a warm import takes a fraction of a second"
+
+
+@can_build
+def test_two_versions_and_two_names_in_one_process(tmp_path):
+    folder = tmp_path / "näm e"
+    folder.mkdir()
+    for name, tiny in (("layernorm_inline", TINY), ("vendored", TINY), ("changed", TINY.replace("kernel", "changed"))):
+        write_copy(folder, name, new=tiny)
+    code = """
+        import layernorm_inline, vendored, changed
+        assert layernorm_inline._ops is vendored._ops
+        assert changed._ops is not None and changed._ops is not vendored._ops
+    """
+    status, _, err = end(start(folder, code))
+    assert status == 0 and err.count("compiling") == 2, err
+
+
+@gpu
+@pytest.mark.parametrize("architecture", ["compute_75", "compute_80"])  # 7.5: older than problem 34's kernel, too
+def test_code_for_an_older_architecture_runs(tmp_path, architecture):
+    """What CUDA 11 compiles for Hopper. These kernels have other instructions, or calls go elsewhere."""
+    write_copy(tmp_path, old="codes = _codes(architectures)", new=f"codes = [{architecture!r}]")
+    code = """
+        import torch, layernorm_inline
+        from torch.nn import functional as F
+
+        torch.manual_seed(0)
+        ours = layernorm_inline.layer_norm
+        for rows, cols in [(5, 768), (5, 20000), (5, 262144), (300, 7001), (300, 12288), (300, 20001), (300, 65536)]:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                *given, grad = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, cols), cols, cols, (rows, cols)))
+                runs = []
+                for function, number in ((ours, dtype), (ours, dtype), (F.layer_norm, torch.double)):
+                    tensors = [t.to(number, copy=True).requires_grad_() for t in given]
+                    y = function(tensors[0], (cols,), *tensors[1:])
+                    runs.append([y, *torch.autograd.grad(y, tensors, grad.to(number))])
+                for a, b, exact in zip(*runs):
+                    most = 16 * torch.finfo(dtype).eps * exact.abs().max()
+                    assert torch.equal(a, b) and (a - exact).abs().max() <= most, (rows, cols, dtype)
+        model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda()
+        x = torch.randn(1, 32, 2, 3, 32, device="cuda")
+        with torch.no_grad():
+            exact = F.gelu(model.double().layer_norm(model.conv_transpose(x.double())))
+            for torch.backends.cudnn.allow_tf32, atol in ((True, 1e-2), (False, 2e-5)):
+                torch.testing.assert_close(model.float()(x).double(), exact, atol=atol, rtol=atol)
+    """
+    status, _, err = end(start(tmp_path, code))
+    assert status == 0, err
+
+
+@gpu
+def test_a_gpu_that_nothing_was_compiled_for(tmp_path):
+    major, minor = torch.cuda.get_device_capability()
+    other = "sm_80" if major == 7 else "sm_75"
+    write_copy(tmp_path, old="codes = _codes(architectures)", new=f"codes = [{other!r}]")
+    code = """
+        import torch, layernorm_inline
+        x = torch.ones(2, 4, device="cuda", requires_grad=True)
+        try:
+            layernorm_inline.layer_norm(x, (4,))
+        except RuntimeError as error:
+            print(error)
+        assert (x + 1).sum().item() == 16
+    """
+    status, out, err = end(start(tmp_path, code))
+    why = f"its compute capability is {major}.{minor}, and the kernels were compiled for {other}"
+    assert status == 0 and f"cannot run on cuda:0: {why}" in out, out + err
+
+
+@pytest.mark.parametrize(
+    "cuda,arch_list,why",
+    [
+        ("torch.version.cuda", " ", "(no GPU was there|PyTorch)"),
+        ("None", None, "PyTorch .* without CUDA"),
+        ("'11.7'", "9.0", "PyTorch .* is built with CUDA 11.7, and 11.8 is the oldest"),
+        ("'13.0'", "7.0+PTX", "compute capability 7.5 is the oldest, and there was only compute_70, sm_70"),
+    ],
+)
+def test_where_there_is_nothing_to_compile_for(tmp_path, cuda, arch_list, why):
+    code = f"""
+        import torch
+        torch.version.cuda = {cuda}
+        import layernorm_inline
+        assert layernorm_inline._ops is None
+        assert layernorm_inline.ModelNew(4)(torch.randn(2, 4)).shape == (2, 4)
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode():
+            layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
+    """
+    status, _, err = end(start(tmp_path, code, **{**FOR_9_0, "TORCH_CUDA_ARCH_LIST": arch_list}))
+    if "Found no NVIDIA driver" in err or "Torch not compiled with CUDA" in err:
+        pytest.skip("this PyTorch makes no fake CUDA tensors without a GPU")
+    assert re.search(f"RuntimeError: layernorm_inline: cannot run on cuda:0: {why}", err), err
+    assert status == 1 and not (tmp_path / "cache").exists()
