@@ -699,17 +699,11 @@ __device__ RowStats<A> row_stats_of(A first, A off, A rstd) {
   return {mean, off - (mean - first), rstd};
 }
 
-// 16 bits take one instruction (bf16 rows of 65536 with GELU: 83.6 us -> 81.1), whose error is as large as
-// that of rounding the mean. Equal numbers have an exact mean: applied_rstd is 0 (NaN for an infinite rstd).
+// 16 bits do without the rest, which is less than their rounding.
 template <typename T, typename A>
 __device__ A normalized(A x, const RowStats<A>& row) {
-  if constexpr (sizeof(T) == 2) return fmaf(x, row.rstd, -row.mean * row.rstd);
-  return (x - row.mean - row.rest) * row.rstd;
-}
-
-template <typename A>
-__device__ A applied_rstd(A rstd, A m2, bool is_16_bit) {
-  return is_16_bit && m2 == 0 ? rstd * 0 : rstd;
+  const A distance = x - row.mean;
+  return (sizeof(T) == 2 ? distance : distance - row.rest) * row.rstd;
 }
 
 // ---- Statistics: between lanes of a warp ----
@@ -990,7 +984,8 @@ __device__ A gelu_derivative_below(A t) {
 
 template <typename T, typename A>
 __device__ A gelu_derivative(A z) {
-  const A t = abs(z) > 40 ? A(40) : abs(z);  // beyond, the density is 0; NaN stays NaN
+  // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
+  const A t = abs(z) > 40 && abs(z) < INFINITY ? A(40) : abs(z);
   return mirrored(z, gelu_derivative_below<T>(t));
 }
 
@@ -1474,8 +1469,7 @@ __global__ void __launch_bounds__(kSumThreads)
       A terms[kTerms];
 #pragma unroll
       for (int i = 0; i < kTerms; ++i) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : A(0);
-#pragma unroll
-      for (int i = 0; i < kTerms; ++i) sum += terms[i];
+      sum += sum_of<float>(terms);  // not one by one: there can be thousands
     }
   }
   share[threadIdx.y * blockDim.x + threadIdx.x] = sum;
@@ -1815,7 +1809,7 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
   const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
   const bool has_warps = call.rows * 32 <= int64_t(kWarpRowBlocks * kBlockThreads) * device.sms;
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads) {
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads) {
     p.loads = 2;
   } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && has_warps) {
     p.in_warp = true;
@@ -1870,22 +1864,24 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
 //   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
 //   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
-// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512, doubles 4 x 512). The kernel is
-// persistent: a thread keeps its columns, whose grad_weight and grad_bias gather in registers, and input and
-// grad_output are read once. ROWS rows share a barrier, while the next ROWS are in flight. Each block leaves
-// its sums in partials, (2, gridDim.x, cols), for sum_partials.
+// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512). The kernel is persistent: a thread
+// keeps its columns, whose grad_weight and grad_bias gather in registers, and input and grad_output are read
+// once. ROWS rows share a barrier, while the next ROWS are in flight. Each block leaves its sums in partials,
+// (2, gridDim.x, cols), for sum_partials.
 // 16-bit rows that are not aligned come in words, two elements each (V = 2). One by one, a thread's registers
-// held one row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.83; of 255: 0.64, now 0.85). Where cols
-// is odd, every other row begins in the middle of a word: a block has only rows of the one kind or of the
-// other, so that a thread keeps its columns. The column outside of whole words is the extra, of thread 0.
+// held one row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.83). Where cols is odd, every other row
+// begins in the middle of a word: a block has only rows of the one kind or of the other, so that a thread
+// keeps its columns. The column outside of whole words is the extra, of thread 0.
 
 // A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers,
-// so that an SM has 512 threads: 8 columns of two rows (float32 one by one: of one), 4 doubles of one, and
-// for 16 bits also 16 columns of one, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed
-// -> 0.89; of 768: 0.88 -> 0.80).
+// so that an SM has 512 threads: 8 columns of two rows (float32 one by one: of one), and for 16 bits also 16
+// columns of one, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89).
 constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
+static_assert((kBackwardBlockThreads & (kBackwardBlockThreads - 1)) == 0 &&
+                  (kBackwardBlockThreads16Bits & (kBackwardBlockThreads16Bits - 1)) == 0,
+              "a block's rows are added up in a tree: a power of two");
 // Of longer rows an SM holds too few to load while it reduces: the pipeline takes them, where there is one.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
@@ -1893,218 +1889,267 @@ template <typename T, int V>
 constexpr bool is_in_words = sizeof(T) == 2 && V == 2;
 template <typename T, int V>
 constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
+// Words outside of a row take part as zeros: branches round each would take as long as their arithmetic.
+template <typename T, int V, bool FUSED>
+constexpr bool kAddsZeros = is_in_words<T, V> && !FUSED;
+
+// A thread's columns: packs of V at first + i * stride, and an extra one.
+template <typename T, int V, int PACKS>
+struct BackwardColumns {
+  int first, stride, slot;  // slot: first, of rows that begin with a word
+  int extra, has_extra;
+  bool live[PACKS];
+
+  __device__ BackwardColumns(int64_t row, int cols) {
+    const int odd = is_in_words<T, V> ? row * cols % 2 : 0;
+    stride = blockDim.x * V, slot = threadIdx.x * V;
+    first = odd + slot, extra = odd ? 0 : cols - 1;
+    // Computed once: the compiler would ask anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
+    has_extra = is_in_words<T, V> ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
+    UNROLL(i, PACKS) live[i] = at(i) + V <= cols;
+  }
+  __device__ int at(int i) const { return first + i * stride; }
+};
+
+// weight and the sums of a thread's columns, for all rows.
+template <int V, int PACKS>
+struct ColumnSums {
+  Vec<float, V> weight[PACKS], grad_weight[PACKS] = {}, grad_bias[PACKS] = {};
+  Vec<float, 1> extra_weight = {}, extra_grad_weight = {}, extra_grad_bias = {};
+};
+
+// The next turn's rows of a thread, and where it loads from.
+template <typename T, int V, int PACKS, int ROWS>
+struct RowsInFlight {
+  Pack<T, V> x[ROWS][PACKS] = {}, dy[ROWS][PACKS] = {};
+  Pack<T, 1> extra_x[ROWS], extra_dy[ROWS];
+  float mean[ROWS], rstd[ROWS];
+  const T *x_at, *dy_at;
+};
+
+template <typename T, int V>
+__device__ Vec<float, V> load_affine_columns(const Backward& call, const void* affine, int col,
+                                             float absent) {
+  constexpr int F = is_in_words<T, V> ? 1 : V;  // a word of input need not be one of weight
+  Vec<float, V> w;
+  UNROLL(n, V / F) {
+    float part[F];
+    load_affine<T, F>(part, affine, call.affine_float32, col + n * F, absent);
+    UNROLL(f, F) w[n * F + f] = part[f];
+  }
+  return w;
+}
+
+template <typename T, bool FUSED, int V, int PACKS>
+__device__ void load_weight(ColumnSums<V, PACKS>& own, const Backward& call,
+                            const BackwardColumns<T, V, PACKS>& columns) {
+  UNROLL(i, PACKS) {
+    if (kAddsZeros<T, V, FUSED>) own.weight[i] = {};
+    if (columns.live[i]) own.weight[i] = load_affine_columns<T, V>(call, call.weight, columns.at(i), 1);
+  }
+  if (columns.has_extra) own.extra_weight = load_affine_columns<T, 1>(call, call.weight, columns.extra, 1);
+}
+
+// bias as float, so that no load asks what it is (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
+template <typename T, int V, int PACKS>
+__device__ void share_bias(float* share, const Backward& call, const BackwardColumns<T, V, PACKS>& columns) {
+  UNROLL(i, PACKS) {
+    if (threadIdx.y > 0 || !columns.live[i]) continue;
+    const auto bias = load_affine_columns<T, V>(call, call.bias, columns.at(i), 0);
+    store_sums(share + columns.slot + i * columns.stride, bias.at);
+  }
+  if (columns.has_extra)
+    share[call.cols - 1] = load_affine_columns<T, 1>(call, call.bias, columns.extra, 0)[0];
+  __syncthreads();
+}
+
+// Starts loading rows row + r * next_row.
+template <typename T, int V, int PACKS, int ROWS>
+__device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward& call,
+                          const BackwardColumns<T, V, PACKS>& columns, int64_t row, int next_row,
+                          uint64_t policy) {
+  const int row_step = next_row * int(call.cols), to_extra = columns.extra - columns.first;
+  UNROLL(r, ROWS) {
+    if (row + r * next_row >= call.rows) continue;
+    next.mean[r] = static_cast<const float*>(call.mean)[row + r * next_row];
+    next.rstd[r] = static_cast<const float*>(call.rstd)[row + r * next_row];
+    const T* x = keep_pointer(next.x_at + r * row_step);
+    const T* dy = keep_pointer(next.dy_at + r * row_step);
+    UNROLL(i, PACKS) {
+      if (!columns.live[i]) continue;
+      next.x[r][i] = load<T, V>(x + i * columns.stride, policy);
+      next.dy[r][i] = load<T, V>(dy + i * columns.stride, policy);
+    }
+    if (columns.has_extra) {
+      next.extra_x[r] = load<T, 1>(x + to_extra);
+      next.extra_dy[r] = load<T, 1>(dy + to_extra);
+    }
+  }
+}
+
+// The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the
+// bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
+template <typename T, int V, int PACKS, int ROWS>
+__device__ void prefetch_rows(const RowsInFlight<T, V, PACKS, ROWS>& next, const Backward& call, int64_t row,
+                              uint64_t policy) {
+  if (!prefetches() || row - threadIdx.y + ROWS * blockDim.y > call.rows) return;
+  const int before = threadIdx.y * int(call.cols) + threadIdx.x * V;
+  const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
+  prefetch_units(next.x_at - before, bytes, policy);
+  prefetch_units(next.dy_at - before, bytes, policy);
+}
+
+// N columns of a row: their xhat, and their shares of the row's sums and of the columns' gradients.
+template <typename T, bool FUSED, int N>
+__device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, Pack<T, N>& dy, float mean,
+                                     float rstd, const float* bias_at, const Vec<float, N>& weight,
+                                     Sums<float>& sums, Vec<float, N>& grad_weight,
+                                     Vec<float, N>& grad_bias) {
+  const Vec<float, N> xhat = (widened(x) - mean) * rstd;
+  if constexpr (FUSED) {
+    float bias[N];
+    load_affine<T, N>(bias, bias_at, true, 0, 0);
+    apply_derivative<T>(dy, xhat.at, weight.at, bias, call);
+  }
+  const Vec<float, N> grad = widened(dy);
+  UNROLL(v, N) {
+    const float wdy = product(weight[v], grad[v]);
+    sums.wdy += wdy;
+    sums.wdy_xhat += wdy * xhat[v];
+    grad_weight[v] += grad[v] * xhat[v];
+    grad_bias[v] += grad[v];
+  }
+  return xhat;
+}
+
+// grad_input of N columns; means: the row's sums over its columns.
+template <typename T, int N>
+__device__ void write_grad_input(T* to, const Pack<T, N>& dy, const Vec<float, N>& xhat,
+                                 const Vec<float, N>& weight, float rstd, const Sums<float>& means) {
+  const Vec<float, N> grad = widened(dy);
+  float dx[N];
+  UNROLL(v, N) {
+    if constexpr (sizeof(T) == 2 && N > 1) {  // an instruction less (bf16 rows of 2041: 0.806 -> 0.814)
+      dx[v] = rstd * fmaf(weight[v], grad[v], fmaf(-xhat[v], means.wdy_xhat, -means.wdy));
+    } else {  // see product
+      dx[v] = rstd * (product(weight[v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
+    }
+  }
+  store<T, N>(to, dx);
+}
+
+// Adds up the block's sums of each column, and leaves them in `partial`.
+template <typename T, int V, int PACKS>
+__device__ void write_partial(float* partial, float* share, const Vec<float, V> (&sums)[PACKS], float extra,
+                              const BackwardColumns<T, V, PACKS>& columns, int cols) {
+  __syncthreads();
+  float* gathered = blockDim.y == 1 ? partial : share + threadIdx.y * cols;
+  UNROLL(i, PACKS) {
+    if (!columns.live[i]) continue;
+    float* to = gathered + columns.at(i);
+    if constexpr (is_in_words<T, V>) {
+      to[0] = sums[i][0], to[1] = sums[i][1];
+    } else {
+      store_sums(to, sums[i].at);
+    }
+  }
+  if (columns.has_extra) gathered[columns.extra] = extra;
+  // A tree over the block's rows: 256 terms one by one would lose digits.
+  for (int half = blockDim.y / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y >= half) continue;
+    for (int col = threadIdx.x; col < cols; col += blockDim.x) {
+      const float total = share[threadIdx.y * cols + col] + share[(threadIdx.y + half) * cols + col];
+      share[threadIdx.y * cols + col] = total;
+      if (half == 1) partial[col] = total;
+    }
+  }
+}
 
 template <typename T, int V, int PACKS, int ROWS, bool FUSED>
 __global__ void __launch_bounds__(kBackwardThreads)
-    layer_norm_backward_rows(Backward call, Acc<T>* partials, L2Priority priority) {
-  using A = Acc<T>;
+    layer_norm_backward_rows(Backward call, float* partials, L2Priority priority) {
   // First bias, then sums: columns times rows of a block with several rows.
-  constexpr int kShared = (FUSED ? 512 : 256) * V * PACKS;
-  __shared__ Sums<A> slots[2][kMaxWarps][ROWS];
-  __shared__ __align__(16) A share[kShared];
-  constexpr bool kWords = is_in_words<T, V>;
+  constexpr int kShared = (FUSED ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS;
   constexpr int kApart = kRowsApart<T, V>;
+  __shared__ Sums<float> slots[2][kMaxWarps][ROWS];
+  __shared__ __align__(16) float share[kShared];
   const int cols = call.cols, first_row = threadIdx.y * kApart, next_row = blockDim.y * kApart;
-  int64_t row = int64_t(blockIdx.x / kApart) * ROWS * next_row + blockIdx.x % kApart + first_row;
-
-  // A thread's packs begin at columns first_col + i * pack_step.
-  const int odd = kWords ? row * cols % 2 : 0, pack_step = blockDim.x * V, slot = threadIdx.x * V;
-  const int first_col = odd + slot, extra_col = odd ? 0 : cols - 1;
-  // Found once: the compiler would find it anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
-  const int has_extra = kWords ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
-  bool live[PACKS];
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) live[i] = first_col + i * pack_step + V <= cols;
-  // Words that are not live take part as zeros: branches round each would take as long as their arithmetic.
-  constexpr bool kZeros = kWords && !FUSED;
-
-  A weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
-  A extra_weight[1] = {0}, extra_grad_weight[1] = {0}, extra_grad_bias[1] = {0};
-  auto load_columns = [&](A(&w)[V], const void* affine, int col, A absent) {
-    constexpr int F = kWords ? 1 : V;  // a word of input need not be one of weight
-#pragma unroll
-    for (int v = 0; v < V; v += F) {
-      A part[F];
-      load_affine<T, F>(part, affine, call.affine_float32, col + v, absent);
-#pragma unroll
-      for (int f = 0; f < F; ++f) w[v + f] = part[f];
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    if (kZeros) weight[i][0] = weight[i][1] = 0;
-    if (live[i]) load_columns(weight[i], call.weight, first_col + i * pack_step, 1);
-  }
-  if (has_extra) load_affine<T, 1>(extra_weight, call.weight, call.affine_float32, extra_col, 1);
-
-  // bias as type A, so that no load asks what it is (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
-  if constexpr (FUSED) {
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (threadIdx.y > 0 || !live[i]) continue;
-      A bias[V];
-      load_columns(bias, call.bias, first_col + i * pack_step, 0);
-      store_sums(share + slot + i * pack_step, bias);
-    }
-    if (has_extra) {
-      A bias[1];
-      load_affine<T, 1>(bias, call.bias, call.affine_float32, extra_col, 0);
-      share[cols - 1] = bias[0];
-    }
-    __syncthreads();
-  }
-
-  // The next turn's rows, row + r * next_row, of which x_at and dy_at point to this thread's first element.
-  // Found anew each turn, bf16 rows of 2048 go from 0.92 of copy speed to 0.90.
-  Pack<T, V> next_x[ROWS][PACKS] = {}, next_dy[ROWS][PACKS] = {};
-  Pack<T, 1> next_extra_x[ROWS], next_extra_dy[ROWS];
-  A next_mean[ROWS], next_rstd[ROWS];
-  const int row_step = next_row * cols, to_extra = extra_col - first_col;
+  const float per_col = 1.0f / cols;
   const uint64_t policy = l2_policy(priority);
+
+  // Which rows and columns.
+  int64_t row = int64_t(blockIdx.x / kApart) * ROWS * next_row + blockIdx.x % kApart + first_row;
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = opaque(row_stride * cols);
-  const int64_t offset = row * cols + first_col;
-  const T* x_at = static_cast<const T*>(call.input) + offset;
-  const T* dy_at = static_cast<const T*>(call.grad_output) + offset;
-  auto fetch = [&](int64_t row) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      if (row + r * next_row >= call.rows) continue;
-      next_mean[r] = static_cast<const A*>(call.mean)[row + r * next_row];
-      next_rstd[r] = static_cast<const A*>(call.rstd)[row + r * next_row];
-      const T *x_row = keep_pointer(x_at + r * row_step), *dy_row = keep_pointer(dy_at + r * row_step);
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        if (!live[i]) continue;
-        next_x[r][i] = load<T, V>(x_row + i * pack_step, policy);
-        next_dy[r][i] = load<T, V>(dy_row + i * pack_step, policy);
-      }
-      if (has_extra) {
-        next_extra_x[r] = load<T, 1>(x_row + to_extra);
-        next_extra_dy[r] = load<T, 1>(dy_row + to_extra);
-      }
-    }
-    x_at += stride, dy_at += stride;
-    // The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice
-    // the bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
-    if constexpr (sizeof(T) == 2 && V > 2 && !FUSED) {
-      const bool whole = row - threadIdx.y + row_stride + ROWS * blockDim.y <= call.rows;
-      if (prefetches() && whole) {
-        const int before = threadIdx.y * cols + threadIdx.x * V, bytes = ROWS * row_step * int(sizeof(T));
-        prefetch_units(x_at - before, bytes, policy);
-        prefetch_units(dy_at - before, bytes, policy);
-      }
-    }
+  const BackwardColumns<T, V, PACKS> columns(row, cols);
+  ColumnSums<V, PACKS> own;
+  load_weight<T, FUSED>(own, call, columns);
+  if constexpr (FUSED) share_bias(share, call, columns);
+  RowsInFlight<T, V, PACKS, ROWS> next;
+  next.x_at = static_cast<const T*>(call.input) + (row * cols + columns.first);
+  next.dy_at = static_cast<const T*>(call.grad_output) + (row * cols + columns.first);
+  auto start_turn = [&](int64_t row) {
+    load_rows(next, call, columns, row, next_row, policy);
+    next.x_at += stride, next.dy_at += stride;
+    if constexpr (sizeof(T) == 2 && V > 2 && !FUSED) prefetch_rows(next, call, row + row_stride, policy);
   };
-  const A per_col = A(1) / A(cols);
-  fetch(row);
+
+  start_turn(row);
   int turn = 0;  // of the two sets of slots: one barrier a turn is enough
   for (; row - first_row < call.rows; row += row_stride, turn ^= 1) {
-    A xhat[ROWS][PACKS][V], extra_xhat[ROWS][1], rstd[ROWS];
+    // Add up.
+    Vec<float, V> xhat[ROWS][PACKS];
+    Vec<float, 1> extra_xhat[ROWS];
     Pack<T, V> dy[ROWS][PACKS];
     Pack<T, 1> extra_dy[ROWS];
-    Sums<A> sums[ROWS];
-    auto add = [&](int r, A mean, const auto& x, auto& dy, auto& xhat, const auto& weight, auto& grad_weight,
-                   auto& grad_bias, int bias_at) {
-      constexpr int N = sizeof(weight) / sizeof(A);
-      A grad[N];
-      unpack(x, xhat);
-#pragma unroll
-      for (int v = 0; v < N; ++v) xhat[v] = (xhat[v] - mean) * rstd[r];
-      if constexpr (FUSED) {
-        A bias[N];
-        load_affine<T, N>(bias, share, true, bias_at, 0);
-        apply_derivative<T>(dy, xhat, weight, bias, call);
-      }
-      unpack(dy, grad);
-#pragma unroll
-      for (int v = 0; v < N; ++v) {
-        const A wdy = product(weight[v], grad[v]);
-        sums[r].wdy += wdy;
-        sums[r].wdy_xhat += wdy * xhat[v];
-        grad_weight[v] += grad[v] * xhat[v];
-        grad_bias[v] += grad[v];
-      }
-    };
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      sums[r] = {0, 0};
-      rstd[r] = next_rstd[r];
+    Sums<float> sums[ROWS] = {};
+    float rstd[ROWS];
+    UNROLL(r, ROWS) {
+      rstd[r] = next.rstd[r];
       if (row + r * next_row >= call.rows) continue;
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        if (!kZeros && !live[i]) continue;
-        dy[r][i] = next_dy[r][i];
+      UNROLL(i, PACKS) {
+        constexpr bool kZeros = kAddsZeros<T, V, FUSED>;
+        if (!kZeros && !columns.live[i]) continue;
+        dy[r][i] = next.dy[r][i];
         // Without a mean, as that of bf16 rows can exceed 1e36, and its product with rstd float32.
-        const A mean = kZeros ? next_mean[r] * A(live[i]) : next_mean[r];
-        add(r, mean, next_x[r][i], dy[r][i], xhat[r][i], weight[i], grad_weight[i], grad_bias[i],
-            slot + i * pack_step);
+        const float mean = kZeros ? next.mean[r] * float(columns.live[i]) : next.mean[r];
+        xhat[r][i] = add_columns<T, FUSED>(call, next.x[r][i], dy[r][i], mean, rstd[r],
+                                           share + columns.slot + i * columns.stride, own.weight[i], sums[r],
+                                           own.grad_weight[i], own.grad_bias[i]);
       }
-      if (has_extra) {
-        extra_dy[r] = next_extra_dy[r];
-        add(r, next_mean[r], next_extra_x[r], extra_dy[r], extra_xhat[r], extra_weight, extra_grad_weight,
-            extra_grad_bias, cols - 1);
+      if (columns.has_extra) {
+        extra_dy[r] = next.extra_dy[r];
+        extra_xhat[r] =
+            add_columns<T, FUSED>(call, next.extra_x[r], extra_dy[r], next.mean[r], rstd[r], share + cols - 1,
+                                  own.extra_weight, sums[r], own.extra_grad_weight, own.extra_grad_bias);
       }
     }
-    fetch(row + row_stride);
+    start_turn(row + row_stride);
     if (call.grad_input == nullptr) continue;
+
+    // Write grad_input.
     combine_row(sums, slots[turn]);
-    T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + first_col);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + columns.first);
+    UNROLL(r, ROWS) {
       if (row + r * next_row >= call.rows) continue;
-      const A mean_wdy = sums[r].wdy * per_col, mean_wdy_xhat = sums[r].wdy_xhat * per_col;
-      T* dx_row = keep_pointer(grad_input + r * row_step);
-      auto put = [&](const auto& dy, const auto& xhat, const auto& weight, T* to) {
-        constexpr int N = sizeof(weight) / sizeof(A);
-        A grad[N], dx[N];
-        unpack(dy, grad);
-#pragma unroll
-        for (int v = 0; v < N; ++v) {
-          if constexpr (sizeof(T) == 2 && N > 1) {  // an instruction less (bf16 rows of 2041: 0.806 -> 0.814)
-            dx[v] = rstd[r] * fmaf(weight[v], grad[v], fmaf(-xhat[v], mean_wdy_xhat, -mean_wdy));
-          } else {  // see product
-            dx[v] = rstd[r] * (product(weight[v], grad[v]) - mean_wdy - xhat[v] * mean_wdy_xhat);
-          }
-        }
-        store<T, N>(to, dx);
-      };
-#pragma unroll
-      for (int i = 0; i < PACKS; ++i) {
-        if (live[i]) put(dy[r][i], xhat[r][i], weight[i], dx_row + i * pack_step);
+      const Sums<float> means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
+      T* to = keep_pointer(grad_input + r * (next_row * cols));
+      UNROLL(i, PACKS) {
+        if (columns.live[i])
+          write_grad_input(to + i * columns.stride, dy[r][i], xhat[r][i], own.weight[i], rstd[r], means);
       }
-      if (has_extra) put(extra_dy[r], extra_xhat[r], extra_weight, dx_row + to_extra);
+      if (columns.has_extra) {
+        write_grad_input(to + (columns.extra - columns.first), extra_dy[r], extra_xhat[r], own.extra_weight,
+                         rstd[r], means);
+      }
     }
   }
 
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
-#pragma unroll
-  for (int which = 0; which < 2; ++which) {  // 0: grad_weight, 1: grad_bias
-    A* partial = partials + (int64_t(which) * gridDim.x + blockIdx.x) * cols;
-    __syncthreads();
-    A* gathered = blockDim.y == 1 ? partial : share + threadIdx.y * cols;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (!live[i]) continue;
-      const A(&sums)[V] = which == 0 ? grad_weight[i] : grad_bias[i];
-      A* to = gathered + first_col + i * pack_step;
-      if constexpr (kWords) {
-        to[0] = sums[0], to[1] = sums[1];
-      } else {
-        store_sums(to, sums);
-      }
-    }
-    if (has_extra) gathered[extra_col] = which == 0 ? extra_grad_weight[0] : extra_grad_bias[0];
-    // A tree over the block's rows (a power of two): 256 terms one by one would lose digits.
-    for (int half = blockDim.y / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (threadIdx.y >= half) continue;
-      for (int col = threadIdx.x; col < cols; col += blockDim.x) {
-        const A total = share[threadIdx.y * cols + col] + share[(threadIdx.y + half) * cols + col];
-        share[threadIdx.y * cols + col] = total;
-        if (half == 1) partial[col] = total;
-      }
-    }
-  }
+  partials += blockIdx.x * int64_t(cols);
+  write_partial(partials, share, own.grad_weight, own.extra_grad_weight[0], columns, cols);
+  partials += gridDim.x * int64_t(cols);
+  write_partial(partials, share, own.grad_bias, own.extra_grad_bias[0], columns, cols);
 }
 
 // ---- Rows in registers, backward: host side ----
@@ -2131,6 +2176,7 @@ BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const 
   p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
   const int blocks = kBackwardThreads / (p.threads_per_row * p.rows_per_block);  // on an SM
   p.blocks = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
+  p.blocks *= ceil_div(call.rows, p.blocks * p.rows_per_block * kRowsPerSum);
   p.blocks = ceil_div(p.blocks, apart) * apart;
   p.held = blocks * p.rows_per_block * rows;
   return p;
@@ -2272,7 +2318,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     static_cast<float*>(call.rstd)[blockIdx.x] = rstd;
   }
 
-  const RowStats<float> stats = {mean, 0, applied_rstd(rstd, m2, sizeof(T) == 2)};
+  const RowStats<float> stats = {mean, 0, rstd};
   with_same_dtype<T>(call, [&](auto usual_affine) {
 #pragma unroll(kAtOnce<T>)
     for (int i = 0; i < packs; ++i) {
@@ -2494,7 +2540,7 @@ struct ForwardPass {
       static_cast<float*>(call.mean)[row] = from + off;
       static_cast<float*>(call.rstd)[row] = rstd;
     }
-    return row_stats_of(from, off, applied_rstd(rstd, m2, sizeof(T) == 2));
+    return row_stats_of(from, off, rstd);
   }
 
   __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
@@ -3415,8 +3461,7 @@ __global__ void __launch_bounds__(kFinishingThreads)
   m2 = combine_row(m2, slots[1]);
   if (threadIdx.x != 0) return;
   const A rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
-  const bool is_16_bit = call.dtype == DType::Float16 || call.dtype == DType::BFloat16;
-  row_stats[row] = row_stats_of(reference, off, applied_rstd(rstd, m2, is_16_bit));
+  row_stats[row] = row_stats_of(reference, off, rstd);
   if (call.mean != nullptr) {
     static_cast<A*>(call.mean)[row] = reference + off;
     static_cast<A*>(call.rstd)[row] = rstd;
@@ -3642,7 +3687,7 @@ cudaError_t launch(const Backward& call, const Context& context) {
   using A = Acc<T>;
   Plan p = plan(call.rows, call.cols, context.device);
   const int64_t fit = kPartialBytes / (2 * sizeof(A) * call.cols);
-  p.row_blocks = std::max<int64_t>(1, std::min(p.row_blocks, fit));
+  p.row_blocks = std::max(ceil_div(call.rows, kRowsPerSum), std::min(p.row_blocks, fit));
   const int64_t partial_rows = partials_of(p.row_blocks), sums_of_columns = 2 * partial_rows * call.cols;
   auto* partials = static_cast<A*>(
       context.allocate(sums_of_columns * sizeof(A) + call.rows * (p.pieces + 1) * sizeof(Sums<A>)));
@@ -3868,7 +3913,6 @@ struct Place {  // of a round's outputs: q of depth, q of the first line
 // range of them, of which group 0 takes the first half.
 template <typename T, bool SPLIT>
 struct Block {
-  static constexpr bool kAsync = kIsAsync<SPLIT>;
   using S = SlabOf<T, SPLIT>;
   const Convolution& call;
   uint4* weights;  // in shared memory, as the next two
@@ -4013,7 +4057,7 @@ __device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
         }
       }
       UNROLL(c, kUnit) columns[c] = column_of<T>(rows, c);
-      if constexpr (block.kAsync) {  // copies beside the 8 columns before, and the next 8
+      if constexpr (kIsAsync<SPLIT>) {  // copies beside the 8 columns before, and the next 8
         if (share.half == 0 && share.eight > 0) columns[-2] = column_of<T>(rows, 0);
         if (share.half == share.kHalves - 1 && share.eight < 3) {
           columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
@@ -4021,7 +4065,7 @@ __device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
       }
     }
   }
-  if constexpr (block.kAsync) writes_before_copies();
+  if constexpr (kIsAsync<SPLIT>) writes_before_copies();
 }
 
 // ---- Convolution: asynchronous products ----
@@ -4268,10 +4312,9 @@ __device__ void load_and_multiply(Sums& sums, const Block<T, SPLIT>& block, int 
 // A group's warps: multiply, normalize, write.
 template <typename T, bool SPLIT>
 __device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const uint4* fragments) {
-  constexpr bool kAsync = block.kAsync;
   constexpr int kRegisters = 4 * SlabOf<T, SPLIT>::kRegisterFragments;
   const Convolution& call = block.call;
-  const Tiles<kAsync> tiles(threadIdx.x % kGroupThreads / 32);
+  const Tiles<kIsAsync<SPLIT>> tiles(threadIdx.x % kGroupThreads / 32);
   const float eps = call.eps;
   uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
   if (sizeof(T) == 2 && call.conv_bias != nullptr) {
@@ -4286,7 +4329,7 @@ __device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const ui
   }
   ROLLED(round, block.rounds(group)) {
     Sums sums = {};
-    if constexpr (kAsync) {
+    if constexpr (kIsAsync<SPLIT>) {
       multiply_in_turn(sums, block, group, round, register_fragment);
     } else {
       load_and_multiply(sums, block, group, round, tiles);
@@ -4307,7 +4350,7 @@ __global__ void __launch_bounds__(kThreads<SPLIT>, 1)
   const int group = threadIdx.x / kGroupThreads;
   fill_shared(block, fragments);
   __syncthreads();
-  if constexpr (block.kAsync) {
+  if constexpr (kIsAsync<SPLIT>) {
     if (group == kGroups) return load_rounds(block);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
@@ -4528,14 +4571,6 @@ bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 // ---- Checks: nn.LayerNorm's exception types, with what was given and what was expected ----
 
-std::string text(SymIntArrayRef sizes) {
-  const auto ints = c10::asIntArrayRefSlowOpt(sizes);
-  if (!ints.has_value()) return "[symbolic sizes]";
-  std::string list;
-  for (const int64_t size : *ints) list += (list.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + list + "]";
-}
-
 void check_device(const char* name, const Tensor& t, const Tensor& input) {
   TORCH_CHECK(t.device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
               input.device(), " and ", name, " is on ", t.device());
@@ -4543,8 +4578,8 @@ void check_device(const char* name, const Tensor& t, const Tensor& input) {
 
 void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype,
                   const Tensor& input) {
-  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
-              text(t.sym_sizes()));
+  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", sizes, ", but got ",
+              t.sym_sizes());
   TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ",
               t.scalar_type());
   check_device(name, t, input);
@@ -4553,13 +4588,12 @@ void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::S
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
   TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ",
-              text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
+              " to be of same shape as normalized_shape, but got ", name, " of shape ", affine->sym_sizes(),
+              " and normalized_shape = ", shape);
   check_device(name, *affine, input);
   const auto dtype = affine->scalar_type();
-  const bool half = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(dtype == input.scalar_type() || (half && dtype == at::kFloat), "Expected ", name, " of dtype ",
-              input.scalar_type(), half ? " (the input's) or Float" : " (the input's)", ", but got ", dtype);
+  TORCH_CHECK(dtype == input.scalar_type() || dtype == at::kFloat, "Expected ", name,
+              " of dtype Float or the input's (", input.scalar_type(), "), but got ", dtype);
 }
 
 void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& input,
@@ -4583,16 +4617,14 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
               "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
-              "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
-              text(shape).substr(1), ", but got input of size ", text(sizes));
+              "Given normalized_shape=", shape, ", expected input with shape [*, ", c10::str(shape).substr(1),
+              ", but got input of size ", sizes);
   check_dtype(input);
   check_affine(weight, bias, input, shape);
 }
 
 SymInt product(SymIntArrayRef sizes) {
-  SymInt n = 1;
-  for (const auto& size : sizes) n *= size;
-  return n;
+  return std::accumulate(sizes.begin(), sizes.end(), SymInt(1), std::multiplies<SymInt>());
 }
 
 SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
@@ -4632,11 +4664,8 @@ Gradients allocate_backward(const Tensor& input, const OptionalTensor& weight, c
 // ---- CUDA ----
 
 DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf: return DType::Float16;
-    case at::kBFloat16: return DType::BFloat16;
-    default: return DType::Float32;
-  }
+  const auto dtype = t.scalar_type();
+  return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
 }
 
 OptionalTensor contiguous(const OptionalTensor& t) {
@@ -4766,7 +4795,7 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
 void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
-              "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
+              "Expected input of shape [*, 32, *, *, 32], but got ", input.sym_sizes());
   const auto dtype = input.scalar_type();
   check_dtype(input);
   check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
@@ -4776,13 +4805,6 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
 
 std::vector<SymInt> output_sizes(const Tensor& input) {
   return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
-}
-
-void check_convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
-                                const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                const OptionalTensor& bias) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
 }
 
 Tensor allocate_convolution(const Tensor& input) {
@@ -4876,7 +4898,8 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
                                                const Tensor& conv_weight, const OptionalTensor& conv_bias,
                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                double eps, double scale, std::array<bool, 5> output_mask) {
-  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard guard(input.device());
   // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
@@ -4963,7 +4986,8 @@ ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const 
                                                const Tensor& conv_weight, const OptionalTensor& conv_bias,
                                                const OptionalTensor& weight, const OptionalTensor& bias,
                                                double, double, std::array<bool, 5> output_mask) {
-  check_convolution_backward(grad_output, input, conv_weight, conv_bias, weight, bias);
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
 }
 
@@ -5103,10 +5127,8 @@ Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_
   auto& node = static_cast<LayerNormBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
   node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
-  node.shape = normalized_shape;
-  node.activation = activation;
-  node.eps = eps;
-  node.scale = scale;
+  node.shape = normalized_shape, node.activation = activation;
+  node.eps = eps, node.scale = scale;
   torch::autograd::set_history(output, pointer);
   return output;
 }
@@ -5176,8 +5198,7 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   auto& node = static_cast<ConvolutionBackward&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(input, conv_weight, conv_bias, weight, bias));
   node.saved = {{{input, false}, {conv_weight, false}, {conv_bias, false}, {weight, false}, {bias, false}}};
-  node.eps = eps;
-  node.scale = scale;
+  node.eps = eps, node.scale = scale;
   torch::autograd::set_history(output, pointer);
   return output;
 }
@@ -5583,10 +5604,8 @@ def layer_norm(
         Statistics and arithmetic are float32, whatever the dtype.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together (the message says which), or
-            input is a CUDA tensor and at the import there was nothing to compile for (no GPU and no
-            TORCH_CUDA_ARCH_LIST, none of compute capability 7.5 or newer, PyTorch without CUDA). A compilation
-            that fails raises at the import.
+        RuntimeError: shapes, dtypes or devices do not fit together, or input is on a GPU that the import had
+            nothing to compile for; the message says which.
         TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
         ValueError: activation is none of the three.
     """

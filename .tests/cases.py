@@ -33,7 +33,7 @@ def shapes(gpu):
     yield from ((some, 6001), (some, 6145), (5, 8192), (some, 8192), (9, 9001), (2 * many, 41))
     yield from ((some, 9000), (most_shared, 9000), (most_shared, 12288), (some, 16392), (most_shared, 16392))
     yield from ((5, 8200), (5, 12288), (3, 16392), (3, 20001), (3, 20008), (some, 24576), (2 * some, 20008), (3, 65536))
-    yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 8128 * s))
+    yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 7936 * s))
     yield from ((4, longer), (5, longest), (9, longer), (3, longest), (2, 9088 * s), (2, 9088 * s + 1), (3, 6000))
 
 
@@ -90,10 +90,10 @@ class Case(typing.NamedTuple):
 
 
 def has_pipeline(case, tensors):
-    """Whether the pipeline takes rows of this length: slices of which three stages fit a block, beside 6 KB, one for
-    each SM. (No shape of the table is so near the longest one that the 6 KB decide.)"""
+    """Whether the pipeline takes rows of this length: slices of which three stages fit a block, beside 3 KB, one for
+    each SM. (No shape of the table is so near the longest one that the 3 KB decide.)"""
     gpu = case.gpu
-    stage = (gpu.shared_bytes - (6 << 10)) // (3 * tensors) - LINE_BYTES
+    stage = (gpu.shared_bytes - (3 << 10)) // (3 * tensors) - LINE_BYTES
     slice_ = min(SLICE, stage // TYPES[case.dtype].itemsize)
     return gpu.code >= 80 and not gpu.refuses and case.cols <= slice_ * min(gpu.sms, 160)
 

@@ -33,7 +33,7 @@ NAME = "layernorm_inline_of_a_test"
 TINY = '''
 CUDA_SOURCE = "__global__ void kernel() {}\\n"
 CPP_SOURCE = """#include <torch/library.h>
-TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) {
+TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   m.def("layer_norm(Tensor input) -> Tensor", [](const at::Tensor& input) { return input.clone(); });
 }
 """
@@ -414,7 +414,7 @@ def test_an_old_packages_ninja_is_called_without_its_script(monkeypatch, tmp_pat
         ("os.environ['CXX'] = 'no-such-compiler'", "no-such-compiler.*not found"),
         (
             "import sysconfig; sysconfig.get_path = lambda *_, **__: '/none'; os.environ['PATH'] = ''",
-            "pip install ninja",
+            "Ninja is required",
         ),
         # A write beyond the limit fails, as on a full disk.
         (

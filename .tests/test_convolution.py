@@ -475,6 +475,11 @@ def test_conv_fused_conditions(dtype, grad, restored):
         torch.set_default_dtype(torch.float32)
         return model
 
+    with FakeTensorMode():
+        try:
+            torch.empty(1, device="cuda").uniform_()
+        except RuntimeError:  # PyTorch 2.6
+            pytest.skip("this PyTorch asks the driver for random numbers on a fake GPU")
     with FakeTensorMode(), torch.device("cuda"), torch.set_grad_enabled(grad):
         model, x = module_of(padding=1), torch.empty(2, 32, 3, 5, 32, dtype=dtype)
         y = model(x)
