@@ -3447,7 +3447,7 @@ BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const 
   BackwardPlan p = {columns, rows};
   p.threads_per_row = row_threads(call.cols, columns);
   p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
-  const int blocks = kBackwardThreads / (p.threads_per_row * p.rows_per_block);  // on an SM
+  const int blocks = std::max(1, kBackwardThreads / (p.threads_per_row * p.rows_per_block));  // on an SM
   p.blocks = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
   p.blocks *= ceil_div(call.rows, p.blocks * p.rows_per_block * kRowsPerSum);
   p.blocks = ceil_div(p.blocks, apart) * apart;

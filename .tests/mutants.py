@@ -1,13 +1,13 @@
 """Can the tests fail? Puts one bug at a time into layernorm_inline.py, and runs the tests that concern it.
 
-    python .ci/mutants.py                  all mutants; the tests run on all GPUs of this machine
-    python .ci/mutants.py --only TEXT...   those whose names contain one of the texts
-    python .ci/mutants.py --list           names, bugs, tests
-    python .ci/mutants.py --cpu            without a GPU: bugs of the kernels are looked for by .ci/test_kernels.py on
-                                           emulated GPUs, those of the binding by .ci/test_binding.py, the rest as ever;
-                                           what needs a GPU is not tried, and the exit status of all mutants is then 1
-    python .ci/mutants.py --green          the tests have just succeeded without a bug: half the time
-    python .ci/mutants.py --check          builds nothing: does each replacement apply, do the words of its tests occur?
+    python .tests/mutants.py                  all mutants; the tests run on all GPUs of this machine
+    python .tests/mutants.py --only TEXT...   those whose names contain one of the texts
+    python .tests/mutants.py --list           names, bugs, tests
+    python .tests/mutants.py --cpu            without a GPU: bugs of kernels and binding are looked for on emulated GPUs,
+                                              the rest as ever; what needs a GPU is not tried, and the exit status of all
+                                              mutants is then 1
+    python .tests/mutants.py --green          the tests have just succeeded without a bug: half the time
+    python .tests/mutants.py --check          builds nothing: does each replacement apply, do the words of its tests occur?
 
 A mutant is built and tested in a folder of its own, beside others; a line is printed as soon as its end is known. What
 no GPU shows (Mutant.emulated) is looked for on emulated GPUs, also without --cpu. The tests run without a mutant, too
@@ -32,74 +32,50 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE, TESTS = "layernorm_inline.py", "test_layernorm_inline.py"
-KERNEL_TESTS, BINDING_TESTS = ".ci/test_kernels.py", ".ci/test_binding.py"
-BUILD_TESTS = ".tests/test_build.py"
-EMULATED = {KERNEL_TESTS: "build", BINDING_TESTS: "load_binding"}  # how emulator.py builds what they run
+SOURCE, TESTS = "layernorm_inline.py", ".tests"
 TESTS_PER_GPU = 12  # processes: most of their time is the host's
 QUIET, LONGEST = 120, 480  # seconds: see Mutant; all tests of a mutant
 
 # ============================================================================
-# Which tests: pytest -k, that is words in the names of tests and marks
+# Which tests: pytest -k, that is words in the names of tests and of their cases, which begin with the GPU and the rooms
+# (hopper_2-shared-pipeline-..., cuda-registers-registers-...)
 # ============================================================================
 
-VALUES = "test_values"  # rows in registers first; below, by the numbers of their columns
-SHARED = "test_values and (9000 or 12288 or 16392 or 18176 or 20480) or rows_between_lines"
-PIPELINE = "test_values and (8192 or 16384 or 16392 or 20008 or 50264 or 262144 or 1000008)"
-TOGETHER = "many_sms_hold_together"
-SPREAD = "test_values and (20001 or 1196040 or 1200001 or 4194304)"
-CONSTANT = "give_bias and (9001 or 11000 or 16384 or 20480 or 20001 or 50257 or 194307 or 205923)"
+VALUES = "test_values[ and registers"
+SHARED = "test_values[ and shared or rows_off_cache_lines"
+PIPELINE = "test_values[ and pipeline and not blackwell and not ada or any_call"
+TOGETHER = "joint"
+SPREAD = "test_values[ and spread or any_call or far_from"
+CONSTANT = "give_bias"
 OVERFLOW = "variance_that_overflows"
-SHORT_CONSTANT = "give_bias and (5-7- or 2207-41 or 2211-255 or 40-2041)"
-ACTIVATION = "test_activation and (cpu or 768 or 9000)"
-CONVOLUTION = "test_problem_34 and not compiled"
-REPEATED = "streams_and_threads or graph_of_a_training_step and (16392 or 20001 or 262144)"
-ASKED_FOR = "asked_for and 64"
-BEFORE_HOPPER = "older_architecture"
+SHORT_CONSTANT = "give_bias and registers"
+ACTIVATION = "test_activation or test_values[ and registers-registers and not refusing"
+CONVOLUTION = "test_conv and not compiled"
+REPEATED = "streams_and_threads or graph_of_a_training_step or test_values[ and hopper_8"
+ASKED_FOR = "output_mask"
+BEFORE_HOPPER = "older_architecture or test_values[ and (ampere or ada)"
 
-# The same of KERNEL_TESTS, whose tests are named after emulated GPUs and their SMs. None: nothing there sees it.
+# What to run on emulated GPUs where that is something else. None: nothing there sees it.
 ON_THE_CPU = {
-    VALUES: "test_values and not any_call and hopper_2 and not (9000 or 16392 or 16384 or 8200 or 6000 or 8192 or 40000) or no_rows",
-    SHARED: "test_values and not any_call and (ampere or ada or hopper_2 and (9000 or 16392)) or test_large_mean and (9000 or 16392)",
-    PIPELINE: "test_values and not any_call and (hopper_4 or hopper_8 or hopper_20 or blackwell or 8200 or 8192) and not 20000",
-    TOGETHER: "test_values and (200004 or 200000 or 131136)",
-    SPREAD: "test_values and not any_call and (turing or refusing or 70000 or 40000) and not 200004 or (test_eps or outliers) and turing",
-    CONSTANT: "give_bias",
-    SHORT_CONSTANT: "give_bias",
-    OVERFLOW: "variance_that_overflows",
-    ACTIVATION: "test_values and (40x64 or 5x104 or 41x65 or 3x9000)",
-    CONVOLUTION: "test_convolution",
-    REPEATED: "test_values and hopper_8 and not 20000",
-    BEFORE_HOPPER: "test_values and not any_call and (ampere or ada)",
-    "guard_bands": "test_values and 41",
-    "no_rows": "no_rows",
-    "millions_of_rows": "gradients_of_many_rows",
-    "2_to_the_31": None,
+    "guard_bands": "test_values[ and registers",
+    "2_to_the_31": None,  # that much memory
+    "memcheck": "test_values[ and pipeline",
+    "not_current": "test_values[ and registers-registers and hopper_2 or test_conv_values",
+    "current_stream and (registers or pipeline)": "test_values[ and registers-registers and hopper_2",
+    "fake": None,  # built kernels
+    "fused_conditions": None,
 }  # fmt: skip
-
-# The same of BINDING_TESTS, whose tests have the names that they have in TESTS: where those of TESTS are not among them.
-# Every call there asks whether the device was made current, and for the current stream.
-IN_THE_BINDING = {
-    VALUES: "test_values",
-    "not_current": "test_values or test_problem_34 and arguments1",
-    "current_stream and (64 or 768)": "test_values",
-    ASKED_FOR: "asked_for",
-    "vmap or " + ASKED_FOR: "vmap or asked_for",
-    "float64_is_pytorchs": "float64_is_pytorchs",
-    "bad_input": "bad_input",
-    "with_hooks": "with_hooks",
-}
 
 
 class Mutant(NamedTuple):
     name: str
     old: str  # occurs exactly once; how it is broken into lines does not matter
     new: str
-    tests: str  # pytest -k; of a bug of the kernels a key of ON_THE_CPU
+    tests: str  # pytest -k
     equivalent: str = ""  # why it may survive
     quiet: int = QUIET  # seconds without a test's beginning or end, after which it hangs
-    emulated: str = ""  # of a bug of the kernels, why no GPU shows it: ON_THE_CPU[tests] runs instead, on the CPU
-    file: str = TESTS  # where the tests are
+    emulated: str = ""  # why no GPU shows it: emulated ones do
+    mark: str = "not emulated"  # pytest -m
 
 
 # ============================================================================
@@ -127,14 +103,14 @@ MUTANTS = [
     Mutant("scale dropped, backward", "grad[v] *= epilogue.scale", "grad[v] *= 1", ACTIVATION),
     Mutant("derivative of GELU's tanh form without the factor 3", "A(0.21406444881780076)", "A(0.07135481627260025)", ACTIVATION),
     # ---- Rows in registers, forward ----
-    Mutant("registers: eps dropped", "settle(spread[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "settle(spread[r], mean[r], constants.per_col) * constants.per_col", VALUES),
-    Mutant("registers: RMS norm in 16 bits", "mean[r] = quotient(mean[r], A(cols), constants.per_col);", "mean[r] = 0;", VALUES),
-    Mutant("registers: a thread's last row not written", "if (r == 0 || live_row(r))", "if (r == 0 || live_row(r + 1))", VALUES),
+    Mutant("registers: eps dropped", "settle(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "settle(distances[r], mean[r], constants.per_col) * constants.per_col", VALUES),
+    Mutant("registers: RMS norm in 16 bits", "mean[r] = quotient(mean[r], float(cols), per_col);", "mean[r] = 0;", VALUES),
+    Mutant("registers: a thread's last row not written", "if (r < rows.count) store<T, V>(rows.first", "if (r == 0 || r + 1 < rows.count) store<T, V>(rows.first", VALUES),
     Mutant("registers: last incomplete group of rows left out", "ceil_div(call.rows, step * p.rows) * step", "std::max<int64_t>(1, call.rows / (step * p.rows)) * step", VALUES),
-    Mutant("registers: one pack too many", "live_pack = first_col + i * pack_step < end;", "live_pack = first_col + i * pack_step <= end;", VALUES),
-    Mutant("registers: mean of a thread's first row saved for all", "r * step] = mean[r];", "r * step] = mean[0];", VALUES),
-    Mutant("registers: a row past the end is written", "if (live_row(r)) narrow(y[0], output[cut.extra", "narrow(y[0], output[cut.extra", "guard_bands"),
-    Mutant("registers: offset of 32 bits", "static_cast<const T*>(call.input) + block_row * cols", "static_cast<const T*>(call.input) + int(block_row * cols)", "2_to_the_31"),
+    Mutant("registers: one pack too many", "bool has(int i) const { return at(i) < end; }", "bool has(int i) const { return at(i) <= end; }", VALUES),
+    Mutant("registers: mean of a thread's first row saved for all", "save_statistics(call, row + r * step, mean[r], rstd[r])", "save_statistics(call, row + r * step, mean[0], rstd[r])", VALUES),
+    Mutant("registers: a row past the end is written", "if (r < rows.count) store<T, V>(rows.first", "store<T, V>(rows.first", "guard_bands"),
+    Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * cols;", "input_row = static_cast<const T*>(call.input) + int(row * cols);", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "rsqrt(m2 * constants.per_col + constants.eps)", "rsqrt(m2 * constants.per_col)", SHARED),
     Mutant("shared memory: RMS norm in 16 bits", "float mean = quotient(sum[0], float(cols), constants.per_col)", "float mean = 0", SHARED),
@@ -150,14 +126,14 @@ MUTANTS = [
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMostSharers);", "kMostSharers;", SPREAD),
     Mutant("pipeline, backward on Hopper: rstd of the group's first row", "*Pass::given_at(call, row, 1)", "*Pass::given_at(call, group, 1)", PIPELINE),
-    Mutant("pipeline before Hopper: mean and rstd of the group's first row", "Pass::given_at(call, row, i)", "Pass::given_at(call, group, i)", BEFORE_HOPPER, file=BUILD_TESTS),
+    Mutant("pipeline before Hopper: mean and rstd of the group's first row", "Pass::given_at(call, row, i)", "Pass::given_at(call, group, i)", BEFORE_HOPPER),
     Mutant("pipeline on Hopper: what is given is not waited for", "if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.loaded[slot.index]);", "if (kCopiers<Pass> > 0) barrier_arrive(&control.loaded[slot.index]);", PIPELINE),
-    Mutant("pipeline before Hopper: last copies not counted", "barrier_arrive_with_copies(&control.loaded[slot.index]);", "barrier_arrive(&control.loaded[slot.index]);", BEFORE_HOPPER, quiet=LONGEST, file=BUILD_TESTS),
-    Mutant("pipeline before Hopper: last units not copied", "int left = bytes - 16 * thread; left > 0;", "int left = bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST, file=BUILD_TESTS),
+    Mutant("pipeline before Hopper: last copies not counted", "barrier_arrive_with_copies(&control.loaded[slot.index]);", "barrier_arrive(&control.loaded[slot.index]);", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("pipeline before Hopper: last units not copied", "int left = bytes - 16 * thread; left > 0;", "int left = bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
     Mutant("pipeline, backward: mean(wdy) dropped, float32", "dy[v]) - mean_wdy - xhat * mean_wdy_xhat", "dy[v]) - xhat * mean_wdy_xhat", PIPELINE),
-    Mutant("pipeline, backward: sums of many rows begin with the last 256", "add_sums(to, grad_weight[i], is_first); add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);", "add_sums(to, grad_weight[i], true); add_sums(to + gridDim.y * call.cols, grad_bias[i], true);", "millions_of_rows", emulated="no GPU test has so many long rows"),
-    Mutant("backward: all rows of a thread added one by one", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "millions_of_rows", emulated="no GPU test has so many long rows"),
+    Mutant("pipeline, backward: sums of many rows begin with the last 256", "add_sums(to, grad_weight[i], is_first); add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);", "add_sums(to, grad_weight[i], true); add_sums(to + gridDim.y * call.cols, grad_bias[i], true);", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
+    Mutant("backward: all rows of a thread added one by one", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
     # ---- What blocks that share a row tell one another ----
     Mutant("pipeline: an infinite sum of squares becomes NaN", "(m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2)", "quotient(m2, cols, 1 / cols)", OVERFLOW),
     Mutant("words: of an earlier call", "words[row * words_per_row(sharers) + rank] = kUnpublished;", ";", REPEATED),
@@ -207,7 +183,7 @@ MUTANTS = [
     Mutant("binding: float32 bias without weight", "present(w) ? w : b; Forward call", "w; Forward call", VALUES),
     Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); const Outputs outputs", "const Outputs outputs", "not_current"),
     Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); if (!fits_convolution(input))", "if (!fits_convolution(input))", "not_current"),
-    Mutant("binding: default stream", "{allocate, &owner}, c10::cuda::getCurrentCUDAStream()", "{allocate, &owner}, nullptr", "current_stream and (64 or 768)"),
+    Mutant("binding: default stream", "{allocate, &owner}, c10::cuda::getCurrentCUDAStream()", "{allocate, &owner}, nullptr", "current_stream and (registers or pipeline)"),
     Mutant("binding: bias saved in weight's place", "{{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}}", "{{{input, false}, {bias, false}, {bias, false}, {statistics, false}, {}}}", "vmap or " + ASKED_FOR),
     Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(i);", "task_should_compute_output(i == 0 || i > 2 ? i : 3 - i);", ASKED_FOR),
     Mutant("binding: gradient of bias alone", "has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias))", "has(input) || (present(weight) && has(*weight))", ASKED_FOR),
@@ -223,39 +199,39 @@ MUTANTS = [
     Mutant("binding: gradients of the batch's last part only", "sums[i].add_(added[i])", "sums[i].copy_(added[i])", CONVOLUTION),
     Mutant("binding: convolution's input taken to be aligned", "% 16 == 0 ? x : x.clone()", "% 16 == 0 ? x : x", CONVOLUTION),
     Mutant("meta: strides of input", "at::empty_symint(sizes, like.options().dtype(dtype))", "at::empty_like(like, like.options().dtype(dtype))", "fake"),
-    Mutant("meta: depth and height swapped", "input.sym_size(2) * 2, input.sym_size(3) * 2", "input.sym_size(3) * 2, input.sym_size(2) * 2", "one_kernel"),
+    Mutant("meta: depth and height swapped", "input.sym_size(2) * 2, input.sym_size(3) * 2", "input.sym_size(3) * 2, input.sym_size(2) * 2", "fused_conditions"),
     # ---- Build ----
-    Mutant("build: sm_90 instead of sm_90a", '"sm_90a" if code == "sm_90" else code', "code", "what_is_compiled", file=BUILD_TESTS),
-    Mutant("build: CUDA 11 for Hopper", "if _number(code) >= 90 else", "if _number(code) > 90 else", "what_is_compiled", file=BUILD_TESTS),
-    Mutant("build: Turing left out", "if _number(code) >= 75}", "if _number(code) > 75}", "what_is_compiled", file=BUILD_TESTS),
-    Mutant("build: Volta taken", "if _number(code) >= 75}", "if _number(code) >= 70}", "what_is_compiled", file=BUILD_TESTS),
-    Mutant("build: the list read beside a GPU", "if devices: return sorted(", 'if devices and not os.environ.get("TORCH_CUDA_ARCH_LIST"): return sorted(', "what_is_compiled", file=BUILD_TESTS),
-    Mutant("build: a list of nothing", '.strip("; ") in ("", "native")', ' in ("", "native")', "what_is_compiled", file=BUILD_TESTS),
-    Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace", file=BUILD_TESTS),
-    Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program", file=BUILD_TESTS),
-    Mutant("build: a library without the GPU's code", "if {*codes} <= {*", "if {*codes} & {*", "container", file=BUILD_TESTS),
-    Mutant("build: a container's library not looked for", 'if {*codes} <= {*os.path.basename(folder).split("-")}', 'if codes == os.path.basename(folder).split("-")[1:]', "container", file=BUILD_TESTS),
-    Mutant("build: any library that has the code", 'key=lambda folder: folder.count("-")', 'key=lambda folder: -folder.count("-")', "container", file=BUILD_TESTS),
-    Mutant("build: library cut short is loaded", "return size.read() == str(os.path.getsize(library))", "return bool(size.read())", "not_whole", file=BUILD_TESTS),
-    Mutant("build: library that a group can write is loaded", "not status.st_mode & 0o022", "not status.st_mode & 0o002", "others_can_write", file=BUILD_TESTS),
-    Mutant("build: links followed", "status = os.lstat(path)", "status = os.stat(path)", "others_can_write", file=BUILD_TESTS),
-    Mutant("build: another user's library is loaded", "status.st_uid in (os.getuid(), 0) and", "", "others_can_write", file=BUILD_TESTS),
-    Mutant("build: root's library is not loaded", "status.st_uid in (os.getuid(), 0)", "status.st_uid == os.getuid()", "others_can_write", file=BUILD_TESTS),
-    Mutant("build: parent not looked at", "and (mode & stat.S_ISVTX or not mode & stat.S_IWOTH)", "", "others_can_exchange", file=BUILD_TESTS),
-    Mutant("build: sticky parent refused", "mode & stat.S_ISVTX or not mode & stat.S_IWOTH", "not mode & stat.S_IWOTH", "others_can_exchange", file=BUILD_TESTS),
-    Mutant("build: folder that others can write", "os.makedirs(folder, 0o755, exist_ok=True)", "os.makedirs(folder, exist_ok=True)", "built_once", file=BUILD_TESTS),
-    Mutant("build: lock that others can hold", "functools.partial(os.open, mode=0o600)", "functools.partial(os.open, mode=0o644)", "built_once", file=BUILD_TESTS),
-    Mutant("build: lock taken without waiting", "fcntl.flock(lock, fcntl.LOCK_EX) return lock", "return lock", "the_lock", file=BUILD_TESTS),
-    Mutant("build: what was left is built upon", "shutil.rmtree(folder, ignore_errors=True)", "", "not_whole", file=BUILD_TESTS),
-    Mutant("build: a library that cannot be loaded is kept", 'os.remove(f"{folder}/complete")', "None", "cannot_be_loaded", file=BUILD_TESTS),
-    Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit", file=BUILD_TESTS),
-    Mutant("build: nvcc that does not run", "with contextlib.suppress(OSError): return subprocess.run(", "with contextlib.suppress(): return subprocess.run(", "toolkit", file=BUILD_TESTS),
-    Mutant("build: compilers outlive the process", "prctl(1, 9)", "prctl(1, 0)", "end_with_the_process", file=BUILD_TESTS),
-    Mutant("build: compilers outlive ninja's parent", "preexec_fn=lambda: prctl(1, 15)", "", "end_with_the_process", file=BUILD_TESTS),
-    Mutant("build: PATH left changed", 'restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))', "", "reaches_the_user", file=BUILD_TESTS),
-    Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out", file=BUILD_TESTS),
-    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)", "", "reaches_the_user", file=BUILD_TESTS),
-    Mutant("build: PyTorch's warning shown", "with contextlib.redirect_stderr(io.StringIO()):", "with contextlib.ExitStack():", "warning_that", file=BUILD_TESTS),
+    Mutant("build: sm_90 instead of sm_90a", '"sm_90a" if code == "sm_90" else code', "code", "what_is_compiled"),
+    Mutant("build: CUDA 11 for Hopper", "if _number(code) >= 90 else", "if _number(code) > 90 else", "what_is_compiled"),
+    Mutant("build: Turing left out", "if _number(code) >= 75}", "if _number(code) > 75}", "what_is_compiled"),
+    Mutant("build: Volta taken", "if _number(code) >= 75}", "if _number(code) >= 70}", "what_is_compiled"),
+    Mutant("build: the list read beside a GPU", "if devices: return sorted(", 'if devices and not os.environ.get("TORCH_CUDA_ARCH_LIST"): return sorted(', "what_is_compiled"),
+    Mutant("build: a list of nothing", '.strip("; ") in ("", "native")', ' in ("", "native")', "what_is_compiled"),
+    Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace"),
+    Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program"),
+    Mutant("build: a library without the GPU's code", "if {*codes} <= {*", "if {*codes} & {*", "container"),
+    Mutant("build: a container's library not looked for", 'if {*codes} <= {*os.path.basename(folder).split("-")}', 'if codes == os.path.basename(folder).split("-")[1:]', "container"),
+    Mutant("build: any library that has the code", 'key=lambda folder: folder.count("-")', 'key=lambda folder: -folder.count("-")', "container"),
+    Mutant("build: library cut short is loaded", "return size.read() == str(os.path.getsize(library))", "return bool(size.read())", "not_whole"),
+    Mutant("build: library that a group can write is loaded", "not status.st_mode & 0o022", "not status.st_mode & 0o002", "others_can_write"),
+    Mutant("build: links followed", "status = os.lstat(path)", "status = os.stat(path)", "others_can_write"),
+    Mutant("build: another user's library is loaded", "status.st_uid in (os.getuid(), 0) and", "", "others_can_write"),
+    Mutant("build: root's library is not loaded", "status.st_uid in (os.getuid(), 0)", "status.st_uid == os.getuid()", "others_can_write"),
+    Mutant("build: parent not looked at", "and (mode & stat.S_ISVTX or not mode & stat.S_IWOTH)", "", "others_can_exchange"),
+    Mutant("build: sticky parent refused", "mode & stat.S_ISVTX or not mode & stat.S_IWOTH", "not mode & stat.S_IWOTH", "others_can_exchange"),
+    Mutant("build: folder that others can write", "os.makedirs(folder, 0o755, exist_ok=True)", "os.makedirs(folder, exist_ok=True)", "built_once"),
+    Mutant("build: lock that others can hold", "functools.partial(os.open, mode=0o600)", "functools.partial(os.open, mode=0o644)", "built_once"),
+    Mutant("build: lock taken without waiting", "fcntl.flock(lock, fcntl.LOCK_EX) return lock", "return lock", "the_lock"),
+    Mutant("build: what was left is built upon", "shutil.rmtree(folder, ignore_errors=True)", "", "not_whole"),
+    Mutant("build: a library that cannot be loaded is kept", 'os.remove(f"{folder}/complete")', "None", "cannot_be_loaded"),
+    Mutant("build: toolkit of another CUDA", "_version(release)[0] == major and", "", "toolkit"),
+    Mutant("build: nvcc that does not run", "with contextlib.suppress(OSError): return subprocess.run(", "with contextlib.suppress(): return subprocess.run(", "toolkit"),
+    Mutant("build: compilers outlive the process", "prctl(1, 9)", "prctl(1, 0)", "end_with_the_process"),
+    Mutant("build: compilers outlive ninja's parent", "preexec_fn=lambda: prctl(1, 15)", "", "end_with_the_process"),
+    Mutant("build: PATH left changed", 'restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))', "", "reaches_the_user"),
+    Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
+    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)", "", "reaches_the_user"),
+    Mutant("build: PyTorch's warning shown", "with contextlib.redirect_stderr(io.StringIO()):", "with contextlib.ExitStack():", "warning_that"),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
     Mutant("Python: overrides not asked", "_is_overridden(input, weight, bias):", "False:", "torchscript or overrides"),
@@ -267,12 +243,23 @@ MUTANTS = [
     Mutant("Python: subclasses replaced, too", "elif cls in classes:", "elif issubclass(cls, classes):", "replace_layer_norm"),
     Mutant("Python: modules with a forward of their own replaced, too", '"forward" in vars(child) or', "", "replace_layer_norm"),
     Mutant("Python: PyTorch's classes replaced, too", '(cls is not nn.LayerNorm and name.startswith("torch."))', "False", "replace_layer_norm"),
-    Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))", "", "one_kernel"),
-    Mutant("Python: convolution of any dilation and groups", "and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))", "", "one_kernel"),
+    Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))", "", "fused_conditions"),
+    Mutant("Python: convolution of any dilation and groups", "and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))", "", "fused_conditions"),
     Mutant("convolution: TF32 without cuDNN", "at::globalContext().userEnabledCuDNN() &&", "", "setting_of_convolutions"),
-    Mutant("Python: hooks left out", 'getattr(module, f"_{hooks}") or', "", "one_kernel or with_hooks"),
+    Mutant("Python: hooks left out", 'getattr(module, f"_{hooks}") or', "", "fused_conditions or with_hooks"),
     Mutant("Python: global hooks left out", 'or getattr(nn.modules.module, f"_global_{hooks}")', "", "with_hooks"),
     Mutant("Python: patched forwards left out", "and module.forward == _FORWARDS[cls].__get__(module)", "", "with_hooks"),
+    # ---- What the suite once let pass ----
+    Mutant("composed formula: eps of 1e-5", ".mean(dims, true) + eps).rsqrt();", ".mean(dims, true) + 1e-5).rsqrt();", "second_derivatives or third_derivatives or functional_transforms or forward_mode"),
+    Mutant("vmap with weights of its own: eps of 1e-5", "xhat = _layer_norm_op(x, normalized_shape, None, None, eps)", "xhat = _layer_norm_op(x, normalized_shape, None, None, 1e-5)", "vmap"),
+    Mutant("composed convolution: scale of 1", "static_cast<int64_t>(Activation::Gelu), scale); } struct ConvolutionBackward", "static_cast<int64_t>(Activation::Gelu), 1); } struct ConvolutionBackward", "conv_double_backward or conv_forward_mode"),
+    Mutant("forward mode: input's tangent only", "if (in_transform() || any(has_tangent)) { return composed_layer_norm", "if (in_transform() || has_tangent(input)) { return composed_layer_norm", "forward_mode"),
+    Mutant("autocast: weight not cast", "at::autocast::cached_cast(at::kFloat, weight), at::autocast", "weight, at::autocast", "autocast"),
+    Mutant("registers, backward: offset of 32 bits", "static_cast<T*>(call.grad_input) + (row * cols + first_col)", "static_cast<T*>(call.grad_input) + int(row * cols + first_col)", "2_to_the_31"),
+    Mutant("joint: offset of 32 bits", "return row * call.cols + first_col + stage", "return row * int(call.cols) + first_col + stage", "2_to_the_31"),
+    Mutant("refused launches leave their error behind", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and refusing", emulated="a GPU that refuses (MPS) is not there"),
+    Mutant("backward: one set of slots", "combine_row(sums, slots[turn]);", "combine_row(sums, slots[0]);", VALUES, emulated="no warp is ever so far ahead there"),
+    Mutant("sums over rows: not waited for", "wait_for_previous(); A sum = 0; if (grad", "A sum = 0; if (grad", VALUES, emulated="seldom begins so early"),
 ]  # fmt: skip
 
 
@@ -297,34 +284,36 @@ def compiled_sources(text):
 
 def on_the_cpu(mutant, source):
     """The mutant with tests that need no GPU, if there are any."""
+    tests = ON_THE_CPU.get(mutant.tests, mutant.tests)
+    return mutant._replace(tests=tests, mark="emulated" if is_compiled(mutant, source) else "")
+
+
+def is_compiled(mutant, source):
+    """Whether it is a bug of the kernels or of the binding."""
     try:
-        text = mutated(mutant, source)
+        return compiled_sources(source) != compiled_sources(mutated(mutant, source))
     except (ValueError, SyntaxError):  # Runner.mutant says so
-        return mutant
-    (*kernels, binding), (*bad_kernels, bad_binding) = map(compiled_sources, (source, text))
-    if kernels != bad_kernels:
-        return mutant._replace(tests=ON_THE_CPU[mutant.tests], file=KERNEL_TESTS)
-    if (binding != bad_binding or mutant.tests in IN_THE_BINDING) and not mutant.name.startswith("meta"):
-        return mutant._replace(tests=IN_THE_BINDING.get(mutant.tests, mutant.tests), file=BINDING_TESTS)
-    return mutant
+        return False
 
 
 def check(mutants):
     """Prints what is wrong with the table; returns how many mutants that concerns."""
-    source, tests = (ROOT / SOURCE).read_text(), {file: (ROOT / file).read_text() for file in (TESTS, BUILD_TESTS)}
+    source = (ROOT / SOURCE).read_text()
+    tests = "".join(path.read_text() for path in (ROOT / TESTS).glob("*.py") if path != Path(__file__).resolve())
     wrong = 0
     for mutant in mutants:
         try:
             mutated(mutant, source)
-            words = set(re.findall(r"\w+", mutant.tests)) - {"and", "or", "not"}
-            unknown = sorted(word for word in words if word not in tests[mutant.file])
+            words = set(re.findall(r"\w+", f"{mutant.tests} {ON_THE_CPU.get(mutant.tests) or ''}")) - {
+                "and",
+                "or",
+                "not",
+            }
+            unknown = sorted(word for word in words if re.sub(r"_\d+$", "", word) not in tests)
             if unknown:
-                raise ValueError(f"{mutant.file} has no {', '.join(unknown)}")
-            if on_the_cpu(mutant, source).file != KERNEL_TESTS and mutant.emulated:
+                raise ValueError(f"{TESTS} has no {', '.join(unknown)}")
+            if mutant.emulated and not is_compiled(mutant, source):
                 raise ValueError("it is no bug of the kernels, and only these are emulated")
-        except KeyError:
-            print(f"{mutant.name} | ON_THE_CPU has no {mutant.tests!r}")
-            wrong += 1
         except (ValueError, SyntaxError) as error:
             print(f"{mutant.name} | does not apply: {error}")
             wrong += 1
@@ -413,44 +402,44 @@ class Runner:
         for path in ROOT.iterdir():
             if path.is_file() and path.name != ".git":
                 shutil.copy(path, folder)
-        for tests in (".ci", ".tests"):
-            shutil.copytree(ROOT / tests, folder / tests, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in (TESTS, ".bench"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / SOURCE).write_text(text)
         return folder
 
-    def environment_of(self, folder, file):
+    def environment_of(self, folder, mark):
         environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-        if file in EMULATED:  # nothing is compiled for a GPU
+        if mark != "not emulated":  # nothing is compiled for a GPU
             environment["CUDA_VISIBLE_DEVICES"] = ""
             environment.pop("TORCH_CUDA_ARCH_LIST", None)
         return environment
 
-    def build(self, folder, file):
+    def build(self, folder, mark):
         """What the compiler says where it fails, else nothing."""
         code = "import layernorm_inline"
-        if file in EMULATED:
-            code = f"import sys; sys.path.insert(0, '.ci'); import emulator; emulator.{EMULATED[file]}()"
+        if mark == "emulated":
+            code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels(); emulator.load_module()"
         with self.builds:
             command = ["nice", sys.executable, "-c", code]
-            status, output = run(command, folder, self.environment_of(folder, file), LONGEST, LONGEST)
+            status, output = run(command, folder, self.environment_of(folder, mark), LONGEST, LONGEST)
         errors = re.findall(r"^.*\berror\b.*$", output, re.M | re.I) or [output.strip().split("\n")[-1]]
         return "" if status == 0 else errors[0][-200:]
 
-    def test(self, folder, file, expression, quiet, *options):
+    def test(self, folder, mark, expression, quiet, *options):
         devices = self.places.get()
-        environment = self.environment_of(folder, file)
-        if devices and file not in EMULATED:
+        environment = self.environment_of(folder, mark)
+        if devices and mark == "not emulated":
             environment["CUDA_VISIBLE_DEVICES"] = devices
         command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rfE", "-p", "no:cacheprovider", *options]
-        command += ["--rootdir=.", f"--basetemp={folder / 'temp'}", file, "-k", expression]
+        command += ["--rootdir=.", f"--basetemp={folder / 'temp'}", TESTS, "-k", expression, "-m", mark]
         result = run(command, folder, environment, quiet, LONGEST)
         self.places.put(devices)
         return result
 
-    def without(self, files):
-        """Builds the source as it is, for tests in these files."""
+    def without(self, marks):
+        """Builds the source as it is, for tests with these marks."""
         self.unchanged = self.folder("without a bug", self.source)
-        error = "".join(self.build(self.unchanged, file) for file in files)
+        error = "".join(self.build(self.unchanged, mark) for mark in marks)
         self.built.set()
         return error
 
@@ -459,11 +448,11 @@ class Runner:
         if (self.unchanged / "cache").exists():
             shutil.copytree(self.unchanged / "cache", folder / "cache")
 
-    def baseline(self, part, file, expression):
+    def baseline(self, part, mark, expression):
         """The tests of the expression without a bug: ("green", what ran) or ("red", what fails)."""
         folder = self.folder(f"baseline {part}", self.source)
         self.copy_library(folder)
-        status, output = self.test(folder, file, expression, LONGEST)
+        status, output = self.test(folder, mark, expression, LONGEST)
         if status == 5:
             return "green", "none left"
         last = output.strip().split("\n")[-1].strip("= ")
@@ -481,13 +470,13 @@ class Runner:
         folder = self.folder(mutant.name, text)
         if compiled_sources(text)[:-1] == compiled_sources(self.source)[:-1]:
             self.copy_library(folder)  # of the binding, the kernels
-        if error := self.build(folder, mutant.file):
+        if error := self.build(folder, mutant.mark):
             return "does not build", error
-        end, how = verdict(*self.test(folder, mutant.file, mutant.tests, mutant.quiet, "-x"))
+        end, how = verdict(*self.test(folder, mutant.mark, mutant.tests, mutant.quiet, "-x"))
         shutil.rmtree(folder)
         if end == "survived" and mutant.equivalent:
             return "equivalent", mutant.equivalent
-        if end == "survived" and mutant.file == TESTS and not self.gpus:
+        if end == "survived" and mutant.mark != "emulated" and not self.gpus:
             return "not tried", "there is no GPU here, and the other tests do not see it"
         return end, how
 
@@ -512,7 +501,7 @@ def main():
     if arguments.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {mutant.old}\n    {mutant.new or '(nothing)'}")
-            print(f"    {mutant.file} -k '{mutant.tests}'" if mutant.tests else "    needs a GPU")
+            print(f"    -m '{mutant.mark}' -k '{mutant.tests}'" if mutant.tests else "    needs a GPU")
         return 0
 
     began = time.time()
@@ -542,15 +531,15 @@ def main():
 
     runner = Runner(work, arguments.jobs)
     # What is narrow first: a test runs once.
-    expressions = sorted({(m.file, m.tests) for m in mutants if m.tests}, key=lambda e: len(e[1]), reverse=True)
+    expressions = sorted({(m.mark, m.tests) for m in mutants if m.tests}, key=lambda e: len(e[1]), reverse=True)
     ends = []
     with ThreadPoolExecutor(1 + len(expressions) + len(mutants)) as pool:
-        unchanged = pool.submit(runner.without, sorted({file for file, _ in expressions}))
+        unchanged = pool.submit(runner.without, sorted({mark for mark, _ in expressions}))
         futures = {}
-        for i, (file, expression) in enumerate([] if arguments.green else expressions):
-            before = [e for of, e in expressions[:i] if of == file]
+        for i, (mark, expression) in enumerate([] if arguments.green else expressions):
+            before = [e for of, e in expressions[:i] if of == mark]
             rest = " and not ".join(f"({e})" for e in [expression, *before])
-            futures[pool.submit(runner.baseline, i, file, rest)] = f"without a bug: {file} -k '{expression}'"
+            futures[pool.submit(runner.baseline, i, mark, rest)] = f"without a bug: -m '{mark}' -k '{expression}'"
         for mutant in mutants:
             futures[pool.submit(runner.mutant, mutant)] = mutant.name
         for future in as_completed(futures):

@@ -2,9 +2,10 @@
 //
 // Each CUDA thread is a fiber. The fibers of a block, of all blocks in a cooperative launch, take turns in an
 // order that is shuffled anew each time around, and only where they wait: at barriers, in shuffles, when they
-// look at words of other blocks. Copies in the background arrive late, at a random moment before they are
-// waited for, and until then their destination is NaN. So are shared memory, scratch and outputs at first,
-// and what lies beside every tensor. So a missing barrier, a wrong parity or a count that is off gives a
+// look at words of other blocks. Warps sleep at random, so that others are many rounds ahead of them. Copies
+// in the background arrive late, at a random moment before they are waited for, and until then their
+// destination is NaN. So are shared memory, scratch and outputs at first, and what lies beside every tensor.
+// All that happens by chance follows from a seed. So a missing barrier, a wrong parity or a count that is off gives a
 // wrong result or a deadlock here, too.
 //
 // Every tensor, and scratch, is in memory of its own between pages that cannot be touched; nothing but
@@ -15,8 +16,9 @@
 // A kernel that may begin before the one before it has ended finds NaNs in scratch until it has waited for
 // that.
 //
-// What it cannot show: instructions in the wrong form (asm is replaced, see emulator.py), races between
-// instructions, what Hopper's products meet in the background, speed.
+// It does not model: fences (of memory, and between kinds of copies), as every write is seen at once; the
+// accuracy of ex2, rcp and rsqrt, which are exact here; instructions in the wrong form (asm is replaced, see
+// emulator.py); races between instructions; what Hopper's products meet in the background; speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -29,6 +31,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -56,6 +59,7 @@ struct Gpu {
 };
 inline Gpu gpu;
 inline cudaError_t cooperative_error = cudaSuccess;  // what cooperative launches answer
+inline cudaError_t last_error = cudaSuccess;         // until somebody asks
 inline bool dry = false;                             // kernels only tell that they were launched
 
 struct Random {  // splitmix64: order of threads, of copies
@@ -165,6 +169,7 @@ struct Operands {  // of a matrix product
 struct Warp {
   Barrier barrier;
   bool polls = false;     // it has looked at words of other blocks
+  int sleeps = 0;         // so many rounds more
   uint64_t slots[2][32];  // of an even phase, of an odd one
   Operands operands[2];
 };
@@ -471,6 +476,21 @@ inline std::unique_ptr<Fiber> new_fiber(const Grid& running, Block& block, unsig
   return fiber;
 }
 
+// Lets warps sleep for some rounds: others are then rounds ahead of them, as on a GPU.
+inline void send_to_sleep(const std::vector<std::unique_ptr<Block>>& blocks, bool all_awake) {
+  for (const auto& block : blocks) {
+    for (Warp& w : block->warps) {
+      if (all_awake) {
+        w.sleeps = 0;
+      } else if (w.sleeps > 0) {
+        --w.sleeps;
+      } else if (random_numbers() % 64 == 0) {
+        w.sleeps = random_numbers() % 64;
+      }
+    }
+  }
+}
+
 // All blocks of `indices` at once.
 inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   const int threads = running.block.x * running.block.y * running.block.z;
@@ -493,7 +513,9 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   std::string error;
   while (!left.empty() && error.empty()) {
     std::shuffle(left.begin(), left.end(), random_numbers);
+    send_to_sleep(blocks, idle > 100);  // before it is taken for a deadlock
     for (Fiber* fiber : left) {
+      if (fiber->block->warps[fiber->linear / 32].sleeps > 0) continue;
       if (fiber->phase != nullptr && *fiber->phase == fiber->seen) continue;
       current = fiber;
       resume();
@@ -619,8 +641,9 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   }
   const dim3 g = config->gridDim;
   if (how == Launch::Together) {
-    if (cooperative_error != cudaSuccess) return cooperative_error;
-    if (int(g.x * g.y * g.z) > gpu.sms) return cudaErrorCooperativeLaunchTooLarge;
+    if (int(g.x * g.y * g.z) > gpu.sms) last_error = cudaErrorCooperativeLaunchTooLarge;
+    if (cooperative_error != cudaSuccess) last_error = cooperative_error;
+    if (last_error != cudaSuccess) return last_error;
   }
   run(g, config->blockDim, config->dynamicSmemBytes, how, [=] { kernel(Parameters(arguments)...); });
   return cudaSuccess;
@@ -797,7 +820,7 @@ inline EmulatedGrid this_grid() { return {}; }
 extern "C" {
 cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   *value = what == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms

@@ -1,0 +1,156 @@
+"""What the binding checks and how it calls: shapes and strides, no rows, errors, and that they are nn.LayerNorm's."""
+
+import re
+
+import pytest
+import torch
+from cases import some_cases
+from reference import assert_close_to_float64
+from torch import nn
+
+from layernorm_inline import layer_norm
+
+
+@pytest.mark.parametrize(
+    "shape,normalized", [((3, 4, 5, 6), 1), ((3, 4, 5, 6), 2), ((3, 4, 5, 6), 4), ((6,), 1), ((2, 8, 64, 64), 3)]
+)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "expanded", "sliced"])
+def test_shapes_and_strides(backend, shape, normalized, layout):
+    x = torch.randn(shape, device=backend.device)
+    if layout == "transposed" and x.dim() > 1:
+        x = torch.randn(shape[:-2] + (shape[-1], shape[-2]), device=backend.device).transpose(-1, -2)
+    elif layout == "channels_last" and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    elif layout == "expanded":
+        x = torch.randn(shape[-1:], device=backend.device).expand(shape)
+    elif layout == "sliced":
+        x = torch.randn(shape[:-1] + (2 * shape[-1],), device=backend.device)[..., ::2]
+    normalized_shape = x.shape[-normalized:]
+    theirs, ours = (
+        nn.LayerNorm(normalized_shape).to(backend.device),
+        backend.ModelNew(normalized_shape).to(backend.device),
+    )
+    gradients = []
+    for module in (theirs, ours):
+        leaf = x.detach().requires_grad_()
+        y = module(leaf)
+        (y * torch.linspace(-1, 1, y.numel(), device=backend.device).view_as(y)).sum().backward()
+        gradients.append((y.detach(), leaf.grad, module.weight.grad, module.bias.grad))
+    assert gradients[0][0].stride() == gradients[1][0].stride()
+    for their, mine in zip(*gradients):
+        torch.testing.assert_close(mine, their, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape,normalized_shape", [((0, 5), (5,)), ((3, 0, 8), (8,)), ((0, 40000), (40000,))])
+def test_no_rows(backend, shape, normalized_shape):
+    module = backend.ModelNew(normalized_shape).to(backend.device)
+    x = torch.empty(shape, device=backend.device, requires_grad=True)
+    with backend.poisoned():
+        y = module(x)
+        y.sum().backward()
+    assert y.shape == shape and x.grad.shape == shape
+    assert (module.weight.grad == 0).all() and (module.bias.grad == 0).all()
+
+
+BAD = [
+    (RuntimeError, "normalized_shape", lambda f, d: f(torch.zeros(2, 5, device=d), (4,))),
+    (RuntimeError, "normalized_shape", lambda f, d: f(torch.zeros(5, device=d), (2, 5))),
+    (RuntimeError, "at least 1-dimensional", lambda f, d: f(torch.zeros(2, 5, device=d), ())),
+    (RuntimeError, "weight", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), torch.zeros(4, device=d))),
+    (RuntimeError, "bias", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), None, torch.zeros(1, 5, device=d))),
+    (RuntimeError, "not implemented|Long", lambda f, d: f(torch.zeros(2, 5, device=d, dtype=torch.int64), (5,))),
+    (RuntimeError, "not implemented|Complex", lambda f, d: f(torch.zeros(2, 5, device=d, dtype=torch.cfloat), (5,))),
+    (TypeError, "list", lambda f, d: f([1.0, 2.0], (2,))),
+    (TypeError, "not int", lambda f, d: f(torch.zeros(2, 5, device=d), 5)),
+    (TypeError, "normalized_shape.* float", lambda f, d: f(torch.zeros(2, 5, device=d), (5.0,))),
+    (TypeError, "normalized_shape.* float", lambda f, d: f(torch.zeros(2, 5, device=d), [2, 5.0])),
+    (TypeError, "normalized_shape.* bool", lambda f, d: f(torch.zeros(2, 1, device=d), (True,))),
+    (TypeError, "normalized_shape.* range", lambda f, d: f(torch.zeros(2, 5, device=d), range(5, 6))),
+    (TypeError, "'weight'.* not list", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), [1.0] * 5)),
+    (TypeError, "'bias'.* not float", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), None, 0.0)),
+    (TypeError, "'eps'.* not NoneType", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), eps=None)),
+    (TypeError, "'eps'.* not str", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), eps="1")),
+    (TypeError, "'eps'.* not Tensor", lambda f, d: f(torch.zeros(2, 5, device=d), (5,), eps=torch.ones((), requires_grad=True))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error,words,call", BAD)
+def test_bad_input(backend, error, words, call):
+    with pytest.raises(error, match=words) as raised:
+        call(backend.layer_norm, backend.device)
+    assert "layernorm_" not in str(raised.value)  # the name of the op, which has a hash
+    assert torch.isfinite(backend.layer_norm(torch.randn(2, 5, device=backend.device), (5,))).all()
+
+
+def test_a_scale_is_a_number(backend):
+    x = torch.randn(2, 5, device=backend.device)
+    for scale in (torch.ones((), requires_grad=True), "2", None, 1j):
+        with pytest.raises(TypeError, match=f"scale to be a number, but got {type(scale).__name__}"):
+            backend.layer_norm(x, (5,), scale=scale)
+
+
+def test_arguments_of_other_types(backend):
+    """What PyTorch's function takes besides."""
+    x = torch.randn(2, 5, device=backend.device)
+    for eps, size in ((1, torch.tensor(5)), (torch.tensor(1.0), 5), (True, 5)):
+        torch.testing.assert_close(backend.layer_norm(x, [size], eps=eps), nn.functional.layer_norm(x, (5,), eps=1.0))
+
+
+@pytest.mark.parametrize("device", ["meta", None])
+def test_backward_checks_every_tensor(backend, device):
+    device = device or backend.device
+
+    def empty(*shape):
+        return torch.empty(shape, device=device)
+
+    x, weights = empty(1, 32, 2, 3, 32), (empty(32, 64, 4, 4, 4), empty(64), empty(64), empty(64))
+    ops, other = backend.ops, "cpu" if device == "meta" else "meta"
+    for op, arguments in (
+        (ops.backward, [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 0, 1.0, [True] * 3]),
+        (ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
+    ):
+        op(*arguments)
+        for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):
+            t = arguments[i]
+            for wrong in (t.half(), t[..., :-1], torch.empty_like(t, device=other)):
+                with pytest.raises(RuntimeError, match="^(Expected|Given)"):
+                    op(*arguments[:i], wrong, *arguments[i + 1 :])
+
+
+@pytest.mark.parametrize("call", [call for _, _, call in BAD])
+def test_errors_on_the_cpu_are_pytorchs(call):
+    errors = []
+    for function in (nn.functional.layer_norm, layer_norm):
+        with pytest.raises(Exception) as caught:  # noqa: B017
+            call(function, "cpu")
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+def test_bad_dtypes_and_devices(backend):
+    x, w = torch.zeros(2, 5, device=backend.device), torch.zeros(5, device=backend.device)
+    for weight, bias, words in [
+        (w.half(), None, "Expected weight of dtype Float"),
+        (None, w.double(), "Expected bias of dtype Float"),
+        (w.to("meta"), None, "same device"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            backend.layer_norm(x, (5,), weight, bias)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        backend.layer_norm(x.half(), (5,), w, w.half())
+
+
+@pytest.mark.parametrize("activation", ["relu", ["gelu"], 1])
+def test_unknown_activation(backend, activation):
+    expected = f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        backend.layer_norm(torch.zeros(2, 3, device=backend.device), (3,), activation=activation)
+
+
+@some_cases
+def test_strided_weight_bias_and_grad_output(backend, case):
+    x, *others = case.tensors()
+    weight, bias, dy = (torch.stack([t, -t], -1)[..., 0] for t in others)
+    assert case.cols == 1 or weight.stride()[-1] == bias.stride()[-1] == dy.stride()[-1] == 2
+    with backend.on(case.gpu):
+        assert_close_to_float64(backend, (x, weight, bias, dy), **case.epilogue)

@@ -1,0 +1,552 @@
+"""ConvTranspose3d, LayerNorm, GELU and scaling in one kernel (KernelBench's level 2 problem 34): results, gradients,
+when the kernel is taken, memory, hooks."""
+
+import contextlib
+import copy
+import functools
+
+import emulator
+import pytest
+import torch
+from reference import assert_no_worse, same_bits
+from torch import nn
+
+import layernorm_inline
+from test_layernorm_inline import ARGUMENTS_34, INPUT_34, Model34, randomize
+
+INPUT_PRECISIONS = {  # "tf32": convolutions of float32 may round to it
+    "tf32": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16
+}  # fmt: skip
+SCALED = (*ARGUMENTS_34, True, 0.1, -0.5)  # eps and scale are far from what could be built in
+MODELS = [
+    (SCALED, (2, 32, 3, 5, 32)),  # the kernel's family
+    (ARGUMENTS_34, (1, 32, 1, 1, 32)),
+    (SCALED, (3, 32, 2, 17, 32)),
+    ((32, 64, 4, 2, 1, False, 1e-3, -0.5), (1, 32, 4, 8, 32)),
+    ((32, 64, 4, 2, 1, True, 1e-5, 0.0), (1, 32, 2, 2, 32)),
+    ((3, 8, 4, 2, 1), (2, 3, 3, 5, 4)),  # PyTorch's convolution
+    ((3, 9, 3, 1, 1, False), (2, 3, 3, 5, 9)),
+    ((4, 7, (3, 3, 4), (1, 2, 1), (0, 1, 0)), (1, 4, 2, 3, 4)),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+kernels = pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
+
+
+@contextlib.contextmanager
+def convolutions_in_tf32(allowed):
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture(params=INPUT_PRECISIONS)
+def precision(request):
+    """A dtype, and convolutions so that float32 is rounded to TF32 or is not."""
+    with convolutions_in_tf32(request.param == "tf32"):
+        yield INPUT_PRECISIONS[request.param]
+
+
+def convolution_call(backend, name):
+    """A function that runs forward and backward."""
+    model = backend.Convolution(*SCALED).to(backend.device, INPUT_PRECISIONS[name])
+    x = torch.randn(1, 32, 1, 2, 32, device=backend.device, dtype=INPUT_PRECISIONS[name])
+
+    def run():
+        with convolutions_in_tf32(name == "tf32"):
+            model(x).sum().backward()
+
+    return run
+
+
+class RoundedToTF32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        bits = t.contiguous().view(torch.int32)
+        return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class ModelInTF32(Model34):
+    """The reference where PyTorch's convolution never rounds to TF32: on CPUs."""
+
+    def forward(self, x):
+        conv = self.conv_transpose
+        x, weight = RoundedToTF32.apply(x), RoundedToTF32.apply(conv.weight)
+        y = nn.functional.conv_transpose3d(x, weight, conv.bias, conv.stride, conv.padding)
+        return nn.functional.gelu(self.layer_norm(y)) * self.scaling_factor
+
+
+def models(backend, arguments, dtype=torch.float32, device=None):
+    """(reference, ours) with the same parameters."""
+    torch.manual_seed(0)
+    reference = Model34(*arguments)
+    torch.manual_seed(0)
+    ours = backend.Convolution(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), ours.parameters()))
+    randomize(reference.layer_norm)
+    ours.load_state_dict(reference.state_dict())
+    reference.load_state_dict(ours.state_dict())
+    return reference.to(device or backend.device, dtype), ours.to(device or backend.device, dtype)
+
+
+def results_of(backend, module, x, grad):
+    """Output and, where they are wanted, gradients of the input and of all parameters."""
+    leaf = x.to(next(module.parameters()).dtype).requires_grad_(grad)
+    with torch.set_grad_enabled(grad), backend.poisoned(device=x.device):
+        y = module(leaf)
+    if not grad:
+        return [y]
+    generator = torch.Generator(x.device).manual_seed(1)
+    dy = torch.randn(y.shape, device=x.device, generator=generator).to(x.dtype).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], dy)]
+
+
+def check(backend, reference, ours, x, grad):
+    """Output and gradients are no further from float64 than 1.5 times the reference's, plus rounding."""
+    exact_model = copy.deepcopy(reference).double()
+    in_tf32 = x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and not backend.is_cuda
+    if in_tf32 and ours._in_one_kernel(x):
+        reference.__class__ = ModelInTF32
+    exact, theirs, mine = (results_of(backend, module, x, grad) for module in (exact_model, reference, ours))
+    assert theirs[0].shape == mine[0].shape and theirs[0].stride() == mine[0].stride()
+    names = ["output", "input", *(name for name, _ in ours.named_parameters())]
+    for name, right, their, our in zip(names, exact, theirs, mine):
+        assert our.dtype == their.dtype == x.dtype
+        vanishes = right.abs().max() < 1e-6  # the gradient of the convolution's bias: nothing but rounding
+        rounding = max(4 * torch.finfo(torch.float32).eps, 0.5 * torch.finfo(x.dtype).eps)
+        at_least_1 = rounding * max(1, 1 / right.abs().max().item()) if right.any() else rounding
+        if vanishes:
+            assert our.abs().max() <= 6 * their.abs().max() + rounding, name
+            continue
+        assert_no_worse(our, their, right, rounding=at_least_1, name=name)
+
+
+# ---- Results ----
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("arguments,shape", MODELS)
+def test_conv_values(backend, arguments, shape, grad, precision):
+    x = torch.randn(shape, device=backend.device, dtype=precision)
+    check(backend, *models(backend, arguments, precision), x, grad)
+
+
+def persistent_loops():
+    """Every block goes through depths, and on to other lines. Backward takes 256 MB of the convolution at a time: of
+    five inputs, two in float32 and four in 16 bits. (Emulated: half a MB.)"""
+    yield "cuda", None, (5, 16, 128)
+    for name, sms, shape in (
+        ("hopper", 4, (2, 1, 5)), ("hopper", 13, (2, 1, 9)), ("ampere", 4, (1, 3, 3)), ("ampere", 13, (2, 1, 9)),
+    ):  # fmt: skip
+        yield "emulated", emulator.GPUS[name](sms), shape
+
+
+@pytest.mark.parametrize("name,gpu,shape", list(persistent_loops()), ids=str)
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+def test_conv_persistent_loop(backend, name, gpu, shape, grad, precision):
+    if backend.name != name:
+        pytest.skip(f"is for {name}")
+    backend.ask_for(8 << 30)
+    batch, depth, height = shape
+    x = torch.randn(batch, 32, depth, height, 32, device=backend.device, dtype=precision)
+    reference, ours = models(backend, SCALED, precision)
+    with backend.on(gpu, seed=1):
+        check(backend, reference, ours, x, grad)
+        first = results_of(backend, ours, x, False)
+    with backend.on(gpu, seed=2):
+        assert same_bits(first, results_of(backend, ours, x, False))
+
+
+@two_gpus
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+def test_conv_on_a_device_that_is_not_current(backend, grad, precision):
+    """(In backward autograd makes it current by itself.)"""
+    with torch.cuda.device(0):
+        x = torch.randn(2, 32, 3, 4, 32, device="cuda:1", dtype=precision)
+        check(backend, *models(backend, SCALED, precision, "cuda:1"), x, grad)
+
+
+@pytest.mark.parametrize("affine", ["none", "float32"])
+def test_conv_without_parameters_or_with_others(backend, affine, precision):
+    """As the op is called, not the module: no bias, no weight; float32 ones beside 16 bits."""
+    reference, ours = models(backend, SCALED, precision)
+    x = torch.randn(1, 32, 2, 4, 32, device=backend.device, dtype=precision)
+    conv, norm = ours.conv_transpose, reference.layer_norm
+    weight, bias = (None, None) if affine == "none" else (norm.weight.float(), norm.bias.float())
+    conv_bias = None if affine == "none" else conv.bias
+    with torch.no_grad():
+        op = backend.ops.conv_transpose3d_layer_norm_gelu
+        y = op(x, conv.weight, conv_bias, weight, bias, 0.1, -0.5)
+        as_double = [t if t is None else t.double() for t in (x, conv.weight, conv_bias, weight, bias)]
+        z = nn.functional.conv_transpose3d(*as_double[:3], stride=2, padding=1)
+        exact = -0.5 * nn.functional.gelu(nn.functional.layer_norm(z, (64,), *as_double[3:], 0.1))
+    atol = 1e-5 if precision == torch.float32 and not torch.backends.cudnn.allow_tf32 else 2e-2
+    torch.testing.assert_close(y.double(), exact, atol=3 * atol if precision == torch.bfloat16 else atol, rtol=atol)
+
+
+def test_conv_of_other_inputs(backend, precision):
+    reference, ours = models(backend, SCALED, precision)
+    atol = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(precision, 1e-5)
+    atol = 2e-3 if precision == torch.float32 and torch.backends.cudnn.allow_tf32 else atol
+    tolerance = dict(atol=atol, rtol=atol)
+    with torch.no_grad():
+        flat = torch.randn(2 * 32 * 3 * 4 * 32 + 1, device=backend.device, dtype=precision)
+        x = flat[:-1].view(2, 32, 3, 4, 32)
+        expected = reference(x)
+        off = torch.cat([flat[-1:], flat])[1:-1].view_as(x)  # begins between 16-byte boundaries
+        for other in (x.contiguous(memory_format=torch.channels_last_3d), off):
+            torch.testing.assert_close(ours(other), expected, **tolerance)
+        assert ours(x[:0]).shape == (0, *expected.shape[1:])
+        torch.testing.assert_close(ours(x[0]), expected[0], **tolerance)  # no batch: PyTorch's convolution
+        assert torch.equal(ours(x), ours(x))
+        if precision == torch.float32 and backend.is_cuda:  # CPUs have another rule
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                torch.testing.assert_close(ours(x), reference(x), atol=1e-4, rtol=1e-4)
+    grads = torch.autograd.grad(ours(x[:0]).sum(), list(ours.parameters()))
+    assert all(torch.equal(g, torch.zeros_like(p)) for g, p in zip(grads, ours.parameters()))
+
+
+def test_conv_output_mask(backend, precision):
+    """One gradient at a time."""
+    _, ours = models(backend, SCALED, precision)
+    shape = (3, 32, 3, 5, 32) if backend.is_cuda else (3, 32, 1, 2, 32)
+    leaves = [torch.randn(shape, device=backend.device, dtype=precision), *ours.parameters()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    all_of_them = torch.autograd.grad(ours(leaves[0]).square().sum(), leaves)
+    for wanted, expected in zip(leaves, all_of_them):
+        for leaf in leaves:
+            leaf.requires_grad_(leaf is wanted)
+        (grad,) = torch.autograd.grad(ours(leaves[0]).square().sum(), wanted)
+        torch.testing.assert_close(grad, expected, atol=1e-3, rtol=1e-3)  # PyTorch's convolution may add in any order
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="cuDNN's sums on Hopper"
+)
+def test_conv_rounds_as_pytorch_does(backend, precision):
+    """One unit in the last place of a convolution of bfloat16 can be more than KernelBench allows at the end."""
+    if precision == torch.float32 and not torch.backends.cudnn.allow_tf32:
+        pytest.skip("PyTorch's convolution in full float32 adds in another order")
+    torch.manual_seed(0)
+    reference, ours = Model34(*ARGUMENTS_34), backend.Convolution(*ARGUMENTS_34)
+    ours.load_state_dict(reference.state_dict())
+    x = torch.rand(8, *INPUT_34[1:], device="cuda", dtype=precision)
+    tolerance = 1e-4 if precision == torch.float32 else 1e-2  # KernelBench's
+    with torch.no_grad():
+        reference, ours = reference.to(x), ours.to(x)
+        torch.testing.assert_close(ours(x), reference(x), atol=tolerance, rtol=tolerance)
+
+
+# ---- NaN, infinity ----
+
+# As int32: NaN as arithmetic on a GPU makes it, the same negated, float("nan"), infinities.
+NOT_FINITE = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000]
+
+
+@pytest.mark.parametrize("where", ["input", "conv_weight", "conv_bias"])
+@pytest.mark.parametrize("gpu", ["hopper", "ampere"])
+def test_conv_of_nan(backend, gpu, where, precision):
+    """Each in another input of the batch, or for another channel: output is NaN where the reference's is, and nowhere
+    else."""
+    if backend.is_cuda and gpu == "ampere":
+        pytest.skip("is for emulated GPUs")
+    reference, ours = models(backend, SCALED, precision)
+    x = torch.randn(6, 32, 1, 1, 32, device=backend.device, dtype=precision)
+    numbers = torch.tensor(NOT_FINITE, dtype=torch.int32).view(torch.float32)
+    if precision.itemsize == 2:  # their first halves
+        numbers = numbers.view(torch.bfloat16)[1::2] if precision == torch.bfloat16 else numbers.half()
+    with torch.no_grad(), backend.on(emulator.GPUS[gpu](4)):
+        conv = ours.conv_transpose
+        places = {
+            "input": x[:5, 3, 0, 0, 7], "conv_weight": conv.weight[3, :50:10, 1, 2, 0], "conv_bias": conv.bias[:50:10]
+        }  # fmt: skip
+        places[where].copy_(numbers)
+        reference.load_state_dict(ours.state_dict())
+        expected = reference.double()(x.double()).isnan()
+        assert expected.any() and not expected.all()
+        assert torch.equal(ours(x).isnan(), expected)
+
+
+@pytest.mark.parametrize("where", ["x", "dy", "weight", "bias"])
+def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
+    """Of a NaN as arithmetic on a GPU makes it: also that of the convolution's bias, which is 0 else."""
+    x, dy = (torch.randn(s, device=backend.device) for s in ((2, 32, 1, 1, 32), (2, 64, 2, 2, 64)))
+    results = []
+    for module in models(backend, SCALED):
+        place = {"x": x, "dy": dy}.get(where, getattr(module.conv_transpose, where, None))
+        place.detach().view(torch.int32).view(-1)[20] = 0x7FFFFFFF
+        for wanted in ([x.requires_grad_(), *module.parameters()], [module.conv_transpose.bias]):
+            results.append([g.isnan() for g in torch.autograd.grad(module(x), wanted, dy)])
+    theirs, their_bias, mine, my_bias = results
+    assert all(map(torch.equal, theirs + their_bias, mine + my_bias))
+    assert theirs[-1].any() and my_bias[0].any()
+
+
+# ---- Derivatives of derivatives, torch.compile, graphs ----
+
+
+def test_conv_double_backward(backend):
+    reference, ours = models(backend, SCALED)
+    results = []
+    with convolutions_in_tf32(False):
+        x = torch.randn(1, 32, 2, 3, 32, device=backend.device, requires_grad=True)
+        for module in (copy.deepcopy(reference).double(), reference, ours):
+            leaf = x.detach().to(module.conv_transpose.weight.dtype).requires_grad_()
+            wanted = [leaf, module.conv_transpose.weight, module.layer_norm.weight, module.layer_norm.bias]
+            first = torch.autograd.grad(module(leaf).square().mean(), wanted, create_graph=True)
+            wanted.pop()
+            results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)])
+    for exact, theirs, mine in zip(*results):
+        assert_no_worse(mine, theirs, exact, factor=3, rounding=1e-5)
+
+
+def test_conv_forward_mode(backend):
+    """Tangents of the input and of each parameter."""
+    reference, ours = models(backend, SCALED)
+    x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
+    tangents = {name: torch.randn_like(p) for name, p in ours.named_parameters()}
+    results = []
+    with convolutions_in_tf32(False):
+        for module in (reference, ours):
+            function = functools.partial(torch.func.functional_call, module)
+            parameters = {name: p.detach() for name, p in module.named_parameters()}
+            for name in parameters:
+                others = {k: v for k, v in parameters.items() if k != name}
+
+                def of_one(p, name=name, others=others, function=function):
+                    return function({**others, name: p}, (x,))
+
+                results.append(torch.func.jvp(of_one, (parameters[name],), (tangents[name],))[1])
+    half = len(results) // 2
+    torch.testing.assert_close(results[half:], results[:half], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_conv_compiled_in_one_graph(backend, training, precision):
+    _, ours = models(backend, SCALED, precision)
+    x = torch.randn(2, 32, 3, 4, 32, device=backend.device, dtype=precision, requires_grad=training)
+    compiled = torch.compile(ours, fullgraph=True)
+    with torch.set_grad_enabled(training):
+        y, expected = compiled(x), ours(x)
+    assert torch.equal(y, expected)
+    if training:
+        wanted = [x, *ours.parameters()]
+        for mine, other in zip(*(torch.autograd.grad(out.square().sum(), wanted) for out in (y, expected))):
+            torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-3)
+
+
+def test_conv_opcheck(backend):
+    _, ours = models(backend, SCALED)
+    x = torch.randn(2, 32, 2, 3, 32, device=backend.device, requires_grad=True)
+    conv, norm = ours.conv_transpose, ours.layer_norm
+    arguments = (x, conv.weight, conv.bias, norm.weight, norm.bias, 1e-5, 0.5)
+    with convolutions_in_tf32(False):
+        op = backend.ops.conv_transpose3d_layer_norm_gelu.default
+        torch.library.opcheck(op, arguments, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_conv_cuda_graph_of_a_training_step(backend, precision):
+    _, ours = models(backend, SCALED, precision)
+    x = torch.randn(2, 32, 3, 5, 32, device="cuda", dtype=precision)
+
+    def step():
+        for p in ours.parameters():
+            p.grad = None
+        y = ours(x)
+        y.square().mean().backward()
+        return y
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    grads = [p.grad for p in ours.parameters()]
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    replayed = [t.clone() for t in (captured, *grads)]
+    expected = [step(), *(p.grad for p in ours.parameters())]
+    assert torch.equal(replayed[0], expected[0])
+    for mine, other in zip(replayed[1:], expected[1:]):
+        torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-3)
+
+
+# ---- When the kernel is taken ----
+
+
+@convolutions_in_tf32(False)
+def test_conv_with_hooks(backend):
+    """Hooks of the inner modules run, forward and backward, and change nothing else."""
+    _, ours = models(backend, SCALED)
+    x = torch.randn(1, 32, 2, 3, 32, device=backend.device)
+    expected, seen = ours(x), []
+    for module in (ours.conv_transpose, ours.layer_norm):
+        for register in (module.register_forward_hook, module.register_full_backward_hook):
+            hook = register(lambda *_: seen.append(1))
+            y = ours(x)
+            y.sum().backward()
+            hook.remove()
+            torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+    assert len(seen) == 4
+
+    parts = {ours.conv_transpose, ours.layer_norm}
+    for register in (
+        nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook, nn.modules.module.register_module_full_backward_hook,
+    ):  # fmt: skip
+        seen, hook = [], register(lambda module, *_: seen.append(module))
+        ours(x.requires_grad_()).sum().backward()
+        hook.remove()
+        assert parts <= set(seen)
+    for part in parts:
+        for owner in (part, type(part)):
+            with pytest.MonkeyPatch.context() as patch:
+                seen, original = [], owner.forward
+                patch.setattr(owner, "forward", lambda *arguments: seen.append(1) or original(*arguments))
+                torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=1e-4)
+            assert seen == [1] and ours._in_one_kernel(x)
+    with pytest.raises(TypeError, match="argument 'input'.* not NoneType"):
+        ours(None)
+    ours.scaling_factor = "2"
+    with pytest.raises(TypeError, match="scale to be a number"):
+        ours(x)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has one setting for all of cuDNN")
+def test_conv_asks_for_the_setting_of_convolutions(backend, monkeypatch):
+    """allow_tf32 raises when it is asked for where convolutions and RNNs differ."""
+    reference, ours = models(backend, SCALED)
+    x, before = torch.randn(2, 32, 3, 5, 32, device=backend.device), torch.backends.cudnn.conv.fp32_precision
+    with torch.no_grad():
+        exact, errors = copy.deepcopy(reference).double()(x.double()), {}
+        try:
+            for precision in ("ieee", "tf32"):
+                torch.backends.cudnn.conv.fp32_precision = precision
+                errors[precision] = (ours(x) - exact).abs().max().item()
+            torch.backends.cudnn.enabled = False  # PyTorch's own convolutions take no TF32
+            errors["without cuDNN"] = (ours(x) - exact).abs().max().item()
+        finally:
+            torch.backends.cudnn.enabled = True
+            torch.backends.cudnn.conv.fp32_precision = before
+    assert errors["ieee"] < 1e-5 < errors["tf32"]
+    assert errors["without cuDNN"] < 1e-5
+
+
+def fused_conditions(module_of):
+    """Yields (what has been changed, a model, what is not true of its input)."""
+    for changed in (dict(output_padding=(1, 1, 0)), dict(dilation=(2, 1, 1)), dict(groups=2)):
+        model, outs = module_of(padding=1), 64 * changed.get("groups", 1)
+        dtype = model.conv_transpose.weight.dtype
+        model.conv_transpose = nn.ConvTranspose3d(32, outs, 4, 2, 1, dtype=dtype, bias=False, **changed)
+        yield model
+    for norm in (layernorm_inline.ModelNew((4, 64), elementwise_affine=False), nn.Identity()):
+        model = module_of(padding=1)
+        model.layer_norm = norm
+        yield model
+    model = module_of(padding=1)
+    model.scaling_factor = torch.tensor(2.0)
+    yield model
+    yield module_of(padding=0)
+
+
+@kernels
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_conv_fused_conditions(dtype, grad, restored):
+    """The kernel is taken where nobody would notice, and nowhere else."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def module_of(padding):
+        torch.set_default_dtype(dtype)
+        model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, padding)
+        torch.set_default_dtype(torch.float32)
+        return model
+
+    with FakeTensorMode():
+        try:
+            torch.empty(1, device="cuda").uniform_()
+        except RuntimeError:  # PyTorch 2.6
+            pytest.skip("this PyTorch asks the driver for random numbers on a fake GPU")
+    with FakeTensorMode(), torch.device("cuda"), torch.set_grad_enabled(grad):
+        model, x = module_of(padding=1), torch.empty(2, 32, 3, 5, 32, dtype=dtype)
+        y = model(x)
+        assert model._in_one_kernel(x) and (y.shape, y.dtype) == ((2, 64, 6, 10, 64), dtype)
+        if grad:
+            assert y.grad_fn.name() == "ConvTranspose3dLayerNormGELUBackward"
+            inputs = (x, *model.parameters())
+            grads = layernorm_inline._ops.convolution_backward(y, *inputs, 1e-5, 1.0, [True] * 5)
+            assert all(g.shape == t.shape and g.dtype == dtype for g, t in zip(grads, inputs))
+        for other in (x[:, :, :, :, :31], x[0], x.double()):
+            assert not model._in_one_kernel(other)
+        for module in (model.conv_transpose, model.layer_norm):
+            for register in (module.register_forward_hook, module.register_full_backward_hook):
+                hook = register(lambda *_: None)
+                assert not model._in_one_kernel(x)
+                hook.remove()
+        assert model._in_one_kernel(x)
+        assert [other._in_one_kernel(x) for other in fused_conditions(module_of)] == [False] * 7
+
+
+@pytest.mark.parametrize("words,change", [
+    ("input of shape \\[\\*, 32, \\*, \\*, 32\\], but got \\[1, 31, 2, 2, 32\\]", dict(input=(1, 31, 2, 2, 32))),
+    ("conv_weight of shape .* but got \\[32, 64, 3, 3, 3\\]", dict(conv_weight=(32, 64, 3, 3, 3))),
+    ("dtype Float, Half or BFloat16, but got Double", dict(dtype=torch.float64)),
+    ("conv_bias of shape \\[64\\], but got \\[63\\]", dict(conv_bias=(63,))),
+    ("Expected weight to be of same shape", dict(weight=(63,))),
+    ("Expected bias to be of same shape", dict(bias=(65,))),
+])  # fmt: skip
+@pytest.mark.parametrize("device", ["meta", None])
+def test_conv_refuses(backend, words, change, device):
+    shapes = dict(input=(1, 32, 2, 2, 32), conv_weight=(32, 64, 4, 4, 4), conv_bias=(64,), weight=(64,), bias=(64,))
+    dtype, device = change.get("dtype", torch.float32), device or backend.device
+    tensors = [torch.empty(change.get(k, v), device=device, dtype=dtype) for k, v in shapes.items()]
+    with pytest.raises(RuntimeError, match=words):
+        backend.ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
+
+
+def test_conv_scaled_by_a_parameter(backend):
+    model = backend.Convolution(*ARGUMENTS_34).to(backend.device)
+    x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
+    y = model(x)
+    model.scaling_factor = nn.Parameter(torch.tensor(3.0, device=backend.device))
+    tripled = model(x)
+    torch.testing.assert_close(tripled, 3 * y, atol=6e-3, rtol=2e-3)  # TF32
+    tripled.sum().backward()
+    torch.testing.assert_close(3 * model.scaling_factor.grad, tripled.sum(), atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape,channels", [((1, 32, 2, 2, 31), 64), ((1, 3, 2, 2, 4), 9)])
+def test_conv_normalizes_the_width(backend, shape, channels):
+    for module in models(backend, (shape[1], channels, 4, 2, 1)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=f"normalized_shape=\\[{channels}\\], expected input"):
+            module(torch.randn(shape, device=backend.device))
+
+
+# ---- Memory ----
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_conv_keeps_only_its_input(backend):
+    """A step keeps its input and its output; backward adds what parts of the batch take."""
+    backend.ask_for(4 << 30)
+    _, ours = models(backend, SCALED)
+    x = torch.randn(32, 32, 8, 32, 32, device="cuda", requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = ours(x)
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * y.nbytes
+    y.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 3.4 * y.nbytes  # of which autograd's copy of ones: 1 times

@@ -1,0 +1,317 @@
+"""Streams, threads, CUDA graphs, other processes, other GPUs: the same bits whatever else goes on."""
+
+import concurrent.futures
+import functools
+import subprocess
+import sys
+
+import emulator
+import pytest
+import torch
+from cases import FORMS, SOME, TYPES, parameters
+from processes import run_here, start
+from reference import (
+    EPS,
+    FLOATS,
+    NAMES,
+    SUMS,
+    assert_close_to_float64,
+    compare_with_float64,
+    random_case,
+    run_case,
+    same_bits,
+)
+
+on_cuda = pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+on_cuda_cases = parameters([case for case in SOME if case.gpu.name == "cuda"])
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+
+@on_cuda_cases
+def test_the_same_bits_every_time(backend, case):
+    backend.ask_for(case.nbytes)
+    function = functools.partial(backend.layer_norm, **case.epilogue)
+    tensors = case.tensors(seed=1)
+    first = run_case(function, *tensors)
+    for _ in range(5):
+        with backend.poisoned():
+            again = run_case(function, *tensors)
+        assert same_bits(first, again)
+
+
+@on_cuda_cases
+def test_runs_on_the_current_stream(backend, case):
+    """Inputs come late, on a stream of their own: a kernel on another one would read what was there before."""
+    tensors = case.tensors()
+    late = [None if t is None else t.fill_(torch.nan) for t in case.tensors()]  # lie as the others do
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for to, t in zip(late, tensors):
+            if t is not None:
+                to.copy_(t)
+        results = run_case(functools.partial(backend.layer_norm, **case.epilogue), *late)
+    stream.synchronize()
+    compare_with_float64([(results, tensors)], **case.epilogue)
+
+
+@on_cuda_cases
+def test_cuda_graph_of_a_training_step(backend, case):
+    backend.ask_for(case.nbytes)
+    function = functools.partial(backend.layer_norm, **case.epilogue)
+    tensors = case.tensors()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run_case(function, *tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_case(function, *tensors)
+    for seed in (1, 2):
+        for t, new in zip(tensors, case.tensors(seed)):
+            if t is not None:
+                t.copy_(new)
+        for t in captured:
+            if t is not None:
+                t.fill_(torch.nan)
+        graph.replay()
+        results = [None if t is None else t.clone() for t in captured]
+        assert all(a is b or torch.equal(a, b) for a, b in zip(results, run_case(function, *tensors)))
+        compare_with_float64([(results, tensors)], **case.epilogue)
+
+
+@two_gpus
+@on_cuda_cases
+def test_a_device_that_is_not_current(backend, case):
+    backend.ask_for(case.nbytes)
+    with torch.cuda.device(0):
+        tensors = case.tensors(device="cuda:1")
+        torch.cuda.synchronize("cuda:1")
+        with torch.cuda.device(1):
+            stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.cuda.device(0), backend.poisoned(device="cuda:1"):
+            results = run_case(functools.partial(backend.layer_norm, **case.epilogue), *tensors)
+        torch.cuda.synchronize("cuda:1")
+    assert all(t.device.index == 1 for t in results if t is not None)
+    compare_with_float64([(results, tensors)], **case.epilogue)
+
+
+@on_cuda
+@pytest.mark.parametrize("rows,cols", [(1000, 64), (300, 9000), (9, 262144), (4, 4194304), (3, 4194304)])
+def test_many_streams_and_threads_at_once(backend, rows, cols):
+    backend.ask_for(40 * rows * cols * 4)
+    cases = [random_case(rows, cols, torch.float32, "both", seed=i, device=backend.device) for i in range(3)]
+    expected = [run_case(backend.layer_norm, *case) for case in cases]
+
+    def work(i):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            results = [run_case(backend.layer_norm, *cases[i]) for _ in range(5)]
+        stream.synchronize()
+        return all(torch.equal(a, b) for result in results for a, b in zip(expected[i], result))
+
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(3)))
+
+
+# Of one kernel, rows of several lengths take different amounts of shared memory.
+@on_cuda
+def test_threads_with_rows_of_different_lengths(backend):
+    calls = [
+        case
+        for case in SOME
+        if case.gpu.name == "cuda" and case.elements < 10**7 and case.off in ("", "x") and case.affine == "both"
+    ]
+    tensors = [case.tensors(seed=i) for i, case in enumerate(calls)]
+
+    def result(i):
+        x, weight, bias, _ = tensors[i]
+        return backend.layer_norm(x, x.shape[1:], weight, bias, **calls[i].epilogue)
+
+    expected = [result(i) for i in range(len(calls))]
+    torch.cuda.synchronize()
+
+    def work(thread):
+        order = torch.randperm(len(calls), generator=torch.Generator().manual_seed(thread)).tolist()
+        wrong = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in order * 3:
+                wrong.append((result(i) != expected[i]).any())
+            return torch.stack(wrong).any().item()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(work, range(4)))
+
+
+@on_cuda
+@pytest.mark.parametrize("rows,cols", [(500, 4096), (16, 262144)])
+def test_beside_a_process_that_fills_the_gpu(backend, rows, cols):
+    busy = "import torch\na = torch.randn(4096, 4096, device='cuda')\nprint('on', flush=True)\nwhile True: b = a @ a"
+    case = random_case(rows, cols, torch.float32, "both", seed=0, device=backend.device)
+    expected = run_case(backend.layer_norm, *case)
+    backend.ask_for(2 << 30)
+    other = start([sys.executable, "-c", busy], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == "on\n"
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(expected, run_case(backend.layer_norm, *case)))
+    finally:
+        other.kill()
+        other.wait()
+
+
+def compare_before_hopper(backend):
+    """Calls whose kernels have other instructions before Hopper, or go elsewhere. Where a block goes from row to row,
+    there are more of them than SMs."""
+    for rows, columns, dtypes, affine in (
+        (5, (768, 8192, 20000, 262144), ("fp32",), "both"),
+        (300, (12288, 16384), ("fp32", "fp16", "bf16"), "both"),
+        (300, (4104, 9000, 32768), ("fp32",), "weight"),
+        (300, (7001, 20001), ("fp32", "fp16", "bf16"), "both"),
+        (300, (49152, 65536), ("fp16", "bf16"), "both"),
+        (300, (12288, 65536), ("bf16",), "float32 bias"),
+    ):
+        for cols, dtype, form in [(c, d, f) for c in columns for d in dtypes for f in ("plain", "gelu")]:
+            activation, scale = FORMS[form]
+            function = functools.partial(backend.layer_norm, activation=activation, scale=scale)
+            tensors = random_case(rows, cols, TYPES[dtype], affine, seed=cols, device=backend.device)
+            with backend.poisoned():
+                results = [run_case(function, *tensors) for _ in range(2)]
+            compare_with_float64([(results[0], tensors)], activation=activation, scale=scale)
+            assert same_bits(*results)
+
+
+@on_cuda
+@pytest.mark.parametrize("architecture", ["7.5", "8.0"])  # older than the GPU; 7.5 than the kernel of problem 34, too
+def test_ptx_of_an_older_architecture_runs(backend, tmp_path, architecture):
+    code = """
+        import torch, layernorm_inline
+        torch.manual_seed(0)
+        model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda()
+        x = torch.randn(1, 32, 2, 3, 32, device="cuda")
+        with torch.no_grad():
+            exact = torch.nn.functional.gelu(model.double().layer_norm(model.conv_transpose(x.double())))
+            for torch.backends.cudnn.allow_tf32, atol in ((True, 1e-2), (False, 2e-5)):
+                torch.testing.assert_close(model.float()(x).double(), exact, atol=atol, rtol=atol)
+        import conftest, test_device
+        test_device.compare_before_hopper(conftest.Backend("cuda"))
+    """
+    done = run_here(code, TORCH_CUDA_ARCH_LIST=architecture + "+PTX", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("offset", [0, 8, 40])
+@pytest.mark.parametrize("cols", [8712, 10008, 20008, 50264, 131080])
+def test_rows_off_cache_lines(backend, cols, offset, dtype):
+    """Rows on 16-byte boundaries, but not on those of cache lines: what is copied with them must not be taken for theirs."""
+    rows = 150 if backend.is_cuda else 5
+    if not backend.is_cuda and cols > 8192 * 8:
+        pytest.skip("longer than eight emulated SMs hold")
+    offsets = (offset, 0, 0, offset)
+    assert_close_to_float64(backend, random_case(rows, cols, dtype, seed=cols, offsets=offsets, device=backend.device))
+
+
+@on_cuda
+@pytest.mark.parametrize("cols", [1024, 12288, 65536])
+def test_a_large_input_gives_the_bits_of_a_small_one(backend, cols):
+    """The kernels read what exceeds L2 with another priority."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    rows = max(160 << 20, 2 * l2_bytes) // (2 * cols)
+    backend.ask_for(30 * rows * cols)
+    x, weight, bias, dy = random_case(rows, cols, torch.bfloat16, seed=cols, device="cuda")
+    few = rows // 16
+    with backend.poisoned():
+        y = backend.layer_norm(x, (cols,), weight, bias)
+        first, last = (backend.layer_norm(part, (cols,), weight, bias) for part in (x[:few], x[-few:]))
+    assert torch.equal(y[:few], first) and torch.equal(y[-few:], last)
+    compare_with_float64([([last, None, None, None], (x[-few:], weight, bias, dy[-few:]))], eps=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "cols,offset", [(64, 0), (255, 1), (768, 0), (1024, 0), (2041, 0), (4096, 1), (6001, 0), (10008, 0), (16384, 0)]
+)
+def test_l2_prefetch(backend, cols, offset, dtype):
+    """So many bytes that blocks bring to L2 what later blocks read (40 KB for each SM ahead), up to the last row."""
+    rows = ((24 << 20) if backend.is_cuda else 600 << 10) // (cols * dtype.itemsize) + 1
+    with backend.on(emulator.GPUS["hopper"](2)):
+        options = dict(seed=cols, offsets=(offset, 0, 0, offset), device=backend.device)
+        assert_close_to_float64(backend, random_case(rows, cols, dtype, **options))
+
+
+# ---- More than 2^31 elements ----
+
+
+def rows_of_float64(x, dy, rows):
+    """Output and grad_input of these rows, without weight and bias."""
+    x, dy = x[rows].double(), dy[rows].double()
+    xhat = (x - x.mean(1, keepdim=True)) * (x.var(1, unbiased=False, keepdim=True) + EPS).rsqrt()
+    c1, c2 = dy.mean(1, keepdim=True), (dy * xhat).mean(1, keepdim=True)
+    return xhat, (x.var(1, unbiased=False, keepdim=True) + EPS).rsqrt() * (dy - c1 - xhat * c2)
+
+
+@on_cuda
+@pytest.mark.parametrize("rows,cols,dtype", [
+    (2**31 // 64 + 3, 64, torch.bfloat16), (2**16 + 1, 2**15, torch.bfloat16), (2**18 + 3, 2**13, torch.bfloat16),
+    (9, 2**28, torch.bfloat16), (1, 2**31 + 16, torch.bfloat16), (520, 4194304, torch.float32),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_more_than_2_to_the_31_elements(backend, rows, cols, dtype, direction):
+    """In registers, in the pipeline, together (520 float32 rows of 4194304), spread; in all and in one row."""
+    tensors = 2 if direction == "forward" else 4
+    backend.ask_for(
+        (tensors * rows * cols + 3 * cols * (direction == "backward")) * dtype.itemsize + 40 * cols + (2 << 30)
+    )
+    x = torch.empty(rows, cols, device="cuda", dtype=dtype).normal_().requires_grad_(direction == "backward")
+    y = backend.layer_norm(x, (cols,), eps=EPS)
+    dy = torch.empty_like(x).normal_() if direction == "backward" else x.detach()
+    dx = torch.autograd.grad(y, x, dy)[0] if direction == "backward" else None
+    for rows_ in {slice(0, 1), slice(rows - 1, rows)}:
+        exact_y, exact_dx = rows_of_float64(x.detach(), dy, rows_)
+        tolerance = dict(atol=2e-2, rtol=2e-2) if dtype == torch.bfloat16 else dict(atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(y.detach()[rows_].double(), exact_y, **tolerance)
+        if dx is not None:
+            torch.testing.assert_close(dx[rows_].double(), exact_dx, **tolerance)
+
+
+@on_cuda
+@pytest.mark.parametrize("rows", [1_000_000, 3_000_001])
+def test_gradients_over_millions_of_rows(backend, rows):
+    backend.ask_for(4 << 30)
+    assert_close_to_float64(backend, random_case(rows, 24, torch.float32, seed=rows, device="cuda"))
+
+
+# ---- Rows that many SMs hold together ----
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("affine,mean", [("both", 3.0), ("weight", 1e6), ("bias", 0.0), ("none", 1e4)])
+@pytest.mark.parametrize(
+    "rows,cols", [(4, 16667), (13, 8334), (5, 22727), (5, 28688), (7, 32768), (4, 32769), (9, 25000)]
+)
+def test_joint_kernel(backend, rows, cols, affine, mean, activation):
+    """One group of blocks and several; slices with and without an incomplete last stage, and with one stage more in some
+    blocks than in others; as long as they can be, and just longer. cols: for each SM."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count if backend.is_cuda else 8
+    if not backend.is_cuda and (activation or rows * cols > 120_000 or affine in ("weight", "bias")):
+        pytest.skip("takes long on emulated GPUs")
+    cols = cols * sms // 4 * 4
+    backend.ask_for(20 * rows * cols * 4 + (1 << 30))
+    options = dict(seed=cols, mean=mean, telling=False, device=backend.device)
+    epilogue = dict(activation=activation, scale=-1.5 if activation else 1.0)
+    luck = SUMS if backend.is_cuda else NAMES
+    assert_close_to_float64(
+        backend, random_case(rows, cols, torch.float32, affine, **options), eps=1e-5, luck=luck, **epilogue
+    )
+
+
+@on_cuda
+def test_main_shape(backend):
+    backend.ask_for(8 << 30)
+    case = random_case(16, 64 * 256 * 256, torch.float32, mean=0.0, telling=False, device="cuda")
+    assert_close_to_float64(backend, case, eps=1e-5, luck=SUMS)

@@ -1,0 +1,78 @@
+"""What KernelBench asks for: its static rules, its harness's namespace, and the code that README shows."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from processes import ROOT, SOURCE
+from torch import nn
+
+from test_layernorm_inline import ARGUMENTS_34, Model, Model34
+
+
+def test_static_rules():
+    text = SOURCE.read_text()
+    code = "\n".join(line.split("#")[0].split("//")[0] for line in text.split("\n"))
+    for pattern in (
+        r"\btry\s*:", r"\bexcept\b", r"\bpass\b", r"torch\.nn\.(?!(Module|Parameter|init)\b)", r"\bF\.(conv|linear|relu|gelu|softmax|batch_norm|layer_norm|dropout)",
+        r"nn\.functional\.\w+", r"torch\.(layer_norm|gelu|tanh|clamp|conv\w*|linear|mm|matmul)\b", r"import\s+threading",
+        r"multiprocessing", r"concurrent\.futures", r"cuda\.Stream\s*\(", r"\.wait_stream|\.record_stream",
+        r"__float2half(_rn)?\s*\(", r"\(\s*__half\s*\)\s*[\w]", r"static_cast\s*<\s*(__half|half)\s*>", r"\.half\s*\(",
+        r"__file__", r"getsource", r"\.to\s*\(\s*torch\.float16",
+    ):  # fmt: skip
+        assert not re.search(pattern, code), pattern
+    assert "__global__" in code and "load_inline" in code and "threadIdx." in code
+    assert text.startswith("# SPDX-License-Identifier: MIT\n")
+
+
+def readme_blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+
+
+SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling\n"  # README's line for problem 34
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("problem", [40, 34])
+def test_runs_as_the_harness_runs_it(problem, grad):
+    """Reference and submission, as texts in one namespace; both models from the same seed."""
+    reference, appended, arguments, shape = {
+        40: (Model, "", ((4, 6, 8),), (2, 4, 6, 8)),
+        34: (Model34, "\n" + SUBMISSION_34, ARGUMENTS_34, (2, 32, 3, 4, 32)),
+    }[problem]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    header = "import torch\nimport torch.nn as nn\nbatch_size = 16\nbias = True\neps = 1e-5\nD, H, W = 16, 32, 32\nfeatures = 64\ndim1 = dim2 = 256\n"
+    text = inspect.getsource(reference).replace(reference.__name__, "Model")
+    namespace = {}
+    exec(compile(header + text, "<reference>", "exec"), namespace)
+    reserved = dict(namespace)
+    exec(compile(SOURCE.read_text() + appended, "<submission>", "exec"), namespace)
+    assert all(
+        namespace[name] is value for name, value in reserved.items() if name not in ("torch", "nn", "__builtins__")
+    )
+    models = []
+    for name in ("Model", "ModelNew"):
+        torch.manual_seed(42)
+        models.append(namespace[name](*arguments).to(device))
+    x = torch.rand(shape, device=device)
+    with torch.set_grad_enabled(grad):
+        expected, y = (model(x) for model in models)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+    assert y.requires_grad == grad
+    if problem == 34:  # what the line rebinds is used nowhere else
+        norm = namespace["replace_layer_norm"](nn.Sequential(nn.LayerNorm(8)))[0]
+        assert norm(torch.rand(3, 8)).shape == (3, 8)
+
+
+def test_the_code_in_the_readme():
+    use, submission = readme_blocks("python")
+    assert submission == SUBMISSION_34
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert "cuda" in use
+    namespace = {}
+    exec(use.replace("cuda", device), namespace)
+    x, weight, bias, model = (namespace[name] for name in ("x", "weight", "bias", "model"))
+    expected = nn.functional.gelu(nn.functional.layer_norm(x, (768,), weight, bias)) * 0.5
+    torch.testing.assert_close(namespace["y"], expected)
+    assert type(model[0]) is namespace["ModelNew"] and x.device.type == device

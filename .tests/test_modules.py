@@ -1,0 +1,297 @@
+"""ModelNew is nn.LayerNorm's twin, replace_layer_norm, and the rest of nn: hooks, tying, TorchScript, real models."""
+
+import copy
+import inspect
+import pickle
+import typing
+import warnings
+
+import pytest
+import torch
+from processes import package
+from reference import assert_no_worse, random_case, run_case
+from torch import nn
+
+import layernorm_inline
+from test_layernorm_inline import randomize
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [dict(normalized_shape=5), dict(normalized_shape=(3, 5)), dict(normalized_shape=[5], eps=1e-3),
+     dict(normalized_shape=5, elementwise_affine=False), dict(normalized_shape=5, bias=False),
+     dict(normalized_shape=torch.Size([5]), dtype=torch.float64), dict(normalized_shape=5, device="meta")],
+    ids=str,
+)  # fmt: skip
+def test_module_parity(backend, arguments):
+    if "bias" in arguments and "bias" not in nn.LayerNorm.__init__.__code__.co_varnames:
+        pytest.skip("this PyTorch's nn.LayerNorm has no bias argument")
+    theirs, ours = nn.LayerNorm(**arguments), backend.ModelNew(**arguments)
+    assert isinstance(ours, nn.LayerNorm)
+    assert repr(ours) == repr(theirs)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [p.dtype for p in ours.parameters()] == [p.dtype for p in theirs.parameters()]
+    if arguments.get("device") == "meta":
+        return
+    for p in theirs.parameters():
+        nn.init.normal_(p)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 5, dtype=arguments.get("dtype", torch.float32), device=backend.device)
+    theirs.to(backend.device)
+    for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        torch.testing.assert_close(module.to(backend.device)(x), theirs(x))
+    torch.testing.assert_close(ours.float()(x.float()), theirs.float()(x.float()))
+
+
+def test_replace_layer_norm(backend):
+    class Custom(nn.LayerNorm):
+        pass
+
+    ModelNew = backend.ModelNew
+
+    class Mine(ModelNew):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8), Mine(8))).to(
+        backend.device
+    )
+    calls = []
+    model[1].register_forward_hook(lambda *_: calls.append(1))
+    parameters, modules = list(model.parameters()), list(model.modules())
+    x = torch.randn(4, 8, device=backend.device)
+    expected = model(x)
+    with pytest.warns(UserWarning, match=r"left subclasses .*: test_modules\..*\.Custom \(1\)\.") as warned:
+        assert backend.replace_layer_norm(model) is model
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew, ModelNew, Custom, Mine]
+    assert all(a is b for a, b in zip(parameters, model.parameters()))
+    assert all(a is b for a, b in zip(modules, model.modules()))
+    torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
+    assert len(calls) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert type(backend.replace_layer_norm(nn.LayerNorm(3))) is ModelNew
+        assert type(backend.replace_layer_norm(Custom(3), types=Custom)) is ModelNew
+        backend.replace_layer_norm(model, types=(nn.LayerNorm, Custom))
+        assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew] * 3 + [Mine]
+        backend.replace_layer_norm(model)  # nothing is left to do
+        for types in ((nn.GroupNorm,), "LayerNorm", None, (cls for cls in [nn.LayerNorm])):
+            with pytest.raises(TypeError, match="types to be subclasses of nn.LayerNorm.* but got .*"):
+                backend.replace_layer_norm(model, types=types)
+        for wrong in (None, nn.LayerNorm):
+            with pytest.raises(TypeError, match=f"to be an nn.Module, but got {type(wrong).__name__}"):
+                backend.replace_layer_norm(wrong)
+        torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_replace_layer_norm_says_what_it_leaves(backend):
+    """Parametrized modules have a class of PyTorch's, which cannot be turned; accelerate sets forward on the module."""
+    parametrized, patched, x = (
+        nn.LayerNorm(3).to(backend.device),
+        nn.LayerNorm(3).to(backend.device),
+        torch.randn(2, 3, device=backend.device),
+    )
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    patched.forward = lambda x: 2 * type(patched).forward(patched, x)
+    for module, words in [
+        (parametrized, "before that\\): torch.*ParametrizedLayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(patched, nn.LayerNorm(3).to(backend.device)), "before that\\): torch.*LayerNorm \\(1\\)\\.$"),
+        (nn.Sequential(nn.Linear(3, 3)).to(backend.device), "found no nn.LayerNorm in Sequential"),
+    ]:
+        expected = module(x)
+        for types in (nn.LayerNorm, [nn.LayerNorm, type(parametrized)]):
+            with pytest.warns(UserWarning, match=words) as warned:
+                backend.replace_layer_norm(module, types)
+            assert len(warned) == 1 and "in types" not in str(warned[0].message)
+            torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_what_overrides_functions_is_asked(backend):
+    calls = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Duck:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return function, args[1], kwargs["scale"]
+
+    x, weight = torch.randn(2, 8, device=backend.device), torch.randn(8, device=backend.device)
+    expected = backend.layer_norm(x, (8,), weight)
+    with Mode():
+        assert torch.equal(backend.layer_norm(x, (8,), weight), expected)
+    assert calls[0] is backend.layer_norm
+    for arguments in ((Duck(), (8,)), (x, (8,), Duck()), (x, (8,), None, Duck())):
+        assert backend.layer_norm(*arguments, scale=2.0) == (backend.layer_norm, (8,), 2.0)
+    subclass = backend.layer_norm(x.as_subclass(type("Subclass", (torch.Tensor,), {})), (8,), weight)
+    assert type(subclass).__name__ == "Subclass" and torch.equal(subclass.as_subclass(torch.Tensor), expected)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
+def test_the_encoder_layer_of_pytorch(backend):
+    """In evaluation PyTorch's own path calls none of its modules, unless that is turned off."""
+    ModelNew = backend.ModelNew
+    encoder = backend.replace_layer_norm(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(backend.device)
+    )
+    calls = []
+    x, before = torch.randn(2, 3, 8, device=backend.device), torch.backends.mha.get_fastpath_enabled()
+    forward = ModelNew.forward
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(ModelNew, "forward", lambda norm, x: calls.append(1) or forward(norm, x))
+        for enabled, expected in ((True, 0), (False, 2)):
+            torch.backends.mha.set_fastpath_enabled(enabled)
+            try:
+                encoder(x)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(before)
+            assert len(calls) == expected
+
+
+def test_with_the_rest_of_nn(backend):
+    theirs = randomize(nn.LayerNorm(32).to(backend.device))
+    ours = backend.replace_layer_norm(copy.deepcopy(theirs))
+    x = torch.randn(4, 32, device=backend.device)
+    expected = theirs(x)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), expected)
+    torch.testing.assert_close(torch.func.functional_call(ours, dict(theirs.named_parameters()), (x,)), expected)
+    calls = []
+    for register in (ours.register_forward_hook, ours.register_forward_pre_hook, ours.register_full_backward_hook):
+        register(lambda *_: calls.append(1))
+    ours(x.clone().requires_grad_()).sum().backward()
+    assert len(calls) == 3
+
+    tied = nn.ModuleList([backend.ModelNew(32), backend.ModelNew(32)]).to(backend.device)
+    tied[1].weight = tied[0].weight
+    tied[1](tied[0](x)).square().sum().backward()
+    twice = [nn.functional.layer_norm, backend.layer_norm]
+    gradients = []
+    for function in twice:
+        w = tied[0].weight.detach().clone().requires_grad_()
+        function(function(x, (32,), w), (32,), w).square().sum().backward()
+        gradients.append(w.grad)
+    torch.testing.assert_close(tied[0].weight.grad, gradients[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    parametrized = copy.deepcopy(theirs)
+    parametrized.__class__ = backend.ModelNew
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", Double())
+    torch.testing.assert_close(parametrized(x) - theirs.bias, 2 * (expected - theirs.bias), atol=1e-5, rtol=1e-5)
+
+
+def test_torchscript_and_fx(backend):
+    theirs = randomize(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)))
+    ours = backend.replace_layer_norm(copy.deepcopy(theirs)).to(backend.device)
+    x = torch.randn(2, 8, device=backend.device, requires_grad=True)
+    expected = theirs.to(backend.device)(x)
+    graph = torch.fx.symbolic_trace(ours)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [backend.layer_norm] * 2
+    for module in (torch.jit.script(ours), torch.jit.trace(ours, x), graph, pickle.loads(pickle.dumps(graph))):
+        torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, theirs)))
+    torch.testing.assert_close(torch.jit.script(ours[1])(x), theirs[1](x))
+
+    layer_norm = backend.layer_norm
+
+    def function(x):  # of a name that it has from the other file
+        return layer_norm(x, (8,), activation="gelu")
+
+    graph = torch.fx.symbolic_trace(function)
+    assert [node.target for node in graph.graph.nodes][-2] is backend.layer_norm
+    for traced in (graph, torch.jit.trace(function, x), torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(traced(x), function(x))
+
+
+def test_meta_device_then_materialized(backend):
+    with torch.device("meta"):
+        module = backend.ModelNew(24)
+    assert module(torch.empty(3, 24, device="meta")).shape == (3, 24)
+    module = module.to_empty(device=backend.device)
+    module.reset_parameters()
+    x = torch.randn(3, 24, device=backend.device)
+    torch.testing.assert_close(module(x), nn.functional.layer_norm(x, (24,)))
+
+
+def hugging_face(name):
+    transformers = package("transformers")
+    small = dict(hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    ids = dict(input_ids=torch.randint(0, 1000, (2, 40)))
+    if name == "BERT":
+        return transformers.BertModel(transformers.BertConfig(**small)), ids
+    if name == "GPT-2":
+        return transformers.GPT2Model(transformers.GPT2Config(n_embd=96, n_layer=2, n_head=4)), ids
+    config = transformers.ViTConfig(**small, image_size=64)
+    return transformers.ViTModel(config), dict(pixel_values=torch.randn(2, 3, 64, 64))
+
+
+def torch_vision(name):
+    models = package("torchvision").models
+    make = models.convnext_tiny if name == "ConvNeXt" else models.swin_t
+    return make(num_classes=10), torch.randn(2, 3, 64, 64)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT", "ConvNeXt", "Swin"])
+def test_real_models(backend, name):
+    """Each gradient next to its own largest element, and to what PyTorch's float32 is off float64."""
+    torch.manual_seed(0)
+    model, inputs = (torch_vision if name in ("ConvNeXt", "Swin") else hugging_face)(name)
+    theirs = model.to(backend.device).eval()
+    ours, exact = backend.replace_layer_norm(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
+    replaced = sum(type(m) is backend.ModelNew for m in ours.modules())
+    # torchvision's ConvNeXt also has a subclass for channels first, which stays as it is.
+    assert replaced >= 2
+    results = []
+    for network in (exact, theirs, ours):
+        dtype = next(network.parameters()).dtype
+        if isinstance(inputs, dict):
+            given = {k: v.to(backend.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+            y = network(**given).last_hidden_state
+        else:
+            y = network(inputs.to(backend.device, dtype))
+        y.square().mean().backward()
+        results.append([("output", y.detach())] + [(k, p.grad) for k, p in network.named_parameters()])
+    for (key, right), (_, their), (_, mine) in zip(*results):
+        if right is None:
+            assert mine is None
+            continue
+        assert_no_worse(mine, their, right, factor=5, rounding=1e-5, name=key)
+
+
+def test_layer_norm_on_the_cpu():
+    x, weight, bias, dy = random_case(4, 6, torch.float64)
+    for ours, theirs in zip(
+        run_case(layernorm_inline.layer_norm, x, weight, bias, dy),
+        run_case(nn.functional.layer_norm, x, weight, bias, dy),
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_half_and_double_modules(backend):
+    module = backend.ModelNew(8)
+    assert module.double().weight.dtype == torch.float64
+    assert module.half().weight.dtype == torch.float16
+    x = torch.randn(2, 8, device=backend.device, dtype=torch.float16)
+    assert module.to(backend.device)(x).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        layernorm_inline.layer_norm,
+        layernorm_inline.ModelNew.forward,
+        layernorm_inline.replace_layer_norm,
+        layernorm_inline.ConvTranspose3dLayerNormGELUScaling.forward,
+    ],
+)
+def test_types_are_annotated(function):
+    hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+    assert {*hints} == {*parameters, "return"} - {"self"}

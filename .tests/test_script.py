@@ -1,0 +1,332 @@
+"""The companion fails where something is wrong: each thing that it verifies is broken on purpose, and the exit status is
+asked for. The scripts of .bench, README's commands, and that a test which hangs fails alone."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+import torch
+from processes import ROOT, environment_with, package, run
+from torch import nn
+
+import test_layernorm_inline as companion
+
+sys.path.append(str(ROOT / ".bench"))
+models, results, sweep = (importlib.import_module(name) for name in ("models", "results", "sweep"))
+
+
+def run_script(*arguments, script="test_layernorm_inline.py"):
+    environment = environment_with(CUDA_VISIBLE_DEVICES="")
+    return run([sys.executable, str(ROOT / script), *arguments], env=environment)
+
+
+# ---- Modules that are wrong ----
+
+
+class WrongOutput(companion.ModelNew):
+    def forward(self, x):
+        return super().forward(x) + 1e-4
+
+
+class WrongInTraining(companion.ModelNew):
+    def forward(self, x):
+        return super().forward(x) * (1 + 1e-3 * torch.is_grad_enabled())
+
+
+class Remembered(companion.ModelNew):
+    """Gives what it gave for the first input."""
+
+    def forward(self, x):
+        self.first = getattr(self, "first", super().forward(x))
+        return self.first.detach() + 0 * super().forward(x)
+
+
+class WithoutBias(companion.ModelNew):
+    def forward(self, x):
+        return super().forward(x) - self.bias
+
+
+class WithoutEps(companion.ModelNew):
+    """Right but for a row of equal numbers."""
+
+    def forward(self, x):
+        variance = x.var((1, 2), keepdim=True, unbiased=False)
+        return (x - x.mean((1, 2), keepdim=True)) / torch.sqrt(variance) * self.weight + self.bias
+
+
+class SmallNumbersOnly(companion.ModelNew):
+    def forward(self, x):
+        return super().forward(x.clamp(-1, 1))
+
+
+class NotWritten(companion.ModelNew):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cat([y.flatten()[:-1], y.new_full((1,), torch.nan)]).view_as(y)
+
+
+class AnotherDtype(companion.ModelNew):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class Scaled(torch.autograd.Function):
+    """Passes on its input, and a scaled gradient."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.001 * grad
+
+
+class WrongInputGradient(companion.ModelNew):
+    def forward(self, x):
+        return super().forward(Scaled.apply(x))
+
+
+class WrongWeightGradient(companion.ModelNew):
+    def forward(self, x):
+        return companion.layer_norm(x, self.normalized_shape, Scaled.apply(self.weight), self.bias, self.eps)
+
+
+class WrongBiasGradient(companion.ModelNew):
+    def forward(self, x):
+        return companion.layer_norm(x, self.normalized_shape, self.weight, Scaled.apply(self.bias), self.eps)
+
+
+class NoWeightGradient(companion.ModelNew):
+    def forward(self, x):
+        return companion.layer_norm(x, self.normalized_shape, self.weight.detach(), self.bias, self.eps)
+
+
+class AnotherName(companion.ModelNew):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.extra = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("wrong", [
+    WrongOutput, WrongInTraining, Remembered, WithoutBias, WithoutEps, SmallNumbersOnly, NotWritten, AnotherDtype,
+    WrongInputGradient, WrongWeightGradient, WrongBiasGradient, NoWeightGradient, AnotherName,
+])  # fmt: skip
+def test_what_is_wrong_fails(wrong, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(companion, "broken_driver", lambda: "")
+    monkeypatch.setattr(companion, "ModelNew", wrong)
+    assert companion.run(40) == 1
+    assert "FAILED: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name,wrong", [
+    ("layer_norm", lambda y: y * 1.001), ("conv_transpose", lambda y: y.roll(1, -1)), ("forward", lambda y: y + 1e-4),
+])  # fmt: skip
+def test_what_is_wrong_in_problem_34_fails(name, wrong, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(companion, "broken_driver", lambda: "")
+
+    class Wrong(companion.ConvTranspose3dLayerNormGELUScaling):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if name != "forward":
+                getattr(self, name).register_forward_hook(lambda module, x, y: wrong(y))
+
+        def forward(self, x):
+            return wrong(super().forward(x)) if name == "forward" else super().forward(x)
+
+    monkeypatch.setattr(companion, "ConvTranspose3dLayerNormGELUScaling", Wrong)
+    assert companion.run(34) == 1
+    assert "FAILED: " in capsys.readouterr().out
+
+
+# ---- Times ----
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The companion as with a GPU, on the CPU, with these times (ms)."""
+    times = {
+        "original": 8.0,
+        "new": 0.5,
+        "copy": 0.25,
+        "default": 1.0,
+        "max-autotune-no-cudagraphs": 0.75,
+        "compile": 2.0,
+    }
+    small = list(companion.settings_40("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(companion, "settings_40", lambda device: small)
+    monkeypatch.setattr(companion, "versions", lambda: "a GPU")
+    monkeypatch.setattr(companion, "milliseconds", lambda runs, **_: {name: times[name] for name in runs})
+    return times
+
+
+def test_what_is_printed(timed, capsys, tmp_path):
+    assert companion.run(40, str(tmp_path / "times.json")) == 0
+    out = capsys.readouterr().out
+    assert "verified: 6 inputs, output and 3 gradients, largest difference " in out
+    assert "Original time: 8.00 ms, New time: 0.500 ms, Speedup: 16.00x" in out
+    assert "torch.compile (max-autotune-no-cudagraphs): 0.750 ms, New is 1.50x as fast" in out
+    assert "Copy floor: 0.312 ms, New / floor: 0.62 of copy speed\na GPU\n" in out
+    (result,) = json.loads((tmp_path / "times.json").read_text())["results"]
+    assert result["forward"]["new"] == 0.5 and result["training"]["compile"] == 2.0
+
+
+def test_a_speedup_that_is_too_small_fails(timed, capsys):
+    timed["new"] = timed["original"] / 1.1
+    assert companion.run(40) == 1
+    assert "FAILED: the speedup is under 1.2x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("problem", [40, 34])
+def test_times_on_a_gpu(backend, problem, monkeypatch, capsys):
+    small = dict(BATCH_SIZE=2, DIM1=64, DIM2=64, INPUT_34=(2, 32, 2, 4, 32), MINIMUM_SPEEDUP=0.0)
+    for name, value in small.items():
+        monkeypatch.setattr(companion, name, value)
+    assert companion.run(problem) == 0
+    out = capsys.readouterr().out
+    assert out.count("Speedup: ") == (2 if problem == 40 else 8) and "FAILED" not in out
+    assert torch.cuda.get_device_name() in out
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_the_clock(backend):
+    """Twice as much work takes about twice as long, whichever is first."""
+    x = torch.ones(64 << 20, device="cuda")
+    times = companion.milliseconds({"two": lambda: (x.add_(1), x.add_(1)), "one": lambda: x.add_(1)})
+    assert 1.5 < times["two"] / times["one"] < 2.5
+
+
+# ---- Without a GPU ----
+
+
+@pytest.mark.parametrize("arguments", [[], ["--problem", "34"]])
+def test_the_script_without_a_gpu(arguments):
+    done = run_script(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Nothing was timed") and "verified: 6 inputs" in done.stdout
+
+
+@pytest.mark.parametrize("message,status", [
+    ("Found no NVIDIA driver on your system.", 0), ("No CUDA GPUs are available", 0),
+    ("The NVIDIA driver on your system is too old", 1), ("CUDA unknown error - this may be due to", 1),
+])  # fmt: skip
+def test_a_driver_that_does_not_work(message, status, monkeypatch, capsys):
+    def init():
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert companion.run(40) == status
+    out = capsys.readouterr().out
+    assert out.startswith("Nothing was timed" if status == 0 else f"FAILED: the GPU cannot be used: {message}")
+
+
+@pytest.mark.parametrize("script", [".bench/sweep.py", ".bench/models.py"])
+def test_where_only_a_gpu_will_do(script):
+    done = run_script(script=script)
+    assert done.returncode == 1 and done.stdout.startswith("Nothing was timed"), done.stderr
+
+
+@pytest.mark.parametrize("script,arguments,words", [
+    ("test_layernorm_inline.py", ["--json", "no/such/folder/times.json"], "cannot write to no/such/folder/times.json"),
+    ("test_layernorm_inline.py", ["--json", str(ROOT)], "cannot write to"),
+    (".bench/sweep.py", ["--plot", "no/such/folder/picture.png"], "cannot write to no/such/folder/picture.png"),
+    (".bench/models.py", ["no such model"], "no name contains 'no such model'"),
+])  # fmt: skip
+def test_a_script_refuses_at_once(script, arguments, words):
+    done = run_script(*arguments, script=script)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+# ---- .bench ----
+
+TABLE = [
+    dict(what=what, rows=2**26 // cols, cols=cols, dtype=dtype, floor=1.0, eager=4.0, compile=2.0, ours=1.1)
+    for what in ("forward", "backward") for dtype in ("fp32", "bf16") for cols in (64, 1024)
+]  # fmt: skip
+
+
+def test_plot_of_a_table(tmp_path, monkeypatch):
+    package("matplotlib")
+    monkeypatch.setattr(sweep, "versions", lambda: "a GPU")
+    sweep.plot(TABLE, str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_are_written(tmp_path, monkeypatch):
+    """A section is replaced where it was; the others stay."""
+    monkeypatch.setattr(sweep, "versions", lambda: "a GPU")
+    file = tmp_path / "RESULTS.md"
+    for heading, text in (
+        ("Sweep", "former"),
+        ("Models", "kept"),
+        ("Sweep", sweep.as_markdown(TABLE, ["Host: 1 us."])),
+    ):
+        results.write_section(heading, text, file)
+    text = file.read_text()
+    assert re.findall(r"^## (\w+)", text, re.M) == ["Sweep", "Models"]
+    assert "former" not in text and "kept" in text and "Host: 1 us." in text
+    assert "| forward | 65536 x 1024 | fp32 | 1.0000 | 0.250 | 0.500 | 0.909 |" in text
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_the_sweep_on_a_gpu(backend, monkeypatch, tmp_path, capsys):
+    for name, dtypes in {"FORWARD": "fp32 bf16", "MISALIGNED": "bf16", "BACKWARD": "fp32", "GELU": "fp16"}.items():
+        monkeypatch.setattr(sweep, name, [(64, 256, dtypes)])
+    monkeypatch.setattr(results, "FILE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results.write_section, "__defaults__", (tmp_path / "RESULTS.md",))
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--json", str(tmp_path / "table.json")])
+    assert sweep.main() == 0
+    assert len(re.findall(r"64 x 256 ", capsys.readouterr().out)) == 6
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert len(rows) == 6 and all(row[k] > 0 for row in rows for k in ("floor", "eager", "compile", "ours"))
+    assert (tmp_path / "RESULTS.md").read_text().count("| 64 x 256 |") == 6
+
+
+def test_row_of_a_real_model(backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(
+        models, "milliseconds", lambda steps, **_: {name: step() or 1.0 for name, step in steps.items()}
+    )
+    assert models.model_row(lambda: models.pair_stack(6, backend.device))[:2] == (14, 14)
+
+
+# ---- README, and how tests run ----
+
+
+def test_the_commands_of_the_readme_are_there():
+    text = (ROOT / "README.md").read_text() + (ROOT / ".tests" / "README.md").read_text()
+    for script, option in re.findall(r"python (\S+\.py)(?:\s+(--[a-z-]+))?", text):
+        assert (ROOT / script).exists(), script
+        assert not option or option in run_script("--help", script=script).stdout, (script, option)
+    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", text))
+    tests = "".join(path.read_text() for path in (ROOT / ".tests").glob("*.py"))
+    assert all(
+        f"def {name}" in tests or (ROOT / ".tests" / f"{name}.py").exists()
+        for name in named - {"test_layernorm_inline"}
+    )
+
+
+def test_a_test_that_hangs_fails_alone(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import time\nfrom conftest import terminal, time_limit\n"
+        "def test_hangs():\n    time.sleep(600)\ndef test_goes_on():\n    pass\n"
+    )
+    environment = environment_with(TEST_TIME_LIMIT="2", PYTHONPATH=f"{ROOT / '.tests'}:{ROOT}")
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"], cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout and "more than 2 s" in done.stdout, done.stdout
+
+
+def test_the_companion_is_short():
+    """A user reads it."""
+    assert (ROOT / "test_layernorm_inline.py").read_text().count("\n") <= 450
