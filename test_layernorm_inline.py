@@ -2264,6 +2264,8 @@ def assert_problem_34(reference, ours, x, grad):
         assert mine.dtype == theirs.dtype == x.dtype
         error, allowed = ((t.double() - exact).abs().max().item() for t in (mine, theirs))
         scale = max(exact.abs().max().item(), 1)
+        if not x.is_cuda and not allowed < 0.1 * scale:  # 2.6: the gradient of a bfloat16 weight
+            pytest.skip("this PyTorch's own convolution is wrong on the CPU")
         if exact.abs().max() < 1e-6:
             allowed *= 4  # the gradient of the convolution's bias: nothing but rounding
         rounding = max(4 * torch.finfo(torch.float32).eps, 0.5 * torch.finfo(x.dtype).eps) * scale
@@ -2406,10 +2408,11 @@ def test_problem_34_opcheck():
     x = torch.randn(2, 32, 2, 3, 32, device="cuda", requires_grad=True)
     conv, norm = ours.conv_transpose, ours.layer_norm
     arguments = (x, conv.weight, conv.bias, norm.weight, norm.bias, 1e-5, 0.5)
+    newer = "atol" in inspect.signature(torch.library.opcheck).parameters  # than 2.6
     with convolutions_in_tf32(False):
         torch.library.opcheck(
             layernorm_inline._ops.conv_transpose3d_layer_norm_gelu.default, arguments,
-            atol=1e-3, rtol=1e-3,
+            **(dict(atol=1e-3, rtol=1e-3) if newer else {}),
         )  # fmt: skip
 
 
