@@ -26,11 +26,11 @@ def shapes(gpu):
     """(rows, cols), most of them for one room, from the number of SMs and, for kernels whose blocks wait for one
     another, from what an SM holds."""
     s = gpu.sms
-    many, some, most_shared = 16 * s + 9, s + s // 3 + 1, 15 * s + 1
+    lots, many, some, most_shared = 300 * s + 9, 16 * s + 9, s + s // 3 + 1, 15 * s + 1
     long, longer, longest = 1984 * s, 16668 * s, 31776 * s
-    yield from ((7, 1), (19, 33), (5, 100), (40, 256), (5, 2041), (3, 2051), (9, 2560), (3, 4099), (9, 4096))
-    yield from ((many, 9), (many, 64), (many, 65), (many, 255), (many, 768), (many, 1536), (many, 1999))
-    yield from ((some, 6001), (some, 6145), (5, 8192), (some, 8192), (9, 9001), (2 * many, 41))
+    yield from ((7, 1), (19, 33), (5, 100), (5, 1000), (40, 256), (5, 2041), (3, 2051), (9, 2560), (3, 4099), (9, 4096))
+    yield from ((many, 9), (lots, 64), (lots, 65), (many, 255), (many, 768), (many, 1536), (many, 1999))
+    yield from ((some, 6001), (5, 7001), (5, 13001), (some, 6145), (5, 8192), (some, 8192), (9, 9001), (2 * many, 41))
     yield from ((some, 9000), (most_shared, 9000), (most_shared, 12288), (some, 16392), (most_shared, 16392))
     yield from ((5, 8200), (5, 12288), (3, 16392), (3, 20001), (3, 20008), (some, 24576), (2 * some, 20008), (3, 65536))
     yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 7936 * s))
