@@ -26,11 +26,12 @@ def shapes(gpu):
     """(rows, cols), most of them for one room, from the number of SMs and, for kernels whose blocks wait for one
     another, from what an SM holds."""
     s = gpu.sms
-    lots, many, some, most_shared = 300 * s + 9, 16 * s + 9, s + s // 3 + 1, 15 * s + 1
+    some, most_shared = s + s // 3 + 1, 15 * s + 1
     long, longer, longest = 1984 * s, 16668 * s, 31776 * s
-    yield from ((7, 1), (19, 33), (5, 100), (5, 1000), (40, 256), (5, 2041), (3, 2051), (9, 2560), (3, 4099), (9, 4096))
-    yield from ((many, 9), (lots, 64), (lots, 65), (many, 255), (many, 768), (many, 1536), (many, 1999))
-    yield from ((some, 6001), (5, 7001), (5, 13001), (some, 6145), (5, 8192), (some, 8192), (9, 9001), (2 * many, 41))
+    yield from ((7, 1), (19, 33), (5, 100), (40, 256), (5, 2041), (3, 2051), (9, 2560), (3, 4099), (9, 4096))
+    for cols in (9, 41, 64, 65, 255, 768, 1536, 1999, 2560, 4096):  # more loads of 16 bytes than SMs have threads
+        yield 16384 * s // cols + 9, cols
+    yield from ((some, 6001), (some, 6145), (5, 8192), (some, 8192), (9, 9001), (9, 768), (2 * s, 7001), (4 * s, 13001))
     yield from ((some, 9000), (most_shared, 9000), (most_shared, 12288), (some, 16392), (most_shared, 16392))
     yield from ((5, 8200), (5, 12288), (3, 16392), (3, 20001), (3, 20008), (some, 24576), (2 * some, 20008), (3, 65536))
     yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 7936 * s))
@@ -90,10 +91,10 @@ class Case(typing.NamedTuple):
 
 
 def has_pipeline(case, tensors):
-    """Whether the pipeline takes rows of this length: slices of which three stages fit a block, beside 3 KB, one for
-    each SM. (No shape of the table is so near the longest one that the 3 KB decide.)"""
-    gpu = case.gpu
-    stage = (gpu.shared_bytes - (3 << 10)) // (3 * tensors) - LINE_BYTES
+    """Whether the pipeline takes rows of this length: slices of which three stages fit a block, beside what it keeps,
+    one for each SM. (No shape of the table is so near the longest one that a KB decides.)"""
+    gpu, kept = case.gpu, (6 if tensors == 1 else 3) << 10
+    stage = (gpu.shared_bytes - kept) // (3 * tensors) - LINE_BYTES
     slice_ = min(SLICE, stage // TYPES[case.dtype].itemsize)
     return gpu.code >= 80 and not gpu.refuses and case.cols <= slice_ * min(gpu.sms, 160)
 
