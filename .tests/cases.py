@@ -34,7 +34,7 @@ def shapes(gpu):
     yield from ((some, 6001), (some, 6145), (5, 8192), (some, 8192), (9, 9001), (9, 768), (2 * s, 7001), (4 * s, 13001))
     yield from ((some, 9000), (most_shared, 9000), (most_shared, 12288), (some, 16392), (most_shared, 16392))
     yield from ((5, 8200), (5, 12288), (3, 16392), (3, 20001), (3, 20008), (some, 24576), (2 * some, 20008), (3, 65536))
-    yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 7936 * s))
+    yield from ((5, long), (2, 4 * long - 1), (3, long + 1), (1, 7680 * s))
     yield from ((4, longer), (5, longest), (9, longer), (3, longest), (2, 9088 * s), (2, 9088 * s + 1), (3, 6000))
 
 
