@@ -306,7 +306,7 @@ def test_the_commands_of_the_readme_are_there():
     text = (ROOT / "README.md").read_text() + (ROOT / ".tests" / "README.md").read_text()
     for script, option in re.findall(r"python (\S+\.py)(?:\s+(--[a-z-]+))?", text):
         assert (ROOT / script).exists(), script
-        assert not option or option in run_script("--help", script=script).stdout, (script, option)
+        assert option in (ROOT / script).read_text(), (script, option)
     named = set(re.findall(r"`(test_\w+)(?:\.py)?`", text))
     tests = "".join(path.read_text() for path in (ROOT / ".tests").glob("*.py"))
     assert all(
