@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant("Python: convolution of any stride and padding", "and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))", "", "one_kernel"),
     Mutant("Python: convolution of any dilation and groups", "and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))", "", "one_kernel"),
     Mutant("convolution: TF32 without cuDNN", "at::globalContext().userEnabledCuDNN() &&", "", "setting_of_convolutions"),
-    Mutant("Python: hooks left out", 'getattr(module, f"_{hooks}") or', "", "one_kernel or with_hooks"),
+    Mutant("Python: hooks left out", 'getattr(module, f"_{hooks}") or', "", "with_hooks"),
     Mutant("Python: global hooks left out", 'or getattr(nn.modules.module, f"_global_{hooks}")', "", "with_hooks"),
     Mutant("Python: patched forwards left out", "and module.forward == _FORWARDS[cls].__get__(module)", "", "with_hooks"),
 ]  # fmt: skip
