@@ -750,6 +750,12 @@ using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
+// Not PyTorch's operator<<, which crashes in 2.11.
+std::string text(SymIntArrayRef sizes) {
+  const auto ints = c10::asIntArrayRefSlowOpt(sizes);
+  return ints.has_value() ? c10::str(*ints) : "[symbolic sizes]";
+}
+
 // ---- Checks: nn.LayerNorm's exception types, with what was given and what was expected ----
 
 void check_device(const char* name, const Tensor& t, const Tensor& input) {
@@ -759,8 +765,8 @@ void check_device(const char* name, const Tensor& t, const Tensor& input) {
 
 void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype,
                   const Tensor& input) {
-  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", sizes, ", but got ",
-              t.sym_sizes());
+  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
+              text(t.sym_sizes()));
   TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ",
               t.scalar_type());
   check_device(name, t, input);
@@ -769,8 +775,8 @@ void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::S
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
   TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ", affine->sym_sizes(),
-              " and normalized_shape = ", shape);
+              " to be of same shape as normalized_shape, but got ", name, " of shape ",
+              text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
   check_device(name, *affine, input);
   const auto dtype = affine->scalar_type();
   TORCH_CHECK(dtype == input.scalar_type() || dtype == at::kFloat, "Expected ", name,
@@ -798,8 +804,8 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
               "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
-              "Given normalized_shape=", shape, ", expected input with shape [*, ", c10::str(shape).substr(1),
-              ", but got input of size ", sizes);
+              "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
+              text(shape).substr(1), ", but got input of size ", text(sizes));
   check_dtype(input);
   check_affine(weight, bias, input, shape);
 }
@@ -976,7 +982,7 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
 void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
-              "Expected input of shape [*, 32, *, *, 32], but got ", input.sym_sizes());
+              "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
   const auto dtype = input.scalar_type();
   check_dtype(input);
   check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);

@@ -159,7 +159,7 @@ def poison(like):
 def training_step(model, x, seed):
     """Output, and the gradients of the input and of all parameters; the seed is that of the gradient of the output."""
     x = x.detach().requires_grad_()
-    y = model(x)
+    y = model(x.to(next(model.parameters()).dtype)).to(x.dtype)
     torch.manual_seed(seed)
     y.backward(torch.randn_like(y))
     gradients = {"the input": x.grad, **{name.split("ln.")[-1]: p.grad for name, p in model.named_parameters()}}
@@ -175,9 +175,7 @@ def compare_outputs(setting, what, output, expected):
         raise Failed(f"{what}: output is {output.dtype} {tuple(output.shape)}, not as the original's")
     difference = (output.double() - expected.double()).abs().max().item()
     if not torch.allclose(output, expected, atol=setting.atol, rtol=setting.rtol):
-        raise Failed(
-            f"{what}: the new model differs from the original by up to {difference:.2e}; atol is {setting.atol:.0e}"
-        )
+        raise Failed(f"{what}: the output differs by up to {difference:.2e}; atol is {setting.atol:.0e}")
     return difference
 
 
@@ -185,9 +183,11 @@ def verify(setting):
     """Raises Failed unless, for six inputs, the new model gives the original's output (allclose), without gradients and
     in training mode, and its gradients of the input and of each parameter (next to their largest element). Outputs and
     gradients are written to memory full of NaN. Returns a line that says so."""
-    largest, largest_gradient, count = 0.0, 0.0, 0
-    for what, x in trials(setting):
-        expected, right = training_step(setting.original, x, seed=count)
+    largest, largest_gradient = 0.0, 0.0
+    for count, (what, x) in enumerate(trials(setting)):
+        # In float32 nn.LayerNorm itself is off by up to 5e-5 where 5 is added: problem 40's original runs in float64.
+        exact = setting.original.double() if isinstance(setting.original, Model) else setting.original
+        expected, right = training_step(exact, x, seed=count)
         with torch.no_grad():
             poison(expected)
             largest = max(largest, compare_outputs(setting, what, setting.new(x), expected))
@@ -205,9 +205,9 @@ def verify(setting):
                     f"{setting.gradient:.0e} is allowed"
                 )
             largest_gradient = max(largest_gradient, off)
-        count += 1
+    setting.original.to(setting.x)
     return (
-        f"verified: {count} inputs, output and {len(right)} gradients, largest difference {largest:.1e}"
+        f"verified: {count + 1} inputs, output and {len(right)} gradients, largest difference {largest:.1e}"
         f" (of a gradient: {largest_gradient:.1e} of its largest element)"
     )
 
