@@ -750,10 +750,13 @@ using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// Not PyTorch's operator<<, which crashes in 2.11.
+// Not PyTorch's operator<<, with which a message crashes in 2.11.
 std::string text(SymIntArrayRef sizes) {
   const auto ints = c10::asIntArrayRefSlowOpt(sizes);
-  return ints.has_value() ? c10::str(*ints) : "[symbolic sizes]";
+  if (!ints.has_value()) return "[symbolic sizes]";
+  std::string list;
+  for (const int64_t size : *ints) list += (list.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + list + "]";
 }
 
 // ---- Checks: nn.LayerNorm's exception types, with what was given and what was expected ----
