@@ -291,7 +291,8 @@ def _is_plain(module, cls):
     """Whether a call of it is cls's forward and nothing else: no subclass, no hooks, nothing patched."""
     return (
         type(module) is cls
-        and module.forward == _FORWARDS[cls].__get__(module)
+        and "forward" not in vars(module)
+        and cls.forward is _FORWARDS[cls]
         and not any(getattr(module, f"_{hooks}") or getattr(nn.modules.module, f"_global_{hooks}") for hooks in _HOOKS)
     )
 
