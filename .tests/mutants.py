@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant("convolution: TF32 without cuDNN", "at::globalContext().userEnabledCuDNN() &&", "", "setting_of_convolutions"),
     Mutant("Python: hooks left out", 'getattr(module, f"_{hooks}") or', "", "fused_conditions or with_hooks"),
     Mutant("Python: global hooks left out", 'or getattr(nn.modules.module, f"_global_{hooks}")', "", "with_hooks"),
-    Mutant("Python: patched forwards left out", "and module.forward == _FORWARDS[cls].__get__(module)", "", "with_hooks"),
+    Mutant("Python: patched forwards left out", 'and "forward" not in vars(module) and cls.forward is _FORWARDS[cls]', "", "with_hooks"),
     # ---- What the suite once let pass ----
     Mutant("composed formula: eps of 1e-5", ".mean(dims, true) + eps).rsqrt();", ".mean(dims, true) + 1e-5).rsqrt();", "second_derivatives or third_derivatives or functional_transforms or forward_mode"),
     Mutant("vmap with weights of its own: eps of 1e-5", "xhat = _layer_norm_op(x, normalized_shape, None, None, eps)", "xhat = _layer_norm_op(x, normalized_shape, None, None, 1e-5)", "vmap"),
