@@ -320,7 +320,7 @@ def test_a_test_that_hangs_fails_alone(tmp_path):
         "import time\nfrom conftest import terminal, time_limit\n"
         "def test_hangs():\n    time.sleep(600)\ndef test_goes_on():\n    pass\n"
     )
-    environment = environment_with(TEST_TIME_LIMIT="2", PYTHONPATH=f"{ROOT / '.tests'}:{ROOT}")
+    environment = environment_with(TEST_TIME_LIMIT="2", PYTEST_ADDOPTS="", PYTHONPATH=f"{ROOT / '.tests'}:{ROOT}")
     done = run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"], cwd=tmp_path, env=environment
     )
