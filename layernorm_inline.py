@@ -633,12 +633,12 @@ _INTERFACE = r"""
 // The extension's name carries a hash of its sources: two versions live in one process.
 namespace TORCH_EXTENSION_NAME {
 
-enum class DType { Float32, Float16, BFloat16, Float64 };
+enum class DType { Float32, Float16, BFloat16 };
 enum class Activation { None, Gelu, GeluTanh };
 
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
-// mean and rstd are float32, and float64 for float64 input. A null pointer is a tensor
-// that is absent (weight, bias) or not wanted (mean, rstd, gradients).
+// mean and rstd are float32. A null pointer is a tensor that is absent (weight, bias) or
+// not wanted (mean, rstd, gradients).
 struct Forward {
   const void* input;   // (rows, cols) of dtype
   const void* weight;  // (cols) of dtype, or float32 where affine_float32
@@ -1473,10 +1473,7 @@ namespace TORCH_EXTENSION_NAME {
 namespace {
 
 // ---- Elements: packs of them, loads and stores, conversions ----
-// Memory is read and written 16 bytes at a time, as a Pack of V elements of type T; arithmetic is in Acc<T>.
-
-template <typename T>
-using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+// Memory is read and written 16 bytes at a time, as a Pack of V elements of type T; arithmetic is in float.
 
 // Two 16-bit elements share a register: packing them one by one would be half of all instructions.
 template <typename T, int V>
@@ -1487,12 +1484,10 @@ struct alignas(sizeof(T) * V) Pack {
 };
 
 __device__ inline float widen(float x) { return x; }
-__device__ inline double widen(double x) { return x; }
 __device__ inline float widen(__half x) { return __half2float(x); }
 __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 __device__ inline void narrow(float x, float& y) { y = x; }
-__device__ inline void narrow(double x, double& y) { y = x; }
 __device__ inline void narrow(float x, __half& y) { y = __low2half(__floats2half2_rn(x, x)); }
 __device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 
@@ -1599,7 +1594,7 @@ __device__ uint32_t narrow_pair(float x, float y) {
 }
 
 template <typename T, int V>
-__device__ void unpack(const Pack<T, V>& pack, Acc<T> (&x)[V]) {
+__device__ void unpack(const Pack<T, V>& pack, float (&x)[V]) {
   if constexpr (Pack<T, V>::kPairs) {
 #pragma unroll
     for (int v = 0; v < V; v += 2) {
@@ -1613,7 +1608,7 @@ __device__ void unpack(const Pack<T, V>& pack, Acc<T> (&x)[V]) {
 }
 
 template <typename T, int V>
-__device__ Pack<T, V> packed(const Acc<T> (&x)[V]) {
+__device__ Pack<T, V> packed(const float (&x)[V]) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
 #pragma unroll
@@ -1627,7 +1622,7 @@ __device__ Pack<T, V> packed(const Acc<T> (&x)[V]) {
 
 // EVICT_FIRST: the first to leave L2, as nobody reads it again before it would leave.
 template <typename T, int V, bool EVICT_FIRST = false>
-__device__ void store(T* p, const Acc<T> (&x)[V]) {
+__device__ void store(T* p, const float (&x)[V]) {
   const Pack<T, V> pack = packed<T>(x);
   if constexpr (EVICT_FIRST && sizeof(pack) == 16) {
     uint4 bits;
@@ -1640,8 +1635,8 @@ __device__ void store(T* p, const Acc<T> (&x)[V]) {
 
 // weight[col .. col + V) or bias[...]; `absent` where the tensor is null.
 template <typename T, int V>
-__device__ void load_affine(Acc<T> (&w)[V], const void* affine, bool affine_float32, int64_t col,
-                            Acc<T> absent) {
+__device__ void load_affine(float (&w)[V], const void* affine, bool affine_float32, int64_t col,
+                            float absent) {
   if (affine == nullptr) {
 #pragma unroll
     for (int v = 0; v < V; ++v) w[v] = absent;
@@ -1672,18 +1667,18 @@ __device__ void store_sums(A* p, const A (&x)[V]) {
 }
 
 template <typename T, int V>
-__device__ void store_affine(void* affine, bool affine_float32, int64_t col, const Acc<T> (&x)[V]) {
+__device__ void store_affine(void* affine, bool affine_float32, int64_t col, const float (&x)[V]) {
   if (affine == nullptr) return;
   if (sizeof(T) == 2 && affine_float32) {
-    store_sums(static_cast<Acc<T>*>(affine) + col, x);
+    store_sums(static_cast<float*>(affine) + col, x);
   } else {
     store<T, V>(static_cast<T*>(affine) + col, x);
   }
 }
 
 template <typename T, int V>
-__device__ void store_gradients(const Backward& call, int64_t col, const Acc<T> (&grad_weight)[V],
-                                const Acc<T> (&grad_bias)[V]) {
+__device__ void store_gradients(const Backward& call, int64_t col, const float (&grad_weight)[V],
+                                const float (&grad_bias)[V]) {
   store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight);
   store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
 }
@@ -1717,8 +1712,8 @@ LAYERNORM_ELEMENTWISE(-)
 LAYERNORM_ELEMENTWISE(*)
 
 template <typename T, int V>
-__device__ Vec<Acc<T>, V> widened(const Pack<T, V>& pack) {
-  Vec<Acc<T>, V> x;
+__device__ Vec<float, V> widened(const Pack<T, V>& pack) {
+  Vec<float, V> x;
   unpack(pack, x.at);
   return x;
 }
@@ -1794,7 +1789,7 @@ __device__ void with_same_dtype(const Forward& call, F f) {
 
 // weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
 template <typename T, int V, bool SHIFTED, bool USUAL>
-__device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const Forward& call, int col,
+__device__ void load_affine_pair(float (&weight)[V], float (&bias)[V], const Forward& call, int col,
                                  int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
   if constexpr (USUAL && SHIFTED && V > 1) {
@@ -1817,7 +1812,7 @@ __device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const F
     constexpr int F = SHIFTED ? 1 : V;
 #pragma unroll
     for (int v = 0; v < V; v += F) {
-      Acc<T> part[F];
+      float part[F];
       load_affine<T, F>(part, call.weight, call.affine_float32, col + v, 1);
 #pragma unroll
       for (int f = 0; f < F; ++f) weight[v + f] = part[f];
@@ -1830,20 +1825,18 @@ __device__ void load_affine_pair(Acc<T> (&weight)[V], Acc<T> (&bias)[V], const F
 
 // ---- Elements: arithmetic ----
 
-// Fast for float, within 2 units in the last place. Calls for double, which inlined are 5% of compile time.
+// Fast, within 2 units in the last place.
 __device__ inline float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __noinline__ double fast_exp2(double x) { return exp2(x); }
 
 __device__ inline float fast_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __noinline__ double fast_reciprocal(double x) { return 1 / x; }
 
 // 1 / sqrt(x), for one thread a row: rsqrtf (off by up to 2 units in the last place) and a step of Newton's,
 // with both parts of x * near.
@@ -1852,12 +1845,10 @@ __device__ inline float inverse_root(float x) {
   const float better = fmaf(0.5f * near, fmaf(-high, near, 1) - low * near, near);
   return isnan(better) ? near : better;  // x was 0 or infinity
 }
-__device__ inline double inverse_root(double x) { return rsqrt(x); }
 
 // A product rounded by itself. Fused into a later subtraction it would keep digits that the sum of such
 // products has lost: grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 """
 
 _STATISTICS = r"""
@@ -1902,7 +1893,7 @@ __device__ bool sum_is_rounded(int cols) {
   return sizeof(T) == 2 && MOST > kExact && cols > kExact;
 }
 
-// Distances from a mean: the sum of their squares and, for float32 and double, their own sum, which tells how
+// Distances from a mean: the sum of their squares and, for float32, their own sum, which tells how
 // far off rounding put the mean.
 template <typename A>
 struct Distances {
@@ -1992,10 +1983,8 @@ __device__ A normalized(A x, const RowStats<A>& row) {
 // ---- Statistics: between lanes of a warp ----
 
 __device__ inline float combine(float a, float b) { return a + b; }
-__device__ inline double combine(double a, double b) { return a + b; }
 
 __device__ inline float exchange(float x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
-__device__ inline double exchange(double x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
 template <typename A>
 __device__ Distances<A> exchange(const Distances<A>& x, int offset) {
   return {exchange(x.squares, offset), exchange(x.sum, offset)};
@@ -2167,7 +2156,6 @@ __device__ inline float normal_tail(float t) {
                             -0.000275404571f, -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f,
                             -1.15110636f, -0.99999994f);
 }
-__device__ __noinline__ double normal_tail(double t) { return 0.5 * erfc(t * 0.7071067811865476); }
 
 // For gradients of 16 bits and after a convolution in TF32: within 8e-6 of the tail.
 [[maybe_unused]] __device__ inline float normal_tail_5_digits(float t) {
@@ -2198,10 +2186,8 @@ template <typename T, typename A>
 __device__ A gelu(A z) {
   if constexpr (sizeof(T) == 2) {
     return gelu_of_tail(z, normal_tail_16_bits(fabsf(z)));
-  } else if constexpr (sizeof(T) == 4) {
-    return gelu_of_tail(z, normal_tail(fabsf(z)));
   } else {
-    return z * mirrored(z, normal_tail(abs(z)));
+    return gelu_of_tail(z, normal_tail(fabsf(z)));
   }
 }
 
@@ -2224,7 +2210,7 @@ __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
 }
 
 template <typename T, bool FUSED, int V>
-__device__ void apply_epilogue(Acc<T> (&z)[V], const Epilogue<Acc<T>>& epilogue) {
+__device__ void apply_epilogue(float (&z)[V], const Epilogue<float>& epilogue) {
   if constexpr (FUSED) {
     if (epilogue.activation == Activation::Gelu) {
 #pragma unroll
@@ -2256,12 +2242,10 @@ __device__ A gelu_derivative_below(A t) {
   if constexpr (sizeof(T) == 2) {
     return density_times_polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
                                     -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f);
-  } else if constexpr (sizeof(T) == 4) {
+  } else {
     return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
                                     -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
                                     -0.13280578f, 0.249972567f, -0.797882855f, 0.49999997f);
-  } else {
-    return normal_tail(t) - A(0.3989422804014327) * t * fast_exp2(A(-0.7213475204444817) * t * t);
   }
 }
 
@@ -2282,14 +2266,13 @@ __device__ A gelu_tanh_derivative(A z) {
 
 // Turns grad_output, the gradient of scale * activation(z), into that of z = xhat * weight + bias, rounded to
 // input's dtype as PyTorch's operations would. A kernel of its own doubled the time (float32 rows of 64,
-// backward: 205 us -> 418). Double's kernels, one for both cases, return here without an epilogue.
+// backward: 205 us -> 418).
 template <typename T, int V>
-__device__ void apply_derivative(Pack<T, V>& grad_output, const Acc<T> (&xhat)[V], const Acc<T> (&weight)[V],
-                                 const Acc<T> (&bias)[V], const Backward& call) {
-  using A = Acc<T>;
-  const Epilogue<A> epilogue = asked_anew<true>(Epilogue<A>{call.activation, A(call.scale)});
+__device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V], const float (&weight)[V],
+                                 const float (&bias)[V], const Backward& call) {
+  const Epilogue<float> epilogue = asked_anew<true>(Epilogue<float>{call.activation, float(call.scale)});
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
-  A grad[V];
+  float grad[V];
   unpack(grad_output, grad);
   if (epilogue.activation == Activation::Gelu) {
 #pragma unroll
@@ -2551,7 +2534,7 @@ __device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) 
 // ---- Device: the GPU and the call ----
 
 template <typename T>
-__global__ void sum_partials(Backward call, const Acc<T>* partials, int partial_rows);
+__global__ void sum_partials(Backward call, const float* partials, int partial_rows);
 
 struct Device {
   std::once_flag asked;
@@ -2593,7 +2576,7 @@ struct Context {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int size_of(DType dtype) { return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2; }
+int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
 // Of input, where a call reads and writes so many tensors of its size.
 template <typename Call>
@@ -2737,21 +2720,21 @@ constexpr int kSumThreads = 512, kSumRows = 16;
 
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
-    sum_partials(Backward call, const Acc<T>* partials, int partial_rows) {
-  using A = Acc<T>;
-  __shared__ A share[kSumThreads];
+    sum_partials(Backward call, const float* partials, int partial_rows) {
+  __shared__ float share[kSumThreads];
   void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
   const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   wait_for_previous();
-  A sum = 0;
+  float sum = 0;
   if (grad != nullptr && col < call.cols) {
     constexpr int kTerms = 16;  // in flight
-    const A* from = partials + (int64_t(blockIdx.y) * partial_rows + threadIdx.y) * call.cols + col;
+    const float* from = partials + (int64_t(blockIdx.y) * partial_rows + threadIdx.y) * call.cols + col;
     const int64_t step = blockDim.y * call.cols;
     for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
-      A terms[kTerms];
+      float terms[kTerms];
 #pragma unroll
-      for (int i = 0; i < kTerms; ++i) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : A(0);
+      for (int i = 0; i < kTerms; ++i)
+        terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : float(0);
       sum += sum_of<float>(terms);  // not one by one: there can be thousands
     }
   }
@@ -2759,12 +2742,12 @@ __global__ void __launch_bounds__(kSumThreads)
   __syncthreads();
   if (threadIdx.y != 0 || col >= call.cols) return;
   for (int y = 1; y < blockDim.y; ++y) sum += share[y * blockDim.x + threadIdx.x];
-  const A total[1] = {sum};
+  const float total[1] = {sum};
   store_affine<T>(grad, call.affine_float32, col, total);
 }
 
 template <typename T>
-cudaError_t launch_sum_partials(const Backward& call, const Acc<T>* partials, int64_t partial_rows,
+cudaError_t launch_sum_partials(const Backward& call, const float* partials, int64_t partial_rows,
                                 const Context& context) {
   if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
   // Threads of a column: no more than run at once (16 rows of 65536: 17 us -> 4).
@@ -2925,12 +2908,12 @@ template <bool FUSED, typename T, int V, int ROWS>
 __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T, V> (&x)[ROWS],
                               const float (&mean)[ROWS], const float (&rstd)[ROWS],
                               const Vec<float, V>& weight, const Vec<float, V>& bias,
-                              const Epilogue<float>& given) {
-  const Epilogue<float> epilogue =
-      asked_anew < FUSED && ROWS == 1 > (given);  // several rows ask once for all
+                              const Epilogue<float>& epilogue) {
+  constexpr bool kAsksAnew = FUSED && ROWS == 1;  // several rows ask once for all
+  const Epilogue<float> asked = asked_anew<kAsksAnew>(epilogue);
   UNROLL(r, ROWS) {
     auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
-    apply_epilogue<T, FUSED>(y.at, epilogue);
+    apply_epilogue<T, FUSED>(y.at, asked);
     if (r < rows.count) store<T, V>(rows.first + (offset + r * rows.row_stride), y.at);
   }
 }
@@ -3469,7 +3452,7 @@ template <typename T, int V, bool FUSED>
 cudaError_t launch(Backward call, const Context& context) {
   constexpr int kColumns = std::min<int>(kBackwardBytes / sizeof(T), kBackwardColumns);
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V;
-  constexpr int kRows = sizeof(T) < 8 && kPack > 1 ? 2 : 1;
+  constexpr int kRows = kPack > 1 ? 2 : 1;
   auto kernel = layer_norm_backward_rows<T, kPack, kColumns / kPack, kRows, FUSED>;
   BackwardPlan p = plan(call, kColumns, kRows, kRowsApart<T, kPack>, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
@@ -3483,11 +3466,11 @@ cudaError_t launch(Backward call, const Context& context) {
   const auto begins = [](const void* tensor) {
     return !is_in_words<T, kPack> || reinterpret_cast<uintptr_t>(tensor) % 4 == 0;
   };
-  const int64_t sum_bytes = ceil_div(2 * p.blocks * call.cols * sizeof(Acc<T>), 16) * 16;
+  const int64_t sum_bytes = ceil_div(2 * p.blocks * call.cols * sizeof(float), 16) * 16;
   const int64_t bytes = call.rows * call.cols * sizeof(T), room = ceil_div(bytes, 16) * 16;
   const int moved = !begins(call.input) + !begins(call.grad_output);
   auto* scratch = static_cast<char*>(context.allocate(sum_bytes + moved * room));
-  auto* partials = reinterpret_cast<Acc<T>*>(scratch);
+  auto* partials = reinterpret_cast<float*>(scratch);
   scratch += sum_bytes;
   for (const void** tensor : {&call.input, &call.grad_output}) {
     if (begins(*tensor)) continue;
@@ -4665,26 +4648,24 @@ constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight 
 
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments<Acc<T>>* moments_of_pieces,
-                    RowStats<Acc<T>>* row_stats) {
-  using A = Acc<T>;
+    partial_moments(Forward call, int pieces, Moments<float>* moments_of_pieces, RowStats<float>* row_stats) {
   let_next_start();
   constexpr int kWarps = kMeasuringThreads / 32;
-  __shared__ Moments<A> of_warps[kWarps];
+  __shared__ Moments<float> of_warps[kWarps];
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
   const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + row * cols;
 
   auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
-  const A reference = reference_of(sampled(0), sampled(1), sampled(2));  // means are distances from it
+  const float reference = reference_of(sampled(0), sampled(1), sampled(2));  // means are distances from it
   if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
-  Moments<A> moments = {0, 0, 0};
+  Moments<float> moments = {0, 0, 0};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Pack<T, V> x[PACKS];
     int count = 0;
-    A sums[PACKS] = {};
-    Distances<A> spread = {};
+    float sums[PACKS] = {};
+    Distances<float> spread = {};
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
@@ -4693,27 +4674,27 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
-        Acc<T> values[V];
+        float values[V];
         unpack(x[i], values);
         sums[i] = sum_of<T>(values);
       }
     }
-    A off = 0;
+    float off = 0;
 #pragma unroll
-    for (int i = 0; i < PACKS; ++i) off += i * V < count ? fma(A(-V), reference, sums[i]) : A(0);
-    const A per_count = A(1) / A(max(count, 1)), mean = reference + off * per_count;
+    for (int i = 0; i < PACKS; ++i) off += i * V < count ? fma(float(-V), reference, sums[i]) : float(0);
+    const float per_count = float(1) / float(max(count, 1)), mean = reference + off * per_count;
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       if (i * V < count) {
-        Acc<T> values[V];
+        float values[V];
         unpack(x[i], values);
 #pragma unroll
         for (int v = 0; v < V; ++v) add_distance(spread, values[v] - mean);
       }
     }
     off = mean - reference;
-    const A m2 = settle(spread, off, per_count);
-    if (count > 0) add_moments(moments, A(count), off, m2);
+    const float m2 = settle(spread, off, per_count);
+    if (count > 0) add_moments(moments, float(count), off, m2);
   }
   moments = combine_means(moments, 32);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
@@ -4753,13 +4734,12 @@ __global__ void __launch_bounds__(kFinishingThreads)
 
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(512)
-    normalize_columns(Forward call, const RowStats<Acc<T>>* row_stats, int64_t rows_per_block) {
-  using A = Acc<T>;
+    normalize_columns(Forward call, const RowStats<float>* row_stats, int64_t rows_per_block) {
   const int64_t cols = call.cols;
   const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
   const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
 
-  A weight[PACKS][V], bias[PACKS][V];
+  float weight[PACKS][V], bias[PACKS][V];
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
     const int64_t col = first_col + i * V * blockDim.x;
@@ -4773,7 +4753,7 @@ __global__ void __launch_bounds__(512)
   const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
 #pragma unroll 1  // unrolled, fewer blocks fit an SM, and with them fewer loads in flight
   for (int64_t row = first_row; row < end_row; ++row) {
-    const RowStats<A> stats = row_stats[row];
+    const RowStats<float> stats = row_stats[row];
     const T* input = static_cast<const T*>(call.input) + row * cols;
     T* output = static_cast<T*>(call.output) + row * cols;
     Pack<T, V> x[PACKS];
@@ -4786,11 +4766,11 @@ __global__ void __launch_bounds__(512)
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first_col + i * V * blockDim.x;
       if (col >= cols) continue;
-      A y[V];
+      float y[V];
       unpack(x[i], y);
 #pragma unroll
       for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<A>{call.activation, A(call.scale)}));
+      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<float>{call.activation, float(call.scale)}));
       store<T, V, true>(output + col, y);
     }
   }
@@ -4800,39 +4780,39 @@ __global__ void __launch_bounds__(512)
 // First the two sums of each piece of a row,
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
-    backward_partial_sums(Backward call, int pieces, Sums<Acc<T>>* sums_of_pieces) {
-  using A = Acc<T>;
-  __shared__ Sums<A> slots[kMaxWarps][1];
+    backward_partial_sums(Backward call, int pieces, Sums<float>* sums_of_pieces) {
+  __shared__ Sums<float> slots[kMaxWarps][1];
   let_next_start();
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
   const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   const T* grad_output = static_cast<const T*>(call.grad_output) + row * cols;
-  const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
+  const float mean = static_cast<const float*>(call.mean)[row],
+              rstd = static_cast<const float*>(call.rstd)[row];
 
-  Sums<A> sums = {0, 0};
+  Sums<float> sums = {0, 0};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
-    Sums<A> here = {0, 0};  // short sums first: thousands of terms one by one would lose digits
+    Sums<float> here = {0, 0};  // short sums first: thousands of terms one by one would lose digits
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
       if (col < cols) {
-        A xhat[V], grad[V], weight[V];
+        float xhat[V], grad[V], weight[V];
         unpack(load<T, V>(input + col), xhat);
         Pack<T, V> dy = load<T, V>(grad_output + col);
         load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
 #pragma unroll
         for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
         if constexpr (FUSED) {
-          A bias[V];
+          float bias[V];
           load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
           apply_derivative<T>(dy, xhat, weight, bias, call);
         }
         unpack(dy, grad);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          const A wdy = product(weight[v], grad[v]);
+          const float wdy = product(weight[v], grad[v]);
           here.wdy += wdy;
           here.wdy_xhat += wdy * xhat[v];
         }
@@ -4864,15 +4844,14 @@ __global__ void __launch_bounds__(kFinishingThreads)
 // single block for a column (gridDim.y == 1), else partials, (2, gridDim.y, cols), for sum_partials.
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(512)
-    backward_columns(Backward call, const Sums<Acc<T>>* row_means, int64_t rows_per_block, Acc<T>* partials) {
-  using A = Acc<T>;
+    backward_columns(Backward call, const Sums<float>* row_means, int64_t rows_per_block, float* partials) {
   // Also for weight: where grad_input is not wanted, its writer may be the previous kernel.
   wait_for_previous();
   const int64_t cols = call.cols;
   const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
   const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
 
-  A weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
+  float weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
     const int64_t col = first_col + i * V * blockDim.x;
@@ -4882,8 +4861,9 @@ __global__ void __launch_bounds__(512)
   const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
 #pragma unroll 1
   for (int64_t row = first_row; row < end_row; ++row) {
-    const A mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
-    Sums<A> means = {0, 0};
+    const float mean = static_cast<const float*>(call.mean)[row],
+                rstd = static_cast<const float*>(call.rstd)[row];
+    Sums<float> means = {0, 0};
     if (call.grad_input != nullptr) means = row_means[row];
     Pack<T, V> x[PACKS], dy[PACKS];
 #pragma unroll
@@ -4898,12 +4878,12 @@ __global__ void __launch_bounds__(512)
     for (int i = 0; i < PACKS; ++i) {
       const int64_t col = first_col + i * V * blockDim.x;
       if (col >= cols) continue;
-      A xhat[V], grad[V], dx[V];
+      float xhat[V], grad[V], dx[V];
       unpack(x[i], xhat);
 #pragma unroll
       for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
       if constexpr (FUSED) {
-        A bias[V];
+        float bias[V];
         load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
         apply_derivative<T>(dy[i], xhat, weight[i], bias, call);
       }
@@ -4949,15 +4929,14 @@ Plan plan(int64_t rows, int64_t cols, const Device& device) {
 
 template <typename T, int V, bool FUSED>
 cudaError_t launch(const Forward& call, const Context& context) {
-  using A = Acc<T>;
   const Plan p = plan(call.rows, call.cols, context.device);
-  auto* row_stats = static_cast<RowStats<A>*>(
-      context.allocate(call.rows * (sizeof(RowStats<A>) + p.pieces * sizeof(Moments<A>))));
-  auto* moments = reinterpret_cast<Moments<A>*>(row_stats + call.rows);
-  constexpr int kPacks = (V > 1 ? 4 : 8) / (sizeof(T) == 8 ? 2 : 1);
+  auto* row_stats = static_cast<RowStats<float>*>(
+      context.allocate(call.rows * (sizeof(RowStats<float>) + p.pieces * sizeof(Moments<float>))));
+  auto* moments = reinterpret_cast<Moments<float>*>(row_stats + call.rows);
+  constexpr int kPacks = V > 1 ? 4 : 8;
   partial_moments<T, V, kPacks>
       <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
-  launch_kernel(finish_moments<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+  launch_kernel(finish_moments<float>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
                 moments, row_stats);
   launch_kernel(normalize_columns<T, V, kTilePacks<V>, FUSED>,
                 {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
@@ -4967,19 +4946,18 @@ cudaError_t launch(const Forward& call, const Context& context) {
 
 template <typename T, int V, bool FUSED>
 cudaError_t launch(const Backward& call, const Context& context) {
-  using A = Acc<T>;
   Plan p = plan(call.rows, call.cols, context.device);
-  const int64_t fit = kPartialBytes / (2 * sizeof(A) * call.cols);
+  const int64_t fit = kPartialBytes / (2 * sizeof(float) * call.cols);
   p.row_blocks = std::max(ceil_div(call.rows, kRowsPerSum), std::min(p.row_blocks, fit));
   const int64_t partial_rows = partials_of(p.row_blocks), sums_of_columns = 2 * partial_rows * call.cols;
-  auto* partials = static_cast<A*>(
-      context.allocate(sums_of_columns * sizeof(A) + call.rows * (p.pieces + 1) * sizeof(Sums<A>)));
-  auto* sums = reinterpret_cast<Sums<A>*>(partials + sums_of_columns);
-  Sums<A>* row_means = sums + call.rows * p.pieces;
+  auto* partials = static_cast<float*>(
+      context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums<float>)));
+  auto* sums = reinterpret_cast<Sums<float>*>(partials + sums_of_columns);
+  Sums<float>* row_means = sums + call.rows * p.pieces;
   if (call.grad_input != nullptr) {
     backward_partial_sums<T, V, kTilePacks<V>, FUSED>
         <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, sums);
-    launch_kernel(finish_sums<A>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
+    launch_kernel(finish_sums<float>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
                   sums, row_means);
   }
   launch_kernel(backward_columns<T, V, kTilePacks<V>, FUSED>,
@@ -5694,7 +5672,7 @@ auto with_dtype(DType dtype, F f) {
 }
 
 // Calls f(t, v, fused): an element and, at compile time, elements a load (16 bytes where every row of every
-// tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue. double has one kernel.
+// tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue.
 template <typename Call, typename F>
 cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> tensors, F f) {
   return with_dtype(call.dtype, [&](auto t) {

@@ -126,7 +126,7 @@ class Tensors {
 
 static void guard(ln::Forward& call, Tensors& tensors) {
   const size_t each = ln::size_of(call.dtype), all = call.rows * call.cols * each;
-  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * (each == 8 ? 8 : 4);
+  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * 4;
   tensors.read(call.input, all, "input");
   tensors.read(call.weight, of_cols, "weight");
   tensors.read(call.bias, of_cols, "bias");
@@ -137,7 +137,7 @@ static void guard(ln::Forward& call, Tensors& tensors) {
 
 static void guard(ln::Backward& call, Tensors& tensors) {
   const size_t each = ln::size_of(call.dtype), all = call.rows * call.cols * each;
-  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * (each == 8 ? 8 : 4);
+  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * 4;
   tensors.read(call.grad_output, all, "grad_output");
   tensors.read(call.input, all, "input");
   tensors.read(call.mean, of_rows, "mean");

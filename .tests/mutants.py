@@ -145,9 +145,9 @@ MUTANTS = [
     # ---- Rows spread over the GPU ----
     Mutant("spread: eps dropped", "m2 / A(call.cols) + A(call.eps)", "m2 / A(call.cols)", SPREAD),
     Mutant("spread: distances between pieces left out", "m2 += moments[piece].m2 + moments[piece].count * delta * delta;", "m2 += moments[piece].m2;", SPREAD),
-    Mutant("spread: count where a row ends", "add_moments(moments, A(count), off, m2)", "add_moments(moments, A(V * PACKS), off, m2)", SPREAD),
+    Mutant("spread: count where a row ends", "add_moments(moments, float(count), off, m2)", "add_moments(moments, float(V * PACKS), off, m2)", SPREAD),
     Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const Moments<A>*", "const int64_t row = blockIdx.x; const Moments<A>*", SPREAD),
-    Mutant("spread: statistics of a block's first row", "RowStats<A> stats = row_stats[row];", "RowStats<A> stats = row_stats[first_row];", SPREAD),
+    Mutant("spread: statistics of a block's first row", "RowStats<float> stats = row_stats[row];", "RowStats<A> stats = row_stats[first_row];", SPREAD),
     Mutant("spread, backward: mean(wdy) dropped", "dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);", "dx[v] = rstd * (product(weight[i][v], grad[v]) - xhat[v] * means.wdy_xhat);", SPREAD),
     # ---- Backward: rows in registers, sums over rows ----
     Mutant("backward: mean(wdy) dropped, 16 bits", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
@@ -258,7 +258,7 @@ MUTANTS = [
     Mutant("joint: offset of 32 bits", "return row * call.cols + first_col + stage", "return row * int(call.cols) + first_col + stage", "2_to_the_31"),
     Mutant("refused launches leave their error behind", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and refusing", emulated="a GPU that refuses (MPS) is not there"),
     Mutant("backward: one set of slots", "combine_row(sums, slots[turn]);", "combine_row(sums, slots[0]);", VALUES, emulated="no warp is ever so far ahead there"),
-    Mutant("sums over rows: not waited for", "wait_for_previous(); A sum = 0; if (grad", "A sum = 0; if (grad", VALUES, emulated="seldom begins so early"),
+    Mutant("sums over rows: not waited for", "wait_for_previous(); float sum = 0; if (grad", "float sum = 0; if (grad", VALUES, emulated="seldom begins so early"),
 ]  # fmt: skip
 
 

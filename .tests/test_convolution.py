@@ -194,7 +194,8 @@ def test_conv_without_parameters_or_with_others(backend, affine, precision):
 def test_conv_of_other_inputs(backend, precision):
     reference, ours = models(backend, SCALED, precision)
     atol = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(precision, 1e-5)
-    atol = 2e-3 if precision == torch.float32 and torch.backends.cudnn.allow_tf32 else atol
+    if precision == torch.float32 and torch.backends.cudnn.allow_tf32:
+        atol = 1e-4 if backend.is_cuda else 2e-3  # PyTorch's convolution on CPUs does not round to TF32
     tolerance = dict(atol=atol, rtol=atol)
     with torch.no_grad():
         flat = torch.randn(2 * 32 * 3 * 4 * 32 + 1, device=backend.device, dtype=precision)
