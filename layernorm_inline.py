@@ -80,6 +80,7 @@ import functools
 import glob
 import hashlib
 import io
+import logging
 import numbers
 import os
 import re
@@ -411,7 +412,10 @@ def _number(code):
 
 def _cpp_extension():
     """PyTorch's builder, without its warning that there is no GPU. A warm import on a GPU does not need it."""
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.ExitStack() as restored:  # PyTorch 2.11 logs the warning, older ones print it
+        restored.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        restored.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
         from torch.utils import cpp_extension
     return cpp_extension
 
