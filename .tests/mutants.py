@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant("build: PATH left changed", 'restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))', "", "reaches_the_user"),
     Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
     Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)", "", "reaches_the_user"),
-    Mutant("build: PyTorch's warning shown", "with contextlib.redirect_stderr(io.StringIO()):", "with contextlib.ExitStack():", "warning_that"),
+    Mutant("build: PyTorch's warning shown", "logging.disable(logging.WARNING)", "0", "warning_that"),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
     Mutant("Python: overrides not asked", "_is_overridden(input, weight, bias):", "False:", "torchscript or overrides"),
