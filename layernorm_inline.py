@@ -2487,9 +2487,6 @@ struct RowConstants {
   A eps, per_col;  // per_col: 1 / cols
   Epilogue<A> epilogue;
   L2Priority priority;  // of input
-  // weight and bias where both are of input's dtype, else input: loaded without asking, and then not used.
-  const void *weight, *bias;
-  bool same_dtype;
 };
 
 // Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all;
@@ -2675,14 +2672,8 @@ bool cannot_cooperate(cudaError_t error) {
 
 template <typename A>
 RowConstants<A> row_constants(const Forward& call, const Device& device) {
-  const bool same_dtype = has_same_dtype(call);
-  return {A(call.eps),
-          A(1) / A(call.cols),
-          {call.activation, A(call.scale)},
-          input_priority(call, 2, device),
-          same_dtype ? call.weight : call.input,
-          same_dtype ? call.bias : call.input,
-          same_dtype};
+  return {
+      A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, input_priority(call, 2, device)};
 }
 
 // How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
@@ -2890,20 +2881,25 @@ __device__ inline void save_statistics(const Forward& call, int64_t row, float m
   static_cast<float*>(call.rstd)[row] = rstd;
 }
 
-// weight and bias of a thread's packs, as they are loaded.
+// weight and bias of a thread's packs, of input's dtype, as they are loaded; without them 1 and 0.
 template <typename T, int PACKS>
 struct AffinePacks {
   Pack<T, 16 / sizeof(T)> weight[PACKS], bias[PACKS];
 };
 
 template <typename T, int PACKS, bool SHIFTED, bool IN_WARP>
-__device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const RowConstants<float>& constants,
+__device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const Forward& call,
                                   const Columns<T, SHIFTED, IN_WARP>& columns, uint64_t policy) {
   constexpr int V = 16 / sizeof(T);
+  float ones[V];
+  UNROLL(v, V) ones[v] = 1;
   UNROLL(i, PACKS) {
-    const int col = columns.has(i) ? columns.at(i) : 0;  // without a branch, which would wait for input
-    affine.weight[i] = load<T, V>(static_cast<const T*>(constants.weight) + col, policy);
-    affine.bias[i] = load<T, V>(static_cast<const T*>(constants.bias) + col, policy);
+    affine.weight[i] = packed<T>(ones), affine.bias[i] = {};
+    const bool has = columns.has(i);
+    if (has & (call.weight != nullptr))
+      affine.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + columns.at(i), policy);
+    if (has & (call.bias != nullptr))
+      affine.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + columns.at(i), policy);
   }
 }
 
@@ -2933,7 +2929,7 @@ __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const 
   UNROLL(i, PACKS) {
     if (!columns.has(i)) continue;
     Vec<float, V> weight, bias;
-    if (EARLY && constants.same_dtype) {
+    if constexpr (EARLY) {
       weight = widened(affine.weight[i]), bias = widened(affine.bias[i]);
     } else {
       load_affine_pair<T, V, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.at(i), columns.begin);
@@ -2980,7 +2976,8 @@ constexpr int kFourRowsThreads = 128, kWarpRowBlocks = 5;
 template <typename T, int PACKS, int ROWS>
 constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 
-// Weight and bias are loaded before the statistics, which hide their latency, where registers allow it.
+// Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They
+// must be of input's dtype then, as a branch at their use would make ptxas load them there.
 template <int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr bool loads_affine_early = !SHIFTED && ROWS == 1 && (PACKS < kLoads || IN_WARP);
 
@@ -3034,7 +3031,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   RowParts<T, PACKS, ROWS> x;
   AffinePacks<T, PACKS> affine;
   load_rows(x, input, columns, aligned, policy);
-  if (kEarly) load_affine_packs(affine, constants, columns, policy);
+  if (kEarly) load_affine_packs(affine, call, columns, policy);
   if (later.begin < later.end && prefetches()) prefetch_later_rows(later, policy);
 
   // Measure: the mean first, then distances from it.
@@ -3076,14 +3073,16 @@ bool takes(const Forward& call, bool shifted) {
 void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
   const int64_t loads = loads_of(call);
   const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
+  const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
   const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
   const bool has_warps = call.rows * 32 <= int64_t(kWarpRowBlocks * kBlockThreads) * device.sms;
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads) {
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads && !is_fused(call)) {
     p.loads = 2;
-  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && has_warps) {
+  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && has_warps &&
+             loads_early) {
     p.in_warp = true;
-  } else if (has_places) {
+  } else if (has_places && loads_early) {
     p.loads = 1;
   } else if (loads <= kFourRowsLoads) {
     p.loads = 1, p.rows = kLoads;
@@ -3118,7 +3117,7 @@ cudaError_t launch(const Forward& call, const Context& context) {
   if constexpr (!SHIFTED && sizeof(T) == 2) {
     if (p.in_warp) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true, FUSED>;
   }
-  if constexpr (!SHIFTED && sizeof(T) == 4) {
+  if constexpr (!SHIFTED && sizeof(T) == 4 && !FUSED) {
     if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false, FUSED>;
   }
   const int64_t step = int64_t(1) << p.step_log2;
@@ -3194,7 +3193,7 @@ struct RowsInFlight {
   Pack<T, V> x[ROWS][PACKS] = {}, dy[ROWS][PACKS] = {};
   Pack<T, 1> extra_x[ROWS], extra_dy[ROWS];
   float mean[ROWS], rstd[ROWS];
-  const T *x_at, *dy_at;
+  int64_t at;  // elements before the first pack
 };
 
 template <typename T, int V>
@@ -3243,8 +3242,8 @@ __device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward&
     if (row + r * next_row >= call.rows) continue;
     next.mean[r] = static_cast<const float*>(call.mean)[row + r * next_row];
     next.rstd[r] = static_cast<const float*>(call.rstd)[row + r * next_row];
-    const T* x = keep_pointer(next.x_at + r * row_step);
-    const T* dy = keep_pointer(next.dy_at + r * row_step);
+    const T* x = keep_pointer(static_cast<const T*>(call.input) + next.at + r * row_step);
+    const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + next.at + r * row_step);
     UNROLL(i, PACKS) {
       if (!columns.live[i]) continue;
       next.x[r][i] = load<T, V>(x + i * columns.stride, policy);
@@ -3265,8 +3264,8 @@ __device__ void prefetch_rows(const RowsInFlight<T, V, PACKS, ROWS>& next, const
   if (!prefetches() || row - threadIdx.y + ROWS * blockDim.y > call.rows) return;
   const int before = threadIdx.y * int(call.cols) + threadIdx.x * V;
   const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
-  prefetch_units(next.x_at - before, bytes, policy);
-  prefetch_units(next.dy_at - before, bytes, policy);
+  prefetch_units(static_cast<const T*>(call.input) + next.at - before, bytes, policy);
+  prefetch_units(static_cast<const T*>(call.grad_output) + next.at - before, bytes, policy);
 }
 
 // N columns of a row: their xhat, and their shares of the row's sums and of the columns' gradients.
@@ -3356,11 +3355,10 @@ __global__ void __launch_bounds__(kBackwardThreads)
   load_weight<T, FUSED>(own, call, columns);
   if constexpr (FUSED) share_bias(share, call, columns);
   RowsInFlight<T, V, PACKS, ROWS> next;
-  next.x_at = static_cast<const T*>(call.input) + (row * cols + columns.first);
-  next.dy_at = static_cast<const T*>(call.grad_output) + (row * cols + columns.first);
+  next.at = row * cols + columns.first;
   auto start_turn = [&](int64_t row) {
     load_rows(next, call, columns, row, next_row, policy);
-    next.x_at += stride, next.dy_at += stride;
+    next.at += stride;
     if constexpr (sizeof(T) == 2 && V > 2 && !FUSED) prefetch_rows(next, call, row + row_stride, policy);
   };
 
