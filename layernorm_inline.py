@@ -2532,6 +2532,21 @@ __device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) 
   if (begin + bytes <= later.end) prefetch_units(begin, bytes, policy);
 }
 
+// Weight and bias come to L2 while blocks wait for input (L2 flushed, 4096 x 4096 bf16: 20.8 us -> 19.1).
+template <typename T>
+__device__ void prefetch_affine(const Forward& call) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  constexpr int kSectorBytes = 32;
+  const int bytes = int(call.cols) * int(call.affine_float32 ? sizeof(float) : sizeof(T));
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+  for (const void* affine : {call.weight, call.bias}) {
+    for (int at = thread * kSectorBytes; affine != nullptr && at < bytes; at += threads * kSectorBytes) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(affine) + at));
+    }
+  }
+#endif
+}
+
 // ---- Device: the GPU and the call ----
 
 template <typename T>
@@ -2979,7 +2994,7 @@ constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 // Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They
 // must be of input's dtype then, as a branch at their use would make ptxas load them there.
 template <int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-constexpr bool loads_affine_early = !SHIFTED && ROWS == 1 && (PACKS < kLoads || IN_WARP);
+constexpr bool loads_affine_early = !SHIFTED && (PACKS < kLoads || IN_WARP);
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int most_row_threads() {  // of a block
@@ -3030,6 +3045,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   // Load.
   RowParts<T, PACKS, ROWS> x;
   AffinePacks<T, PACKS> affine;
+  if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   load_rows(x, input, columns, aligned, policy);
   if (kEarly) load_affine_packs(affine, call, columns, policy);
   if (later.begin < later.end && prefetches()) prefetch_later_rows(later, policy);
@@ -3075,16 +3091,14 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
   const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
   const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
   const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
-  const bool has_warps = call.rows * 32 <= int64_t(kWarpRowBlocks * kBlockThreads) * device.sms;
   p.loads = kLoads, p.rows = 1;
   if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads && !is_fused(call)) {
     p.loads = 2;
-  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && has_warps &&
-             loads_early) {
+  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && loads_early) {
     p.in_warp = true;
   } else if (has_places && loads_early) {
     p.loads = 1;
-  } else if (loads <= kFourRowsLoads) {
+  } else if (loads <= kFourRowsLoads && loads_early) {
     p.loads = 1, p.rows = kLoads;
   } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !is_fused(call)) {
     p.rows = 2;
