@@ -123,7 +123,7 @@ def time_case(what, rows, cols, dtype):
     eager, ours, weight, bias = models(cols, "GELU" in what, options)
     torch._dynamo.reset()
     compiled = torch.compile(eager, dynamic=False)
-    # Called, whatever the others are: in a CUDA graph a copy is other kernels, slower at some sizes (PyTorch's issue 191284).
+    # Called, not replayed: in a CUDA graph a copy is other kernels, slower at some sizes (PyTorch's issue 191284).
     source, target = flat[:-1].view(rows, cols), torch.empty_like(x)
     runs = {"floor": lambda: target.copy_(source)}
     step, stream = what.split()[0], torch.cuda.Stream()  # forward, backward or training
@@ -139,8 +139,8 @@ def time_case(what, rows, cols, dtype):
                 y = function(x) if step == "backward" else None
 
                 def gradients(function=function, y=y):
-                    y = function(x) if y is None else y
-                    return torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+                    output = function(x) if y is None else y
+                    torch.autograd.grad(output, (x, weight, bias), dy, retain_graph=y is not None)
 
                 runs[name] = captured(gradients)
         times = milliseconds(runs)
