@@ -5,9 +5,9 @@
     python .bench/sweep.py --json FILE      writes it as data, too
 
 "Floor" is the time of a copy of the bytes that LayerNorm cannot avoid moving, measured in the same run: input in and
-output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in, grad_input out). How times
-are taken: milliseconds() in test_layernorm_inline.py. Backward is replayed from a CUDA graph: called from Python, it
-can wait for the host.
+output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in, grad_input out), for a training
+step, forward and backward of the norm alone, both. How times are taken: milliseconds() in test_layernorm_inline.py. What
+has a backward is replayed from a CUDA graph: called from Python, it can wait for the host.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from test_layernorm_inline import milliseconds, versions  # noqa: E402
 # (rows, cols, dtypes); "x[1:]" rows start 4 bytes (2 for 16-bit types) past a 16-byte boundary.
 FORWARD = [
     *[(2**26 // n, n, "fp32 bf16 fp16") for n in (64, 256, 1024)],
+    *[(8192, n, "bf16") for n in (768, 1024)],
     (65536, 768, "fp32 bf16"),
     (32768, 1536, "fp32"),
     (32768, 2041, "fp32 bf16 fp16"),
@@ -53,11 +54,14 @@ FORWARD = [
 MISALIGNED = [(16384, 4096, "fp32 bf16")]
 BACKWARD = [
     *[(2**26 // n, n, "fp32 bf16") for n in (64, 256, 1024, 4096, 8192, 16384, 32768)],
+    (8192, 768, "bf16"),
     (65536, 768, "fp32 bf16"),
+    (32768, 320, "bf16"),
     (32768, 2041, "fp32 bf16"),
     *[(2**26 // n, n, "fp32 bf16") for n in (131072, 262144, 1048576)],
     (16, 4194304, "fp32"),
 ]
+TRAINING = [(8192, 1024, "bf16"), (65536, 1024, "bf16")]
 GELU = [*[(2**26 // n, n, "fp32 bf16") for n in (64, 1024, 4096, 16384, 65536)], (16, 4194304, "fp32")]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -68,6 +72,7 @@ def cases():
         ("forward", FORWARD),
         ("forward x[1:]", MISALIGNED),
         ("backward", BACKWARD),
+        ("training step", TRAINING),
         ("forward GELU", GELU),
         ("backward GELU", GELU),
     ):
@@ -118,25 +123,29 @@ def time_case(what, rows, cols, dtype):
     eager, ours, weight, bias = models(cols, "GELU" in what, options)
     torch._dynamo.reset()
     compiled = torch.compile(eager, dynamic=False)
-    # Called for backward, too: in a CUDA graph a copy is other kernels, slower at some sizes (PyTorch's issue 191284).
+    # Called, not replayed: in a CUDA graph a copy is other kernels, slower at some sizes (PyTorch's issue 191284).
     source, target = flat[:-1].view(rows, cols), torch.empty_like(x)
     runs = {"floor": lambda: target.copy_(source)}
-    backward, stream = "backward" in what, torch.cuda.Stream()
-    if backward:
+    step, stream = what.split()[0], torch.cuda.Stream()  # forward, backward or training
+    if step != "forward":
         x.requires_grad_()
         dy = torch.randn_like(x)
     stream.wait_stream(torch.cuda.current_stream())
     # Backward runs on forward's stream, and only a side stream can be captured.
-    with torch.cuda.stream(stream), torch.set_grad_enabled(backward):
+    with torch.cuda.stream(stream), torch.set_grad_enabled(step != "forward"):
         for name, function in (("eager", eager), ("compile", compiled), ("ours", ours)):
             runs[name] = functools.partial(function, x)
-            if backward:
-                gradients = functools.partial(
-                    torch.autograd.grad, function(x), (x, weight, bias), dy, retain_graph=True
-                )
+            if step != "forward":
+                y = function(x) if step == "backward" else None
+
+                def gradients(function=function, y=y):
+                    output = function(x) if y is None else y
+                    torch.autograd.grad(output, (x, weight, bias), dy, retain_graph=y is not None)
+
                 runs[name] = captured(gradients)
         times = milliseconds(runs)
-    times["floor"] *= (1.5 if backward else 1) * (1 + 1 / rows)  # weight and bias are as long as a row
+    copies = {"forward": 1, "backward": 1.5, "training": 2.5}[step]
+    times["floor"] *= copies * (1 + 1 / rows)  # weight and bias are as long as a row
     return {"what": what, "rows": rows, "cols": cols, "dtype": dtype, **times}
 
 
@@ -184,9 +193,14 @@ def sweep():
 
 
 def as_markdown(table, host):
-    columns = ["", "rows x cols", "dtype", "floor, ms", "eager", "torch.compile", "ours"]
-    rows = [[r["what"], f"{r['rows']} x {r['cols']}", r["dtype"], f"{r['floor']:.4f}", *fractions(r)] for r in table]
-    return f"{versions()}\n\nFractions of copy speed.\n\n{results.markdown_table(columns, rows)}\n\n" + "\n".join(host)
+    names = ["eager", "torch.compile", "ours"]
+    columns = ["", "rows x cols", "dtype", "floor, ms", *[f"{name}, ms" for name in names], *names]
+    rows = []
+    for r in table:
+        times = [f"{r[name]:.4f}" for name in ("floor", "eager", "compile", "ours")]
+        rows.append([r["what"], f"{r['rows']} x {r['cols']}", r["dtype"], *times, *fractions(r)])
+    text = "Milliseconds, and fractions of the speed of a copy of the bytes that must move (floor)."
+    return f"{versions()}\n\n{text}\n\n{results.markdown_table(columns, rows)}\n\n" + "\n".join(host)
 
 
 def plot(table, file):

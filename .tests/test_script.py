@@ -274,21 +274,38 @@ def test_results_are_written(tmp_path, monkeypatch):
     text = file.read_text()
     assert re.findall(r"^## (\w+)", text, re.M) == ["Sweep", "Models"]
     assert "former" not in text and "kept" in text and "Host: 1 us." in text
-    assert "| forward | 65536 x 1024 | fp32 | 1.0000 | 0.250 | 0.500 | 0.909 |" in text
+    assert "| forward | 65536 x 1024 | fp32 | 1.0000 | 4.0000 | 2.0000 | 1.1000 | 0.250 | 0.500 | 0.909 |" in text
+
+
+def test_tables_of_the_readme(monkeypatch):
+    """What README shows is in the sweep and among the models, and is found in RESULTS.md."""
+    monkeypatch.setattr(sweep, "versions", lambda: "a GPU")
+    times = dict(floor=1.0, eager=4.0, compile=2.0, ours=1.25)
+    table = [dict(zip(("what", "rows", "cols", "dtype"), case), **times) for case in sweep.cases()]
+    norms = results.markdown_table(models.COLUMNS, [[name, "1/1", 4, 3, 1.5, 2] for name in models.REAL_MODELS])
+    sections = {"Sweep, NVIDIA H200": sweep.as_markdown(table, []), "Models, NVIDIA H200": norms}
+    sections["Sweep, NVIDIA H100"] = sections["Sweep, NVIDIA H200"]
+    lines = results.readme_tables("".join(f"\n## {h}\n\n{text}\n" for h, text in sections.items())).split("\n")
+    assert "| forward, 8192 x 1024, bf16 | 4.00 | 2.00 | **1.25** | 3.2x | 1.6x |" in lines
+    assert "| training step, GPT-2 124M 8 x 1024, autocast | 4.00 | 1.50 | **3.00** | 1.33x | 0.5x |" in lines
+    assert "| backward, 32768 x 320, bf16 | 0.25 | 0.50 | **0.80** | 0.25 | 0.50 | **0.80** |" in lines
+    shown = (ROOT / "README.md").read_text()
+    assert all(line.split(" | ")[0] in shown for line in lines)
 
 
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_the_sweep_on_a_gpu(backend, monkeypatch, tmp_path, capsys):
-    for name, dtypes in {"FORWARD": "fp32 bf16", "MISALIGNED": "bf16", "BACKWARD": "fp32", "GELU": "fp16"}.items():
+    shapes = dict(FORWARD="fp32 bf16", MISALIGNED="bf16", BACKWARD="fp32", TRAINING="bf16", GELU="fp16")
+    for name, dtypes in shapes.items():
         monkeypatch.setattr(sweep, name, [(64, 256, dtypes)])
     monkeypatch.setattr(results, "FILE", tmp_path / "RESULTS.md")
     monkeypatch.setattr(results.write_section, "__defaults__", (tmp_path / "RESULTS.md",))
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--json", str(tmp_path / "table.json")])
     assert sweep.main() == 0
-    assert len(re.findall(r"64 x 256 ", capsys.readouterr().out)) == 6
+    assert len(re.findall(r"64 x 256 ", capsys.readouterr().out)) == 7
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert len(rows) == 6 and all(row[k] > 0 for row in rows for k in ("floor", "eager", "compile", "ours"))
-    assert (tmp_path / "RESULTS.md").read_text().count("| 64 x 256 |") == 6
+    assert len(rows) == 7 and all(row[k] > 0 for row in rows for k in ("floor", "eager", "compile", "ours"))
+    assert (tmp_path / "RESULTS.md").read_text().count("| 64 x 256 |") == 7
 
 
 def test_row_of_a_real_model(backend, monkeypatch):
@@ -327,6 +344,6 @@ def test_a_test_that_hangs_fails_alone(tmp_path):
     assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout and "more than 2 s" in done.stdout, done.stdout
 
 
-def test_the_companion_is_short():
-    """A user reads it."""
-    assert (ROOT / "test_layernorm_inline.py").read_text().count("\n") <= 450
+def test_what_users_read_is_short():
+    for name, lines in {"test_layernorm_inline.py": 450, "README.md": 160}.items():
+        assert (ROOT / name).read_text().count("\n") <= lines, name
