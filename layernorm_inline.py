@@ -3040,7 +3040,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   const bool aligned =
       (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
   const RowPlaces<const T> input = {keep_pointer(input_row + columns.first), row_stride, count};
-  const RowPlaces<T> output = {output_row + columns.first, row_stride, count};
+  const RowPlaces<T> output = {keep_pointer(output_row + columns.first), row_stride, count};
 
   // Load.
   RowParts<T, PACKS, ROWS> x;
@@ -3207,7 +3207,6 @@ struct RowsInFlight {
   Pack<T, V> x[ROWS][PACKS] = {}, dy[ROWS][PACKS] = {};
   Pack<T, 1> extra_x[ROWS], extra_dy[ROWS];
   float mean[ROWS], rstd[ROWS];
-  int64_t at;  // elements before the first pack
 };
 
 template <typename T, int V>
@@ -3252,12 +3251,13 @@ __device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward&
                           const BackwardColumns<T, V, PACKS>& columns, int64_t row, int next_row,
                           uint64_t policy) {
   const int row_step = next_row * int(call.cols), to_extra = columns.extra - columns.first;
+  const int64_t at = row * int(call.cols) + columns.first;
   UNROLL(r, ROWS) {
     if (row + r * next_row >= call.rows) continue;
     next.mean[r] = static_cast<const float*>(call.mean)[row + r * next_row];
     next.rstd[r] = static_cast<const float*>(call.rstd)[row + r * next_row];
-    const T* x = keep_pointer(static_cast<const T*>(call.input) + next.at + r * row_step);
-    const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + next.at + r * row_step);
+    const T* x = keep_pointer(static_cast<const T*>(call.input) + at + r * row_step);
+    const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + at + r * row_step);
     UNROLL(i, PACKS) {
       if (!columns.live[i]) continue;
       next.x[r][i] = load<T, V>(x + i * columns.stride, policy);
@@ -3272,14 +3272,13 @@ __device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward&
 
 // The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the
 // bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
-template <typename T, int V, int PACKS, int ROWS>
-__device__ void prefetch_rows(const RowsInFlight<T, V, PACKS, ROWS>& next, const Backward& call, int64_t row,
-                              uint64_t policy) {
-  if (!prefetches() || row - threadIdx.y + ROWS * blockDim.y > call.rows) return;
-  const int before = threadIdx.y * int(call.cols) + threadIdx.x * V;
+template <typename T, int ROWS>
+__device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
+  if (!prefetches() || first_row + ROWS * blockDim.y > call.rows) return;
+  const int64_t before = first_row * int(call.cols);
   const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
-  prefetch_units(static_cast<const T*>(call.input) + next.at - before, bytes, policy);
-  prefetch_units(static_cast<const T*>(call.grad_output) + next.at - before, bytes, policy);
+  prefetch_units(static_cast<const T*>(call.input) + before, bytes, policy);
+  prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
 }
 
 // N columns of a row: their xhat, and their shares of the row's sums and of the columns' gradients.
@@ -3363,17 +3362,16 @@ __global__ void __launch_bounds__(kBackwardThreads)
 
   // Which rows and columns.
   int64_t row = int64_t(blockIdx.x / kApart) * ROWS * next_row + blockIdx.x % kApart + first_row;
-  const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS, stride = opaque(row_stride * cols);
+  const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS;
   const BackwardColumns<T, V, PACKS> columns(row, cols);
   ColumnSums<V, PACKS> own;
   load_weight<T, FUSED>(own, call, columns);
   if constexpr (FUSED) share_bias(share, call, columns);
   RowsInFlight<T, V, PACKS, ROWS> next;
-  next.at = row * cols + columns.first;
   auto start_turn = [&](int64_t row) {
     load_rows(next, call, columns, row, next_row, policy);
-    next.at += stride;
-    if constexpr (sizeof(T) == 2 && V > 2 && !FUSED) prefetch_rows(next, call, row + row_stride, policy);
+    if constexpr (sizeof(T) == 2 && V > 2 && !FUSED)
+      prefetch_rows<T, ROWS>(call, row - first_row + row_stride, policy);
   };
 
   start_turn(row);
