@@ -44,7 +44,7 @@ Reading it
            _ELEMENTS      packs of elements: loads, stores, conversions; rows that are not aligned
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      GELU, scale, their derivatives
-           _DEVICE        instructions, words between blocks, properties of the GPU, launching
+           _DEVICE        instructions, mailboxes of blocks, properties of the GPU, launching
            _ROWS          the steps of kernels whose threads hold rows: load, measure, write
            _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
            _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
@@ -2319,18 +2319,6 @@ __device__ inline void copy_float(float* shared, const float* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 
-// A share of THREADS threads' copy of whole 16-byte units.
-template <int THREADS>
-__device__ void copy_units(void* shared, const void* global, int bytes, int thread, uint64_t policy) {
-  constexpr int kStep = 16 * THREADS;
-  char* to = static_cast<char*>(shared) + 16 * thread;
-  const char* from = static_cast<const char*>(global) + 16 * thread;
-#pragma unroll 8
-  for (int left = bytes - 16 * thread; left > 0; left -= kStep, to += kStep, from += kStep) {
-    copy_async(to, from, policy);
-  }
-}
-
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
@@ -2393,6 +2381,43 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
 }
 #endif
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+struct Copy {
+  unsigned char* shared;
+  const char* global;
+  int bytes;  // of whole 16-byte units
+};
+
+// Starts N copies, by kCopyThreads threads: from sm_90 on one asks for all of a copy. `full` expects 1 +
+// kCopyThreads arrivals: one with the bulk copies, and of each thread with what it has copied itself.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr int kCopyThreads = 1;
+#else
+constexpr int kCopyThreads = 64;
+#endif
+template <int N>
+__device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread, uint64_t policy) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  int total = 0;
+  UNROLL(n, N) total += copies[n].bytes;
+  barrier_arrive_expecting(full, total);
+  UNROLL(n, N) bulk_copy(copies[n].shared, copies[n].global, copies[n].bytes, full, policy);
+#else
+  constexpr int kStep = 16 * kCopyThreads;
+  for (Copy copy : copies) {
+    copy.shared += 16 * thread, copy.global += 16 * thread;
+#pragma unroll 8
+    for (int left = copy.bytes - 16 * thread; left > 0; left -= kStep) {
+      copy_async(copy.shared, copy.global, policy);
+      copy.shared += kStep, copy.global += kStep;
+    }
+  }
+  if (thread == 0) barrier_arrive(full);
+#endif
+  barrier_arrive_with_copies(full);
+}
+#endif
+
 // Orders this thread's writes to shared memory before bulk copies and matrix products that it lets others
 // begin.
 [[maybe_unused]] __device__ inline void writes_before_copies() {
@@ -2416,55 +2441,60 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// ---- Device: words that blocks of a group exchange ----
-// Blocks that share a row publish what they have of it, a word of 8 bytes for each row and block, and look at
-// one another's words until none is missing.
+// ---- Device: mailboxes of blocks that share a row ----
+// gridDim.x blocks share a row. Each publishes what it has of it, a pair of floats, in its own mailbox of the
+// row, 8 bytes, and reads the others' until none is empty.
 
-constexpr int kPeers = 5;  // words that a lane looks at, at once
+constexpr int kPeers = 5;  // mailboxes that a lane reads at once
 constexpr int kMostSharers = 32 * kPeers;
 
-// Between one row's words and the next's. Rows share no 128-byte line, which both would poll and write.
-__host__ __device__ inline int64_t words_per_row(int group) {
-  return group <= 1 ? 0 : (group + 15) / 16 * 16;
+// Rows share no 128-byte line, which both would poll and write.
+__host__ __device__ inline int64_t mailboxes_per_row(int blocks) {
+  return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16;
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 // A stage of a ring and the parity of its barriers.
-struct Slot {
+struct RingPosition {
   int index = 0, parity = 0;
   __device__ void advance(int stages) {
     if (++index == stages) index = 0, parity ^= 1;
   }
 };
 
-constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that no arithmetic yields
+constexpr uint64_t kEmptyMailbox = ~uint64_t(0);  // two NaNs that no arithmetic yields
 
-// Marks this block's words before any block looks: the grid meets once (0.5 us; a memset before took 2.1).
-__device__ inline void begin_unpublished(uint64_t* words, int sharers, int rank, int64_t row, int64_t rows,
-                                         int64_t step) {
+__device__ inline uint64_t* mailbox_of(uint64_t* mailboxes, int64_t row, int block) {
+  return mailboxes + row * mailboxes_per_row(gridDim.x) + block;
+}
+
+// Empties this block's mailboxes before any block reads: the grid meets once (0.5 us; a memset took 2.1).
+__device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
+  const int step = gridDim.y;
 #pragma unroll 1  // unrolled, it would begin with a division
-  for (row += threadIdx.x * step; row < rows; row += blockDim.x * step) {
-    words[row * words_per_row(sharers) + rank] = kUnpublished;
+  for (int64_t row = blockIdx.y + threadIdx.x * step; row < rows; row += blockDim.x * step) {
+    *mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;
   }
   cooperative_groups::this_grid().sync();
 }
 
-__device__ inline void publish(uint64_t* word, float2 pair) {
-  *const_cast<volatile uint64_t*>(word) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
+__device__ inline void publish(uint64_t* mailbox, float2 pair) {
+  *const_cast<volatile uint64_t*>(mailbox) =
+      uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
 
-// Looks at all words (null: none) at once: an answer takes about as long as a row. False if one is missing.
-template <int WORDS>
-__device__ bool look(const uint64_t* const (&words)[WORDS], float2 (&pairs)[WORDS]) {
-  uint64_t bits[WORDS];
+// Reads a row's mailboxes (null: none) of blocks first, first + 32, ... at once: an answer takes about as
+// long as a row. False if one is empty.
+__device__ inline bool try_read(const uint64_t* mailboxes, int first, float2 (&pairs)[kPeers]) {
+  uint64_t bits[kPeers];
   bool complete = true;
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
-    bits[i] = words[i] == nullptr ? 0 : *const_cast<const volatile uint64_t*>(words[i]);
+  UNROLL(i, kPeers) {
+    const int block = first + i * 32;
+    const bool exists = mailboxes != nullptr && block < gridDim.x;
+    bits[i] = exists ? *const_cast<const volatile uint64_t*>(mailboxes + block) : 0;
   }
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
-    complete &= bits[i] != kUnpublished;
+  UNROLL(i, kPeers) {
+    complete &= bits[i] != kEmptyMailbox;
     pairs[i] = {__uint_as_float(unsigned(bits[i])), __uint_as_float(unsigned(bits[i] >> 32))};
   }
   return complete;
@@ -2711,15 +2741,10 @@ Later later_rows(const Forward& call, int block_rows, const Device& device) {
 constexpr int kRowsPerSum = 256;
 
 // Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
-template <typename A, int V>
-__device__ void add_sums(A* partials, const A (&sums)[V], bool is_first) {
-  constexpr int F = 16 / sizeof(A);
-  UNROLL(f, V / F) {
-    const Pack<A, F> before = is_first ? Pack<A, F>{} : load<A, F>(partials + f * F);
-    A total[F];
-    UNROLL(v, F) total[v] = before.at[v] + sums[f * F + v];
-    store<A, F>(partials + f * F, total);
-  }
+template <int V>
+__device__ void add_sums(float* partials, const Vec<float, V>& sums, bool is_first) {
+  const Pack<float, V> before = is_first ? Pack<float, V>{} : load<float, V>(partials);
+  store<float, V>(partials, (widened(before) + sums).at);
 }
 
 // Rows of partial sums of `sharers` blocks with the same columns; a single one has the totals.
@@ -3640,547 +3665,479 @@ _PIPELINE = r"""
 namespace pipeline {
 
 // ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
-// Takes rows that no block holds, of up to 8192 columns for each SM, and shorter ones where that is faster.
-// The kernel is persistent and warp-specialized. A group of blocks, one on each SM, shares a row. Each block
-// keeps to its slice of the columns: weight and bias, or weight, grad_weight and grad_bias, stay in registers
-// for the whole run. Slices of row after row are copied in the background to a ring of shared-memory stages.
-// A slice is measured when it arrives and applied `delay` stages later, when its group has exchanged what it
-// measured: the exchange hides behind the rows between, and each byte moves once.
+// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each keeps to its
+// slice of the columns, with weight, bias or their gradients in registers for the whole run. Slices of row
+// after row are copied to a ring of stages in shared memory. 16 warps measure a slice when it has arrived,
+// one more combines and publishes what they measured, one or two gather what the row's blocks have published.
+// Meanwhile the 16 measure the next rows, and apply a slice `delay` stages after it was measured: nobody
+// waits for the exchange, and each byte moves once.
 //
-// Warps 0 to 15 measure and apply. One warp loads; one combines what lanes have measured and publishes it;
-// one or two gather what the group has published, several rows at a look. On Hopper and newer one thread
-// starts the copy of a slice; before, two warps copy it, 16 bytes a thread at a time: the second takes the
-// place of the second gatherer.
-//
-// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66
-// groups. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are in flight, each is applied 3 after it
-// is measured.
+// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66 such
+// groups take turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied,
+// each is applied 3 after it is measured.
 
 [[maybe_unused]] constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
 constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
 // Before Hopper the second gatherer is a second loader instead (backward of bf16 rows of 8192: 0.67 of copy
-// speed -> 0.84), and both are busy. So they ask for 64 bytes, two sectors, with one prefetch (float32 rows
-// of 131072: 0.89 -> 0.92).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-[[maybe_unused]] constexpr int kLoadingThreads = 64;
-#else
-[[maybe_unused]] constexpr int kLoadingThreads = 1;
-#endif
-[[maybe_unused]] constexpr int kPrefetchStep = 64, kSecondLoader = kGatherer + 1;
-constexpr int kThreadColumns = 16;
-constexpr int kSliceColumns = 32 * kWarps * kThreadColumns;  // of a block, at most: 8192
-constexpr int kMaxStages = 10;
+// speed -> 0.84), and a prefetch asks for two sectors (float32 rows of 131072: 0.89 -> 0.92).
+[[maybe_unused]] constexpr int kSecondLoader = kGatherer + 1, kPrefetchStep = 64;
+constexpr int kThreadColumns = 16, kMaxStages = 10;
+constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
 
-// Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956;
-// backward of rows of 8192 with twice as much: 0.93 -> 0.91; bf16 rows of 50257 with 32 KB: 0.936 -> 0.898).
+// Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956).
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
-// Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536, GELU: 0.694 -> 0.665).
+// Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536: 0.694 -> 0.665).
 constexpr int kBackwardControlBytes = 8 << 10;
 // Stages between measuring and applying, in a group (float32 rows of 50257 with 6: 0.955 of copy speed ->
-// 0.940) and of a block alone (of 6000 with 1: 0.93 -> 0.88). kManySharers need one more (backward, bf16 rows
+// 0.940) and of a block alone (of 6000 with 1: 0.93 -> 0.88). kManyBlocks need one more (backward, bf16 rows
 // of 1048576: 0.88 -> 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
-constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManySharers = 100;
-// Backward: blocks that share a row, at least, for the next rows to come to L2 before the ring has a place,
-// as fewer soon have one (float32 rows of 8192: 0.98 of copy speed without, 0.93 with; of 1048576: 0.63,
-// 0.76). Forward always does it (rows of 32768: 0.86 without, 0.92 with).
-constexpr int kBackwardPrefetchGroup = 16;
+constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyBlocks = 100;
+// Blocks that share a row, at least, for backward to prefetch: fewer soon have a free stage (float32 rows of
+// 8192: 0.98 of copy speed without, 0.93 with; of 1048576: 0.63, 0.76; forward of 32768: 0.86, 0.92).
+constexpr int kBackwardPrefetchBlocks = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
-constexpr int64_t kLeastSlice = 2048;
+constexpr int64_t kMinSlice = 2048;
 
 struct Pipeline {
-  int slice;            // columns of a block; the last one of a group may have fewer
-  int stages;           // of the ring
-  int delay;            // stages between measuring and applying, less than stages
-  int flight;           // stages on their way at once
-  int slice_bytes;      // room for one tensor's slice of a row, a multiple of kLineBytes
-  int gatherers;        // warps that take turns, at most kGatherers
-  int lanes;            // of a gatherer for a row: a power of two, 4 to 32, for as many as share it
-  bool prefetch;        // rows come to L2 while they wait for a place in the ring
-  L2Priority priority;  // of input
+  int blocks_per_row, groups;  // blocks that share a row, and groups of them
+  int slice;                   // columns of a block; the last one of a group may have fewer
+  int stages;                  // of the ring
+  int delay;                   // stages between measuring and applying, less than stages
+  int flight;                  // stages on their way at once
+  int slice_bytes;             // room for one tensor's slice of a row, a multiple of kLineBytes
+  int gatherers;               // warps that take turns, at most kGatherers
+  int lanes;                   // of a gatherer for a row: a power of two, 4 to 32, for as many blocks
+  bool prefetch;               // rows come to L2 while they wait for a free stage
+  L2Priority priority;         // of input
 };
 
-// Lanes that measure a part of a slice together; the publisher combines the parts. 32 lanes take 300 of 1600
-// cycles (bf16 rows of 65536 with GELU: 0.84 of copy speed, 2 lanes 0.89). float32 has time, but no room.
+// A block's slice of a row, in the ring. A thread has packs of V columns.
 template <typename T>
-constexpr int kFewTogether = sizeof(T) == 2 ? 2 : 8;
+struct Slice {
+  static constexpr int V = 16 / sizeof(T), kPacks = kThreadColumns / V;
+  const T *x, *dy;  // dy: grad_output, in backward
+  int64_t offset;   // in the tensors, in elements; of row 0: the slice's first column
+  int columns;
 
-template <int TOGETHER, typename ForRow>
-struct Control {
-  static constexpr int kParts = 32 * kWarps / TOGETHER;
-  uint64_t loaded[kMaxStages], measured[kMaxStages], known[kMaxStages], applied[kMaxStages];
-  float4 given[kMaxStages];  // kGiven numbers, which come with a row's slice
-  ForRow row_stats[kMaxStages];
-  float2 parts[kMaxStages][kParts];
-  float counts[kParts];  // columns of each
+  __device__ int at(int i) const { return (i * 32 * kWarps + threadIdx.x) * V; }
+  __device__ bool has(int i) const { return at(i) < columns; }
+  __device__ Vec<float, V> pack(const T* tensor, int i) const {  // zeros where it has none
+    return widened(has(i) ? load<T, V>(tensor + at(i)) : Pack<T, V>{});
+  }
 };
 
-// ---- Pipeline: forward and backward, as the kernel sees them ----
-// For each row it calls measure, part, together, to_publish, published, finish and apply; end is last.
+// ---- Pipeline: forward and backward, as the roles see them ----
+// They measure parts of slices, each as a pair of floats; combine pairs, first those of a slice, then those
+// of a row; finish what a row is applied with from the last; and apply it. row_scalars: kScalars numbers that
+// are loaded with a row.
 
+// Pairs are {mean, m2}; means of float32 are distances from the row's reference.
 template <typename T>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  // Means as distances from `base`, the first of them; float32: all from the reference of a row.
-  using Stats = Moments<float>;
   using ForRow = RowStats<float>;
-  static constexpr int kTensors = 1, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
-  static constexpr bool kMeans = true;
-  enum : int { kTogether = kFewTogether<T>, kGiven = sizeof(T) == 4 ? 3 : 0 };
-  float weight[kPacks][V], bias[kPacks][V];
+  static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 1;
+  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89). float32 has
+  // time, but no room. Its row_scalars are three elements.
+  enum : int { kLanesPerPart = sizeof(T) == 2 ? 2 : 8, kScalars = sizeof(T) == 4 ? 3 : 0 };
+  static constexpr bool kForward = true;
+  Vec<float, V> weight[kPacks], bias[kPacks];
   float count = 0, per_count;  // columns of this thread's part, and their inverse
 
-  static __device__ const T* tensor(const Call& call, int) { return static_cast<const T*>(call.input); }
+  static __host__ __device__ const void* tensor(const Call& call, int) { return call.input; }
+  static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
+    return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
+  }
+  // Of float32, whose sum of 12 equal numbers already has an error; 16 bits have enough in 24.
+  static __device__ float reference(const float4& row_scalars) {
+    return kScalars > 0 ? reference_of(row_scalars.x, row_scalars.y, row_scalars.z) : 0;
+  }
 
-  __device__ ForwardPass(const Call& call, int64_t first, int columns) {
-    auto load_affine_of_slice = [&](auto usual_affine) {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
+  __device__ ForwardPass(const Call& call, const Slice<T>& row_0) {
+    with_same_dtype<T>(call, [&](auto same_dtype) {
+      UNROLL(i, kPacks) {
         // Always inside the slice, so that no condition delays loads (bf16 rows of 65536: 0.83 -> 0.87).
-        const int col = first + min(pack_col(i), columns - V);
-        load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight[i], bias[i], call, col, 0);
+        const int col = row_0.offset + min(row_0.at(i), row_0.columns - V);
+        load_affine_pair<T, V, false, decltype(same_dtype)::value>(weight[i].at, bias[i].at, call, col, 0);
       }
-    };
-    with_same_dtype<T>(call, load_affine_of_slice);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) count += pack_col(i) < columns ? V : 0;
-    count = combine_lanes(count, kTogether);
+    });
+    UNROLL(i, kPacks) count += row_0.has(i) ? V : 0;
+    count = combine_lanes(count, kLanesPerPart);
     per_count = 1 / max(count, 1.f);
   }
 
-  __device__ float columns_of_part() const { return count; }
-
-  static __device__ int pack_col(int i) { return (i * 32 * kWarps + threadIdx.x) * V; }
-
-  static __device__ void get(Pack<T, V> (&x)[kPacks], const T* slice, int columns) {
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      x[i] = {};
-      if (pack_col(i) < columns) x[i] = load<T, V>(slice + pack_col(i));
+  __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) const {
+    const float from = reference(row_scalars);
+    Vec<float, V> x[kPacks];
+    float sum = 0, m2 = 0;
+    UNROLL(i, kPacks) {
+      x[i] = slice.pack(slice.x, i) - from;
+      const float here = sum_of<T>(x[i].at);
+      sum += kScalars > 0 && !slice.has(i) ? 0 : here;
     }
-  }
-
-  // {mean, m2} of this thread's part.
-  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
-    constexpr bool kFrom = kGiven > 0;  // counts from it, as the sum of 12 equal floats already has an error
-    const float reference = kFrom ? reference_of(given.x, given.y, given.z) : 0;
-    Pack<T, V> x[kPacks];
-    float values[kPacks][V], sum = 0, m2 = 0;
-    get(x, slices[0], columns);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      unpack(x[i], values[i]);
-#pragma unroll
-      for (int v = 0; v < V; ++v) values[i][v] -= reference;
-      const float here = sum_of<T>(values[i]);
-      sum += kFrom && pack_col(i) >= columns ? 0 : here;
-    }
-    sum = combine_lanes(sum, kTogether);
-    const float mean = kFrom ? sum * per_count : quotient(sum, count, per_count);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
+    sum = combine_lanes(sum, kLanesPerPart);
+    const float mean = kScalars > 0 ? sum * per_count : quotient(sum, count, per_count);
+    UNROLL(i, kPacks) {
       float here = 0;
-#pragma unroll
-      for (int v = 0; v < V; ++v) add_distance(here, values[i][v] - mean);
-      if (pack_col(i) < columns) m2 += here;
+      UNROLL(v, V) add_distance(here, x[i][v] - mean);
+      if (slice.has(i)) m2 += here;
     }
-    return {mean, combine_lanes(m2, kTogether)};
+    return {mean, combine_lanes(m2, kLanesPerPart)};
   }
 
-  static __device__ Stats part(float2 measured, float count, float base) {
-    return {count, measured.x - base, measured.y};
-  }
-  template <int N>
-  static __device__ Stats together(const Stats (&stats)[N], int64_t columns, int width) {
-    return combine_means(stats, 0.f, float(columns), width);
-  }
-
-  static __device__ float2 to_publish(const Stats& slice, float base) {
-    return {base + slice.mean, slice.m2};
-  }
-  static __device__ Stats published(float2 pair, int columns, float base) {
-    return {float(columns), pair.x - base, pair.y};
+  // Of N pairs a lane, over `width` lanes. Means, also the result's, as distances from `first`, one of them.
+  template <int N, int M>
+  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], float first,
+                                   int columns, int width) {
+    Moments<float> parts[N];
+    UNROLL(n, N) parts[n] = {counts[n], pairs[n].x - first, pairs[n].y};
+    const Moments<float> all = combine_means(parts, 0.f, float(columns), width);
+    return {all.mean, all.m2};
   }
 
-  // Three elements are given with a row of float32; 16 bits have enough in 24.
-  static __device__ const float* given_at(const Call& call, int64_t row, int i) {
-    return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
-  }
-
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float base, float4 given,
-                                  int64_t row, bool save) {
+  static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row,
+                                  bool saves) {
     // Not a division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89). Of an infinite m2
     // it would be NaN.
-    const float cols = call.cols, m2 = row_total.m2;
+    const float cols = call.cols, m2 = total.y, from = reference(row_scalars);
     const float variance = (m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2) + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
-    float from = base, off = row_total.mean;
-    if (kGiven > 0) from = reference_of(given.x, given.y, given.z), off += base;
-    if (save && call.mean != nullptr) {
-      static_cast<float*>(call.mean)[row] = from + off;
-      static_cast<float*>(call.rstd)[row] = rstd;
-    }
-    return row_stats_of(from, off, rstd);
+    if (saves) save_statistics(call, row, from + total.x, rstd);
+    return row_stats_of(from, total.x, rstd);
   }
 
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
-                        const ForRow& stats, float4) {
-    T* output = static_cast<T*>(call.output) + offset;
-    Pack<T, V> x[kPacks];
-    get(x, slices[0], columns);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      float y[V];
-      unpack(x[i], y);
-#pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      if (pack_col(i) < columns) store<T, V>(output + pack_col(i), y);
+  __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& stats, const float4&) const {
+    T* output = static_cast<T*>(call.output) + slice.offset;
+    UNROLL(i, kPacks) {
+      auto y = slice.pack(slice.x, i);
+      UNROLL(v, V) y[v] = normalized<T>(y[v], stats);
+      y = y * weight[i] + bias[i];
+      if (slice.has(i)) store<T, V>(output + slice.at(i), y.at);
     }
   }
-
-  __device__ void add_up(const Call&, float*, int64_t, int, bool) {}
 };
 
-// {mean, rstd} are given with a row; its statistics are {mean(wdy), mean(wdy * xhat)}.
+// Pairs are {sum(wdy), sum(wdy * xhat)}, row_scalars mean and rstd.
 template <typename T>
 struct BackwardPass {
   using Call = Backward;
   using Element = T;
-  using Stats = Sums<float>;
-  using ForRow = Sums<float>;
-  static constexpr int kTensors = 2, V = 16 / sizeof(T), kPacks = kThreadColumns / V;
-  static constexpr bool kMeans = false;
-  // Bytes set the pace (bf16 rows of 1048576 with 16 lanes: 0.98 of copy speed -> 0.96).
-  enum : int { kTogether = 32, kGiven = 2 };
-  float weight[kPacks][V], grad_weight[kPacks][V] = {}, grad_bias[kPacks][V] = {};
+  using ForRow = float2;  // the means of the two
+  static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 2;
+  static constexpr bool kForward = false;
+  enum : int { kLanesPerPart = 32, kScalars = 2 };  // 16 lanes: bf16 rows of 1048576 0.98 -> 0.96
+  Vec<float, V> weight[kPacks], grad_weight[kPacks] = {}, grad_bias[kPacks] = {};
+  float count = 0;  // sums do without
 
-  static __device__ const T* tensor(const Call& call, int which) {
-    return static_cast<const T*>(which == 0 ? call.input : call.grad_output);
+  static __host__ __device__ const void* tensor(const Call& call, int t) {
+    return t == 0 ? call.input : call.grad_output;
+  }
+  static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
+    return static_cast<const float*>(i == 0 ? call.mean : call.rstd) + row;
   }
 
-  __device__ BackwardPass(const Call& call, int64_t first, int columns) {
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kWarps + threadIdx.x) * V;
-      if (col < columns) load_affine<T, V>(weight[i], call.weight, call.affine_float32, first + col, 1);
+  __device__ BackwardPass(const Call& call, const Slice<T>& row_0) {
+    UNROLL(i, kPacks) {
+      const int64_t col = row_0.offset + row_0.at(i);
+      if (row_0.has(i)) load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, col, 1);
     }
   }
 
-  __device__ float columns_of_part() const { return 0; }  // sums do without
-
-  __device__ float2 measure(T* const (&slices)[kTensors], int columns, float4 given) {
-    const float mean = given.x, rstd = given.y;
-    Stats stats = {0, 0};
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kWarps + threadIdx.x) * V;
-      if (col >= columns) continue;
-      float xhat[V], dy[V];
-      unpack(load<T, V>(slices[0] + col), xhat);
-      unpack(load<T, V>(slices[1] + col), dy);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        xhat[v] = (xhat[v] - mean) * rstd;
+  __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) {
+    const float mean = row_scalars.x, rstd = row_scalars.y;
+    Sums<float> sums = {0, 0};
+    UNROLL(i, kPacks) {
+      if (!slice.has(i)) continue;
+      const auto xhat = (slice.pack(slice.x, i) - mean) * rstd, dy = slice.pack(slice.dy, i);
+      UNROLL(v, V) {
         const float wdy = product(weight[i][v], dy[v]);
-        stats.wdy += wdy;
-        stats.wdy_xhat += wdy * xhat[v];
+        sums.wdy += wdy;
+        sums.wdy_xhat += wdy * xhat[v];
         grad_weight[i][v] += dy[v] * xhat[v];
         grad_bias[i][v] += dy[v];
       }
     }
-    stats = combine_lanes(stats, kTogether);
-    return {stats.wdy, stats.wdy_xhat};
+    sums = combine_lanes(sums, kLanesPerPart);
+    return {sums.wdy, sums.wdy_xhat};
   }
 
-  static __device__ Stats part(float2 measured, float, float) { return {measured.x, measured.y}; }
-  template <int N>
-  static __device__ Stats together(const Stats (&stats)[N], int64_t, int width) {
-    const Stats of_lane = {sum_of_terms<N>([&](int n) { return stats[n].wdy; }),
-                           sum_of_terms<N>([&](int n) { return stats[n].wdy_xhat; })};
-    return combine_lanes(of_lane, width);
+  template <int N, int M>
+  static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], float, int, int width) {
+    const float wdy = sum_of_terms<N>([&](int n) { return pairs[n].x; });
+    const float wdy_xhat = sum_of_terms<N>([&](int n) { return pairs[n].y; });
+    const auto all = combine_lanes(Sums<float>{wdy, wdy_xhat}, width);
+    return {all.wdy, all.wdy_xhat};
   }
 
-  static __device__ float2 to_publish(const Stats& stats, float) { return {stats.wdy, stats.wdy_xhat}; }
-  static __device__ Stats published(float2 pair, int, float) { return {pair.x, pair.y}; }
-
-  static __device__ const float* given_at(const Call& call, int64_t row, int i) {
-    return static_cast<const float*>(i == 0 ? call.mean : call.rstd) + row;
-  }
-
-  static __device__ ForRow finish(const Call& call, const Stats& row_total, float, float4, int64_t, bool) {
+  static __device__ ForRow finish(const Call& call, float2 total, const float4&, int64_t, bool) {
     const float per_col = fast_reciprocal(float(call.cols));
-    return {row_total.wdy * per_col, row_total.wdy_xhat * per_col};
+    return {total.x * per_col, total.y * per_col};
   }
 
-  __device__ void apply(const Call& call, T* const (&slices)[kTensors], int columns, int64_t offset,
-                        const ForRow& means, float4 given) {
+  __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& means,
+                        const float4& row_scalars) const {
     if (call.grad_input == nullptr) return;
-    const float mean_wdy = means.wdy, mean_wdy_xhat = means.wdy_xhat, mean = given.x, rstd = given.y;
-    T* grad_input = static_cast<T*>(call.grad_input) + offset;
+    const float mean_wdy = means.x, mean_wdy_xhat = means.y, mean = row_scalars.x, rstd = row_scalars.y;
     // rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). For 16 bits (see normalized) rstd * (wdy + of_x * x +
     // rest), three instructions instead of six. For equal numbers of_x is 0. rstd is not part of it, as their
     // product would overflow for numbers below 1e-19.
     const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kWarps + threadIdx.x) * V;
-      if (col < columns) {
-        float x[V], dy[V], dx[V];
-        unpack(load<T, V>(slices[0] + col), x);
-        unpack(load<T, V>(slices[1] + col), dy);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          if constexpr (sizeof(T) == 2) {
-            dx[v] = rstd * (x[v] * of_x + (weight[i][v] * dy[v] + rest));
-          } else {
-            const float xhat = (x[v] - mean) * rstd;
-            dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
-          }
+    UNROLL(i, kPacks) {
+      if (!slice.has(i)) continue;
+      const auto x = slice.pack(slice.x, i), dy = slice.pack(slice.dy, i);
+      Vec<float, V> dx;
+      UNROLL(v, V) {
+        if constexpr (sizeof(T) == 2) {
+          dx[v] = rstd * (x[v] * of_x + (weight[i][v] * dy[v] + rest));
+        } else {
+          const float xhat = (x[v] - mean) * rstd;
+          dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
         }
-        store<T, V>(grad_input + col, dx);
       }
+      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), dx.at);
     }
   }
 
-  // The sums of the last rows are added to the group's partials, (2, groups, cols). Without partials they are
-  // the gradients.
-  __device__ void add_up(const Call& call, float* partials, int64_t first, int columns, bool is_first) {
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int col = (i * 32 * kWarps + threadIdx.x) * V;
-      if (col >= columns) continue;
+  // Adds the sums of the last rows to the group's partials, (2, groups, cols). Without partials they are the
+  // gradients.
+  __device__ void add_sums_of_rows(const Call& call, float* partials, const Slice<T>& row_0, bool is_first) {
+    UNROLL(i, kPacks) {
+      const int64_t col = row_0.offset + row_0.at(i);
+      if (!row_0.has(i)) continue;
       if (partials == nullptr) {
-        store_gradients<T>(call, first + col, grad_weight[i], grad_bias[i]);
+        store_gradients<T>(call, col, grad_weight[i].at, grad_bias[i].at);
       } else {
-        float* to = partials + blockIdx.y * call.cols + first + col;
+        float* to = partials + blockIdx.y * call.cols + col;
         add_sums(to, grad_weight[i], is_first);
         add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);
       }
-#pragma unroll
-      for (int v = 0; v < V; ++v) grad_weight[i][v] = grad_bias[i][v] = 0;
+      grad_weight[i] = grad_bias[i] = {};
     }
   }
 };
 
-// ---- Pipeline: kernel ----
+// ---- Pipeline: what the warps of a block share ----
+
+template <typename Pass>
+struct Control {
+  static constexpr int kParts = 32 * kWarps / Pass::kLanesPerPart;
+  uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];  // barriers
+  float4 row_scalars[kMaxStages];
+  typename Pass::ForRow row_stats[kMaxStages];
+  float2 parts[kMaxStages][kParts];
+  float part_columns[kParts];
+};
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-__device__ inline int slice_columns(const Pipeline& pipe, int64_t cols, int rank) {
-  return int(min(int64_t(pipe.slice), cols - int64_t(rank) * pipe.slice));
+
+// Copied in the background where a load would stall the loading threads: three far elements (float32 rows of
+// 50257: 0.912 of copy speed -> 0.946), and before Hopper (backward of bf16 rows of 8192: 0.84 -> 0.94).
+template <typename Pass>
+constexpr bool kCopiesScalars = Pass::kScalars > 0 && (Pass::kForward || kCopyThreads > 1);
+
+// A block's share of the work: in each turn, its slice of the row that its group has.
+template <typename Pass>
+struct Block {
+  using T = typename Pass::Element;
+  const typename Pass::Call& call;
+  const Pipeline& pipe;
+  Control<Pass>& control;
+  unsigned char* ring;
+  uint64_t* mailboxes;
+  int rank = blockIdx.x, turns = (int(call.rows) - int(blockIdx.y) + pipe.groups - 1) / pipe.groups;
+  int64_t first = int64_t(rank) * pipe.slice;  // column
+  int columns = columns_of(rank);
+
+  __device__ int columns_of(int rank) const {
+    return max(int64_t(0), min(int64_t(pipe.slice), call.cols - int64_t(rank) * pipe.slice));
+  }
+  __device__ int row(int turn) const { return blockIdx.y + turn * pipe.groups; }
+  __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first; }
+  __device__ Copy copy(int stage, int t, int row) const {  // begins where the slice's first cache line does
+    const char* from = static_cast<const char*>(Pass::tensor(call, t)) + offset(row) * sizeof(T);
+    const int before = reinterpret_cast<uintptr_t>(from) % kLineBytes;
+    return {ring + (stage * Pass::kTensors + t) * pipe.slice_bytes, from - before,
+            before + columns * int(sizeof(T))};
+  }
+  __device__ Slice<T> slice(int stage, int row) const {
+    const Copy x = copy(stage, 0, row), dy = copy(stage, Pass::kTensors - 1, row);
+    const auto begin = [&](const Copy& c) { return reinterpret_cast<T*>(c.shared + c.bytes) - columns; };
+    return {begin(x), begin(dy), offset(row), columns};
+  }
+  __device__ void finish_row(int stage, float2 total, int row, bool saves) const {
+    control.row_stats[stage] = Pass::finish(call, total, control.row_scalars[stage], row, saves);
+    barrier_arrive(&control.stats_ready[stage]);
+  }
+};
+
+// ---- Pipeline: roles of warps ----
+
+// The loading threads: a slice of row after row, as stages become free.
+template <typename Pass>
+__device__ void load_slices(const Block<Pass>& block, int thread) {
+  constexpr bool kLoadsScalars = Pass::kScalars > 0 && !kCopiesScalars<Pass>;
+  const Pipeline& pipe = block.pipe;
+  auto& control = block.control;
+  const uint64_t policy = l2_policy(pipe.priority);
+  RingPosition stage, landing;  // landing: `flight` turns behind
+  for (int turn = 0; turn < block.turns; ++turn, stage.advance(pipe.stages)) {
+    const int row = block.row(turn);
+    Copy copies[Pass::kTensors];
+    UNROLL(t, Pass::kTensors) {
+      // While the row waits for a stage it comes to L2 (float32 rows of 262144: 0.89 of copy speed -> 0.95).
+      const Copy& copy = copies[t] = block.copy(stage.index, t, row);
+      if (pipe.prefetch) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
+    }
+    float scalars[2];  // in flight while this thread waits
+    UNROLL(i, 2 * kLoadsScalars) scalars[i] = *Pass::scalar_at(block.call, row, i);
+    barrier_wait(&control.empty[stage.index], stage.parity ^ 1);  // at once in the first round
+    float* row_scalars = &control.row_scalars[stage.index].x;
+    UNROLL(i, Pass::kScalars) {
+      if (kCopiesScalars<Pass> && thread == 0)
+        copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
+    }
+    if (turn >= pipe.flight) {  // more would only queue up, with what the group publishes behind it
+      barrier_wait(&control.full[landing.index], landing.parity);
+      landing.advance(pipe.stages);
+    }
+    UNROLL(i, 2 * kLoadsScalars) row_scalars[i] = scalars[i];
+    start_copies(copies, &control.full[stage.index], thread, policy);
+  }
 }
 
-#endif
+// A warp that combines the parts of a slice, and publishes the pair.
+template <typename Pass>
+__device__ void publish_slices(const Block<Pass>& block, int lane) {
+  constexpr int kParts = Control<Pass>::kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
+  auto& control = block.control;
+  float counts[kEach];
+  RingPosition stage;
+  for (int turn = 0; turn < block.turns; ++turn, stage.advance(block.pipe.stages)) {
+    barrier_wait(&control.measured[stage.index], stage.parity);
+    const float2* parts = control.parts[stage.index];
+    float2 pairs[kEach];
+    UNROLL(i, kEach) {
+      const int part = i * kWidth + lane % kWidth;
+      pairs[i] = parts[part];
+      if (turn == 0) counts[i] = control.part_columns[part];
+    }
+    const float first = Pass::kForward ? parts[0].x : 0;
+    float2 total = Pass::template combine<kEach>(pairs, counts, first, block.columns, kWidth);
+    total.x += first;
+    if (lane != 0) continue;
+    if (block.pipe.blocks_per_row == 1) {  // row_scalars are there: who measured has waited for them
+      block.finish_row(stage.index, total, block.row(turn), true);
+    } else {
+      publish(mailbox_of(block.mailboxes, block.row(turn), block.rank), total);
+    }
+  }
+}
 
-// What is given with a row is copied in the background where a load would stall a loading thread for longer
-// than a slice takes: in forward, where it is elements far from one another (float32 rows of 50257: 0.912 of
-// copy speed with loads, also of a row ahead, now 0.946), and before Hopper (backward of bf16 rows of 8192:
-// 0.84, now 0.94). mean and rstd, which L2 has, are faster loaded (the same on Hopper: 0.938 -> 0.961).
+// A warp that gathers what the group has published. It looks at its next 32 / lanes rows at once, as several
+// may have been published since (one row a look: bf16 rows of 50176 0.68 of copy speed instead of 0.85).
 template <typename Pass>
-[[maybe_unused]] constexpr bool kCopiesGiven = Pass::kGiven > 0 && (Pass::kMeans || kLoadingThreads > 1);
+__device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
+  const Pipeline& pipe = block.pipe;
+  const int peer = lane % pipe.lanes, ahead = lane / pipe.lanes, cols = block.call.cols;
+  float2 pairs[kPeers];
+  float counts[kPeers];
+  UNROLL(i, kPeers) counts[i] = block.columns_of(peer + i * 32);
+  bool complete = false;
+  for (int next = gatherer; next < block.turns;) {
+    const int turn = next + ahead * pipe.gatherers, row = block.row(turn);
+    const uint64_t* mailboxes = turn < block.turns ? mailbox_of(block.mailboxes, row, 0) : nullptr;
+    if (!complete) complete = try_read(mailboxes, peer, pairs);
+    const unsigned missing = __ballot_sync(~0u, !complete);
+    const int rows = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // complete ones
+    if (rows == 0) continue;
+    const float first = Pass::kForward ? __shfl_sync(~0u, pairs[0].x, 0, pipe.lanes) : 0;
+    float2 total = pipe.blocks_per_row <= 32
+                       ? Pass::template combine<1>(pairs, counts, first, cols, pipe.lanes)
+                       : Pass::template combine<kPeers>(pairs, counts, first, cols, pipe.lanes);
+    total.x += first;
+    if (peer == 0 && ahead < rows && turn < block.turns) {
+      const int stage = turn % pipe.stages;
+      // It was loaded long ago; so row_scalars are seen.
+      if (Pass::kForward && Pass::kScalars > 0)
+        barrier_wait(&block.control.full[stage], turn / pipe.stages % 2);
+      block.finish_row(stage, total, row, block.rank == 0);
+    }
+    next += rows * pipe.gatherers;
+    complete = false;
+  }
+}
+
+// The other warps: measure slices as they arrive, and apply the row of `delay` turns before.
 template <typename Pass>
-[[maybe_unused]] constexpr bool kLoadsGiven = Pass::kGiven > 0 && !kCopiesGiven<Pass>;
-// Threads that copy something themselves, and arrive when it is there.
-template <typename Pass>
-[[maybe_unused]] constexpr int kCopiers = kLoadingThreads > 1 || kCopiesGiven<Pass> ? kLoadingThreads : 0;
+__device__ void measure_and_apply(const Block<Pass>& block, float* partials, int lane) {
+  const int turns = block.turns, delay = block.pipe.delay, stages = block.pipe.stages;
+  const int part = threadIdx.x / Pass::kLanesPerPart;
+  const bool leads_part = lane % Pass::kLanesPerPart == 0;
+  auto& control = block.control;
+  const auto row_0 = block.slice(0, 0);
+  Pass job(block.call, row_0);
+  if (leads_part) control.part_columns[part] = job.count;
+  RingPosition measuring, applying;
+#pragma unroll 1
+  for (int turn = 0; turn < turns + delay; ++turn) {
+    if (turn < turns) {
+      const int stage = measuring.index;
+      const auto slice = block.slice(stage, block.row(turn));
+      barrier_wait(&control.full[stage], measuring.parity);
+      const float2 stats = job.measure(slice, control.row_scalars[stage]);
+      if (leads_part) {
+        control.parts[stage][part] = stats;
+        barrier_arrive(&control.measured[stage]);
+      }
+      measuring.advance(stages);
+      if constexpr (!Pass::kForward) {
+        if (turn % kRowsPerSum == kRowsPerSum - 1 || turn + 1 == turns)
+          job.add_sums_of_rows(block.call, partials, row_0, turn < kRowsPerSum);
+      }
+    }
+    if (turn >= delay) {
+      const int stage = applying.index;
+      const auto slice = block.slice(stage, block.row(turn - delay));
+      barrier_wait(&control.stats_ready[stage], applying.parity);
+      job.apply(block.call, slice, control.row_stats[stage], control.row_scalars[stage]);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&control.empty[stage]);
+      applying.advance(stages);
+    }
+  }
+}
+#endif
 
 template <typename Pass>
 __global__ void __launch_bounds__(kThreads, 1)
-    layer_norm_pipeline(typename Pass::Call call, Pipeline pipe, uint64_t* words, float* partials) {
+    layer_norm_pipeline(typename Pass::Call call, Pipeline pipe, uint64_t* mailboxes, float* partials) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  using T = typename Pass::Element;
-  using Stats = typename Pass::Stats;
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ Control<Pass::kTogether, typename Pass::ForRow> control;
-
+  __shared__ Control<Pass> control;
+  const Block<Pass> block = {call, pipe, control, ring, mailboxes};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x, sharers = gridDim.x, group = blockIdx.y, groups = gridDim.y;
-  const int64_t first = int64_t(rank) * pipe.slice;
-  const int columns = slice_columns(pipe, call.cols, rank);
 
-  // A warp for each slot, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
+  // A warp for each stage, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
   if (lane == 0 && warp < pipe.stages) {
-    barrier_init(&control.loaded[warp], 1 + kCopiers<Pass>);
+    barrier_init(&control.full[warp], 1 + kCopyThreads);
     barrier_init(&control.measured[warp], control.kParts);
-    barrier_init(&control.known[warp], 1);
-    barrier_init(&control.applied[warp], kWarps);
+    barrier_init(&control.stats_ready[warp], 1);
+    barrier_init(&control.empty[warp], kWarps);
     barriers_initialized();
   }
   __syncthreads();
+  if (pipe.blocks_per_row > 1) empty_mailboxes(mailboxes, call.rows);
 
-  auto offset_of = [&](int row) { return int64_t(row) * int(call.cols) + first; };  // of this block's slice
-  auto room_of = [&](int slot, int tensor) { return (slot * Pass::kTensors + tensor) * pipe.slice_bytes; };
-  // Copies start at the beginning of a slice's first line, so many bytes early. Low bits of offset suffice.
-  auto early_bytes = [&](int tensor, unsigned offset) {
-    const unsigned begin = unsigned(reinterpret_cast<uintptr_t>(Pass::tensor(call, tensor)));
-    return int((begin + offset * unsigned(sizeof(T))) % kLineBytes);
-  };
-
-  if (sharers > 1) begin_unpublished(words, sharers, rank, group, call.rows, groups);
-
-  // A group's rows lie `groups` apart.
-  if (warp == kLoader || (kLoadingThreads > 32 && warp == kSecondLoader)) {
-    if (lane >= kLoadingThreads) return;
-    const int thread = kLoadingThreads == 1 ? 0 : (warp == kLoader ? 0 : 32) + lane;
-    Slot slot, before;  // before: pipe.flight stages behind
-    const uint64_t policy = l2_policy(pipe.priority);
-    for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
-      const char* start[Pass::kTensors];
-      int bytes[Pass::kTensors], total = 0;
-      // While the row waits for a place in the ring it comes to L2 (float32 rows of 262144: 0.89 of copy
-      // speed -> 0.95; one row more: 0.92; two: 0.82).
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        const int64_t offset = offset_of(row);
-        const int early = early_bytes(t, offset);
-        start[t] = reinterpret_cast<const char*>(Pass::tensor(call, t) + offset) - early;
-        bytes[t] = early + columns * int(sizeof(T));
-        total += bytes[t];
-        if (pipe.prefetch) prefetch_units(start[t], bytes[t], policy, thread, kLoadingThreads, kPrefetchStep);
-      }
-      float2 given = {};  // in flight while this thread waits
-      if (kLoadsGiven<Pass>) given = {*Pass::given_at(call, row, 0), *Pass::given_at(call, row, 1)};
-      if (row >= int64_t(pipe.stages) * groups) barrier_wait(&control.applied[slot.index], slot.parity ^ 1);
-      if (kCopiesGiven<Pass> && thread == 0) {
-        for (int i = 0; i < Pass::kGiven; ++i) {
-          copy_float(reinterpret_cast<float*>(&control.given[slot.index]) + i, Pass::given_at(call, row, i));
-        }
-      }
-      // More would only queue up, with what the group publishes behind it.
-      if (row >= int64_t(pipe.flight) * groups) {
-        barrier_wait(&control.loaded[before.index], before.parity);
-        before.advance(pipe.stages);
-      }
-      if (kLoadsGiven<Pass>) control.given[slot.index].x = given.x, control.given[slot.index].y = given.y;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-      barrier_arrive_expecting(&control.loaded[slot.index], total);
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        bulk_copy(ring + room_of(slot.index, t), start[t], bytes[t], &control.loaded[slot.index], policy);
-      }
-#else
-      for (int t = 0; t < Pass::kTensors; ++t) {
-        copy_units<kLoadingThreads>(ring + room_of(slot.index, t), start[t], bytes[t], thread, policy);
-      }
-      if (thread == 0) barrier_arrive(&control.loaded[slot.index]);
-#endif
-      if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.loaded[slot.index]);
-    }
-    return;
-  }
-
-  if (warp == kPublisher) {
-    Slot slot;
-    constexpr int kParts = control.kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
-    float counts[kEach];
-    for (int64_t row = group; row < call.rows; row += groups, slot.advance(pipe.stages)) {
-      barrier_wait(&control.measured[slot.index], slot.parity);
-      const float2* measured = control.parts[slot.index];
-      if (row == group) {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) counts[i] = control.counts[i * kWidth + lane % kWidth];
-      }
-      const float base = Pass::kMeans ? measured[0].x : 0;
-      Stats parts[kEach];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        parts[i] = Pass::part(measured[i * kWidth + lane % kWidth], counts[i], base);
-      }
-      const Stats stats = Pass::together(parts, columns, kWidth);
-      if (lane != 0) continue;
-      if (sharers == 1) {  // `given` is seen: who measured has waited for it
-        control.row_stats[slot.index] = Pass::finish(call, stats, base, control.given[slot.index], row, true);
-        barrier_arrive(&control.known[slot.index]);
-      } else {
-        publish(words + row * words_per_row(sharers) + rank, Pass::to_publish(stats, base));
-      }
-    }
-    return;
-  }
-
-  if (warp >= kGatherer) {
-    const int gatherer = warp - kGatherer;
-    if (sharers == 1 || gatherer >= pipe.gatherers) return;
-    // A look is at this warp's next 32 / pipe.lanes rows, as several may have been published since the last
-    // (one row a look: bf16 rows of 50176 0.68 of copy speed instead of 0.85).
-    const int first_peer = lane % pipe.lanes, ahead = lane / pipe.lanes * pipe.gatherers;
-    const int rows = (int(call.rows) - group + groups - 1) / groups;  // of this group
-    float2 pairs[kPeers];
-    bool complete = false;
-    for (int next = gatherer; next < rows;) {
-      const int64_t row = group + int64_t(next + ahead) * groups;
-      const uint64_t* from[kPeers];
-#pragma unroll
-      for (int i = 0; i < kPeers; ++i) {
-        const int peer = first_peer + i * 32;
-        const bool has = peer < sharers && next + ahead < rows;
-        from[i] = has ? words + row * words_per_row(sharers) + peer : nullptr;
-      }
-      if (!complete) complete = look(from, pairs);
-      const unsigned missing = __ballot_sync(~0u, !complete);
-      const int known = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // rows
-      if (known == 0) continue;
-      const float base = Pass::kMeans ? __shfl_sync(~0u, pairs[0].x, 0, pipe.lanes) : 0;
-      auto of_peers = [&](auto peers_of_lane) {
-        constexpr int N = decltype(peers_of_lane)::value;
-        Stats stats[N] = {};
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const int peer = first_peer + i * 32;
-          if (peer < sharers)
-            stats[i] = Pass::published(pairs[i], slice_columns(pipe, call.cols, peer), base);
-        }
-        return Pass::together(stats, call.cols, pipe.lanes);
-      };
-      const Stats total = sharers <= 32 ? of_peers(std::integral_constant<int, 1>())
-                                        : of_peers(std::integral_constant<int, kPeers>());
-      if (first_peer == 0 && lane / pipe.lanes < known && next + ahead < rows) {
-        const int slot = (next + ahead) % pipe.stages;
-        // It was loaded long ago; so `given` is seen.
-        if (Pass::kGiven > 0 && Pass::kMeans)
-          barrier_wait(&control.loaded[slot], (next + ahead) / pipe.stages % 2);
-        control.row_stats[slot] = Pass::finish(call, total, base, control.given[slot], row, rank == 0);
-        barrier_arrive(&control.known[slot]);
-      }
-      next += known * pipe.gatherers;
-      complete = false;
-    }
-    return;
-  }
-
-  T* slices[Pass::kTensors];
-  auto find_slices = [&](const Slot& slot, unsigned offset) {
-    for (int t = 0; t < Pass::kTensors; ++t) {
-      slices[t] = reinterpret_cast<T*>(ring + (room_of(slot.index, t) | early_bytes(t, offset)));
-    }
-  };
-  Slot measuring, applying;
-  const int rows = call.rows, lag = pipe.delay * groups;  // int: rows are long, so that there are not many
-  Pass job(call, first, columns);
-  const bool first_of_part = lane % Pass::kTogether == 0;
-  if (first_of_part) control.counts[threadIdx.x / Pass::kTogether] = job.columns_of_part();
-#pragma unroll 1
-  for (int row = group, turn = 0; row < rows + lag; row += groups, ++turn) {
-    if (row < rows) {
-      find_slices(measuring, offset_of(row));
-      barrier_wait(&control.loaded[measuring.index], measuring.parity);
-      const float2 part = job.measure(slices, columns, control.given[measuring.index]);
-      if (first_of_part) {
-        control.parts[measuring.index][threadIdx.x / Pass::kTogether] = part;
-        barrier_arrive(&control.measured[measuring.index]);
-      }
-      measuring.advance(pipe.stages);
-      if (turn % kRowsPerSum == kRowsPerSum - 1 || row + groups >= rows) {
-        job.add_up(call, partials, first, columns, turn < kRowsPerSum);
-      }
-    }
-    if (row >= lag) {
-      const int64_t offset = offset_of(row - lag);
-      find_slices(applying, offset);
-      barrier_wait(&control.known[applying.index], applying.parity);
-      job.apply(call, slices, columns, offset, control.row_stats[applying.index],
-                control.given[applying.index]);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&control.applied[applying.index]);
-      applying.advance(pipe.stages);
-    }
+  if (warp == kLoader || (kCopyThreads > 32 && warp == kSecondLoader)) {
+    const int thread = (warp == kLoader ? 0 : 32) + lane;
+    if (thread < kCopyThreads) load_slices(block, thread);
+  } else if (warp == kPublisher) {
+    publish_slices(block, lane);
+  } else if (warp < kWarps) {
+    measure_and_apply(block, partials, lane);
+  } else if (pipe.blocks_per_row > 1 && warp - kGatherer < pipe.gatherers) {
+    gather_rows(block, warp - kGatherer, lane);
   }
 #else
   __trap();  // takes() keeps calls away from code without these instructions
@@ -4189,117 +4146,92 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- Pipeline: host side ----
 
+template <typename T, typename Call>
+using PassOf = std::conditional_t<std::is_same_v<Call, Forward>, ForwardPass<T>, BackwardPass<T>>;
+
+// Of shared memory, beside the ring.
 template <typename Pass>
-constexpr int kControlBytes = (sizeof(Control<Pass::kTogether, typename Pass::ForRow>) + kLineBytes - 1) /
-                              kLineBytes * kLineBytes;  // of shared memory, beside the ring
+constexpr int kControlBytes = (sizeof(Control<Pass>) + kLineBytes - 1) / kLineBytes * kLineBytes;
 
 // The longest slice that threads can take and of which three stages fit: to load, to measure, to wait.
 template <typename Pass>
 int64_t longest_slice(const Device& device) {
-  const int64_t bytes =
-      (device.shared_bytes - kControlBytes<Pass>) / (3 * Pass::kTensors) / kLineBytes * kLineBytes;
-  return std::min<int64_t>(kSliceColumns, (bytes - kLineBytes) / sizeof(typename Pass::Element));
+  const int bytes = (device.shared_bytes - kControlBytes<Pass>) / (3 * Pass::kTensors);
+  return std::min(kMaxSlice, (bytes / kLineBytes - 1) * kLineBytes / int(sizeof(typename Pass::Element)));
 }
 
-template <typename Pass>
-bool takes_pass(const typename Pass::Call& call, const Device& device) {
-  return device.code >= 80 && call.cols <= longest_slice<Pass>(device) * std::min(device.sms, kMostSharers);
-}
-template <typename T>
-bool takes(const Forward& call, const Device& device) {
-  return takes_pass<ForwardPass<T>>(call, device);
-}
-template <typename T>
-bool takes(const Backward& call, const Device& device) {
-  return takes_pass<BackwardPass<T>>(call, device);
-}
-
-struct Plan {
-  Pipeline pipe;
-  int sharers, groups;  // blocks that share a row, and groups of them
-};
-
-bool starts_on_lines(const Forward& call) {
-  return rows_start_at(kLineBytes, call.cols, call.dtype, {call.input});
-}
-bool starts_on_lines(const Backward& call) {
-  return rows_start_at(kLineBytes, call.cols, call.dtype, {call.input, call.grad_output});
+template <typename T, typename Call>
+bool takes(const Call& call, const Device& device) {
+  return device.code >= 80 &&
+         call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMostSharers);
 }
 
 // One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are few
 // rows, and in backward (rows of 262144: 33 blocks a row use 132 SMs, 32 only 128). Forward has half the
 // bytes to hide an exchange behind (bf16 rows of 1048576: 0.83 of copy speed with 128 blocks, 0.69 with 132).
 template <typename Pass>
-Plan plan(const typename Pass::Call& call, const Device& device) {
-  constexpr bool kForward = Pass::kTensors == 1;
-  constexpr int kBytes = sizeof(typename Pass::Element);
-  const int64_t rows = call.rows, cols = call.cols;
-  const int64_t least = ceil_div(cols, longest_slice<Pass>(device));
-  Plan p = {};
-  auto groups_of = [&](int64_t sharers) { return std::min(rows, device.sms / sharers); };
-  const int64_t worth_trying =
-      std::max(Pass::kTensors * least, device.sms / std::min<int64_t>(rows, device.sms));
-  const int64_t most =
-      std::min({worth_trying, int64_t(device.sms), int64_t(kMostSharers), cols / kLeastSlice});
-  int64_t fastest = least, shortest = INT64_MAX;
-  for (int64_t sharers = least; sharers <= std::max(least, most); ++sharers) {
-    const int64_t time = ceil_div(rows, groups_of(sharers)) * (ceil_div(cols, sharers) + kLeastSlice);
-    if (time < shortest) fastest = sharers, shortest = time;
+int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
+  const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
+  const int64_t fewest = ceil_div(cols, longest_slice<Pass>(device));
+  const int64_t worth_trying = std::max(Pass::kTensors * fewest, sms / std::min(rows, sms));
+  const int64_t most = std::min({worth_trying, sms, int64_t(kMostSharers), cols / kMinSlice});
+  int64_t fastest = fewest, min_time = INT64_MAX;
+  for (int64_t blocks = fewest; blocks <= std::max(fewest, most); ++blocks) {
+    const int64_t time = ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + kMinSlice);
+    if (time < min_time) fastest = blocks, min_time = time;
   }
-  const int unit = kLineBytes / kBytes;  // slices start on lines where rows do
-  p.pipe.slice = ceil_div(ceil_div(cols, fastest), unit) * unit;
-  p.sharers = ceil_div(cols, p.pipe.slice);
-  p.groups = groups_of(p.sharers);
-  const int early = starts_on_lines(call) ? 0 : kLineBytes;
-  p.pipe.slice_bytes = ceil_div(p.pipe.slice * kBytes + early, kLineBytes) * kLineBytes;
-  const int stage_bytes = Pass::kTensors * p.pipe.slice_bytes;
-  const int room = device.shared_bytes - kControlBytes<Pass>, three = std::min(3, room / stage_bytes);
-  const int spared = !kForward ? kBackwardControlBytes - kControlBytes<Pass> : 0;
-  p.pipe.stages = std::min(kMaxStages, std::max(three, (room - spared) / stage_bytes));
-  const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
-  p.pipe.flight =
-      std::max(1, std::min(p.pipe.stages - 1, flight_bytes / (Pass::kTensors * p.pipe.slice * kBytes)));
-  // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
-  const bool many = p.sharers >= kManySharers;
-  const int delay = p.sharers == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
-  p.pipe.delay = std::max(1, std::min(p.pipe.stages - 2, delay));
-  p.pipe.lanes = 4;
-  while (p.pipe.lanes < std::min(p.sharers, 32)) p.pipe.lanes *= 2;
-  p.pipe.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
-  p.pipe.prefetch = kForward || p.sharers >= kBackwardPrefetchGroup;
-  p.pipe.priority = input_priority(call, Pass::kTensors + 1, device);
-  return p;
+  return fastest;
 }
 
 template <typename Pass>
-cudaError_t launch(const typename Pass::Call& call, const Plan& p, uint64_t* words, float* partials,
-                   const Context& context) {
-  const int shared = p.pipe.stages * Pass::kTensors * p.pipe.slice_bytes;
-  const LaunchKind kind = p.sharers > 1 ? kCooperative : kPlain;
-  return launch_kernel(layer_norm_pipeline<Pass>, {dim3(p.sharers, p.groups), kThreads, kind, shared},
-                       context, call, p.pipe, words, partials);
+Pipeline plan(const typename Pass::Call& call, const Device& device) {
+  constexpr bool kForward = Pass::kForward;
+  constexpr int kBytes = sizeof(typename Pass::Element), kTensors = Pass::kTensors;
+  constexpr int kUnit = kLineBytes / kBytes;  // slices start on lines where rows do
+  const int64_t cols = call.cols;
+  Pipeline p = {};
+  p.slice = ceil_div(ceil_div(cols, blocks_of_row<Pass>(call, device)), kUnit) * kUnit;
+  p.blocks_per_row = ceil_div(cols, p.slice);
+  p.groups = std::min<int64_t>(call.rows, device.sms / p.blocks_per_row);
+  const bool on_lines =
+      rows_start_at(kLineBytes, cols, call.dtype, {Pass::tensor(call, 0), Pass::tensor(call, kTensors - 1)});
+  p.slice_bytes = p.slice * kBytes + (on_lines ? 0 : kLineBytes);
+  const int control_bytes = kForward ? kControlBytes<Pass> : kBackwardControlBytes;
+  p.stages = (device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes);
+  p.stages = std::clamp(p.stages, 3, kMaxStages);
+  const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
+  p.flight = std::clamp(flight_bytes / (kTensors * p.slice * kBytes), 1, p.stages - 1);
+  // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
+  const bool many = p.blocks_per_row >= kManyBlocks;
+  const int delay = p.blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
+  p.delay = std::min(p.stages - 2, delay);
+  p.lanes = 4;
+  while (p.lanes < std::min(p.blocks_per_row, 32)) p.lanes *= 2;
+  p.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
+  p.prefetch = kForward || p.blocks_per_row >= kBackwardPrefetchBlocks;
+  p.priority = input_priority(call, kTensors + 1, device);
+  return p;
 }
 
-template <typename T>
-cudaError_t launch(const Forward& call, const Context& context) {
-  using Pass = ForwardPass<T>;
-  const Plan p = plan<Pass>(call, context.device);
-  const int64_t bytes = 8 * call.rows * words_per_row(p.sharers);
-  auto* words = static_cast<uint64_t*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  return launch<Pass>(call, p, words, nullptr, context);
-}
-
-template <typename T>
-cudaError_t launch(const Backward& call, const Context& context) {
-  using Pass = BackwardPass<T>;
-  const Plan p = plan<Pass>(call, context.device);
-  const int64_t partial_rows = call.rows > kRowsPerSum ? p.groups : partials_of(p.groups);
-  const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // words begin on a line
-  const int64_t bytes = 4 * sums + 8 * call.rows * words_per_row(p.sharers);
+template <typename T, typename Call>
+cudaError_t launch(const Call& call, const Context& context) {
+  using Pass = PassOf<T, Call>;
+  const Pipeline p = plan<Pass>(call, context.device);
+  const bool adds = !Pass::kForward && (p.groups > 1 || call.rows > kRowsPerSum);
+  const int64_t partial_rows = adds ? p.groups : 0;
+  const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // mailboxes begin on a line
+  const int64_t bytes = 4 * sums + 8 * call.rows * mailboxes_per_row(p.blocks_per_row);
   auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  const cudaError_t error = launch<Pass>(call, p, reinterpret_cast<uint64_t*>(partials + sums),
-                                         partial_rows > 0 ? partials : nullptr, context);
-  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
+  const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads,
+                         p.blocks_per_row > 1 ? kCooperative : kPlain,
+                         p.stages * Pass::kTensors * p.slice_bytes};
+  const cudaError_t error =
+      launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p,
+                    reinterpret_cast<uint64_t*>(partials + sums), adds ? partials : nullptr);
+  if constexpr (!Pass::kForward) {
+    if (error == cudaSuccess) return launch_sum_partials<T>(call, partials, partial_rows, context);
+  }
+  return error;
 }
 
 }  // namespace pipeline
@@ -4365,7 +4297,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ float2 row_stats[2];  // of this row and the next
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int rank = blockIdx.x, sharers = gridDim.x, groups = gridDim.y, rows = int(call.rows);
+  const int rank = blockIdx.x, groups = gridDim.y, rows = int(call.rows);
   const int first_col = begin_of(slices, call.cols, rank);
   const int packs = (begin_of(slices, call.cols, rank + 1) - first_col) / V, stages = stages_of(packs);
   const int skipped = kStages - stages, last_packs = packs - (stages - 1) * kStageSize;
@@ -4412,7 +4344,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 1; i < kPrefetch; ++i) fetch(0);
   }
 
-  begin_unpublished(words, sharers, rank, blockIdx.y, rows, groups);
+  empty_mailboxes(words, rows);
 
   const int biases = rest_of(packs, kBiases), weights = rest_of(packs, kWeights);
   Packed* rest_bias = reinterpret_cast<Packed*>(ring + slices.ring * kStageBytes);
@@ -4481,7 +4413,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp != kWarps - 1) return;
     barrier_wait(&measured, odd);
     moments = combine_means(partials[lane % kWarps], kWarps);
-    if (lane == 0) publish(words + row * words_per_row(sharers) + rank, {moments.mean, moments.m2});
+    if (lane == 0) publish(mailbox_of(words, row, rank), {moments.mean, moments.m2});
     __syncwarp();
   };
 
@@ -4489,16 +4421,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto gather = [&](int row, int odd) {
     if (warp != kWarps - 1) return;
     const int first_peer = opaque(lane);
-    const uint64_t* from[kPeers];
     float2 pairs[kPeers];
     Moments<float> of_peers[kPeers];
 #pragma unroll
     for (int i = 0; i < kPeers; ++i) {
       const int peer = first_peer + i * 32;
-      from[i] = peer < sharers ? words + row * words_per_row(sharers) + peer : nullptr;
       of_peers[i].count = begin_of(slices, call.cols, peer + 1) - begin_of(slices, call.cols, peer);
     }
-    while (!look(from, pairs)) {
+    while (!try_read(mailbox_of(words, row, 0), first_peer, pairs)) {
     }
 #pragma unroll
     for (int i = 0; i < kPeers; ++i) of_peers[i].mean = pairs[i].x, of_peers[i].m2 = pairs[i].y;
@@ -4529,9 +4459,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   barrier_wait(&rest_loaded, 0);
 
-  Slot slot;
+  RingPosition slot;
   auto slot_after = [&](int steps) {
-    Slot after = {slot.index + steps, slot.parity};
+    RingPosition after = {slot.index + steps, slot.parity};
     if (after.index >= slices.ring) after.index -= slices.ring, after.parity ^= 1;
     return after;
   };
@@ -4546,14 +4476,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (stage < skipped) continue;
       if (loads || prefetches) {
         // Into the slot before this one, which all warps have applied or are about to.
-        const Slot into = slot_after(slices.ring - 1);
+        const RingPosition into = slot_after(slices.ring - 1);
         if (loads) barrier_wait(&applied[into.index], into.parity ^ 1);
         fetch(into.index);
       }
 
       const int ahead = stage + kAhead;
       const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
-      const Slot measuring = slot_after(stages + kAhead);
+      const RingPosition measuring = slot_after(stages + kAhead);
       const Packed* at = stage_at(slot.index);
       const Packed x[kStagePacks] = {at[0], at[kThreads]};
       if (measures) barrier_wait(&loaded[measuring.index], measuring.parity);
@@ -4625,7 +4555,7 @@ Plan plan(const Forward& call, const Device& device) {
 }
 
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
-  auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * words_per_row(p.sharers)));
+  auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * mailboxes_per_row(p.sharers)));
   return launch_kernel(layer_norm_joint_rows, {dim3(p.sharers, p.groups), kThreads, kCooperative, p.shared},
                        context, call, row_constants<float>(call, context.device), p.slices, words);
 }
