@@ -65,7 +65,10 @@ STATEMENTS = {  # instructions inside of functions
     r"attributes\.maxThreadsPerBlock": "kThreads<split.value>",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
-    r'asm volatile\("prefetch\.global\.L2.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);",
+    r'asm volatile\("prefetch\.global\.L2 .*?\)\);': "emulator::check_read(static_cast<const char*>(affine) + at, 1, 1);",
+    r'asm volatile\("prefetch\.global\.L2::.*?\)\);': (
+        "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);"
+    ),
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r'asm volatile\("and\.b32.*?\)\)\);': "first = first_part(x) & 0xffffe000u;",
