@@ -4918,122 +4918,112 @@ _CONVOLUTION = r"""
 namespace convolution {
 
 // ---- Convolution: ConvTranspose3d, then LayerNorm, GELU and scaling (sm_80 and up) ----
-// With kernel 4, stride 2 and padding 1, output 2 q + p of a dimension reads two inputs: for tap t = 0 and 1,
-// input q + p - t times weight 1 - p + 2 t. Output 5, for example, reads inputs 3 and 2 with weights 0 and 2.
-// So outputs of one parity p in each dimension are a dense convolution, and one of their lines, all columns
-// of 64 channels, is a product of matrices: channels x (taps, input channels) x columns. A block keeps the
-// weights of one parity of depth and of height on chip. Its two groups of four warps take four lines a round,
-// two apart in height, and in the next round those at the next depth: one of the two depths that they read is
+// With kernel 4, stride 2 and padding 1, output 2 q + p of a dimension is, over taps t = 0 and 1, the sum of
+// input q + p - t times weight 1 - p + 2 t: output 5 reads inputs 3 and 2, with weights 0 and 2. So outputs
+// of one parity p in each dimension are a dense convolution, and one line of them, all columns of 64
+// channels, is a product of matrices: channels x (taps, input channels) x columns. A block keeps the weights
+// of one parity of depth and of height on chip. Its two groups of four warps take four lines a round, two
+// apart in height, and in the next round those at the next depth: one of the two depths that they read is
 // there already. Four lanes hold a row of LayerNorm, 64 columns of one channel, in registers. T is of 16 bits
-// or float, and float is rounded to TF32 or, if SPLIT, keeps its digits.
+// or float; float is rounded to TF32 or, if SPLIT, keeps its digits.
 
 #define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
 
 constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
-constexpr int kWeights = kInChannels * kOutChannels * 4 * 4 * 4, kArrangeThreads = 256;
 constexpr int kLines = 4;                        // of a round
 constexpr int kGroups = 2, kGroupThreads = 128;  // of a block
-constexpr int kTiles = 4, kTileChannels = 16;    // of a warp; a tile is 16 channels of a line
-constexpr int kFragment = 2 * kOutChannels;      // units of 16 bytes: weights of a product, for one tap of w
-static_assert(kWeights % kArrangeThreads == 0 && kGroups == 2, "no thread is left over; groups take turns");
-static_assert(kGroupThreads / 32 * kTiles * kTileChannels == kLines * kOutChannels,
-              "warps have all of a round");
+constexpr int kTileChannels = 16;                // a tile has them of one line
+constexpr int kTiles = kLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // of a warp
+constexpr int kRows = 2 * kTiles;  // of a lane: a quarter of each
+using Unit = Pack<uint32_t, 4>;
+constexpr int kFragment = 2 * kOutChannels;  // units: a product's weights for one tap of w
+constexpr int kWeights = kInChannels * kOutChannels * 4 * 4 * 4;
 
-// Hopper's own products (wgmma) run in the background and read shared memory themselves.
+// Hopper's own products (wgmma) run in the background and read shared memory themselves. With them four more
+// warps load input for the two groups, and leave registers to them (float32 in TF32: 0.61 ms -> 0.58).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasAsyncProducts = true;
 #else
 constexpr bool kHasAsyncProducts = false;
 #endif
-template <bool SPLIT>
-constexpr bool kIsAsync = !SPLIT && kHasAsyncProducts;
-
-// With async products four more warps load input for the two groups, and leave registers to them (float32 in
-// TF32: 0.61 ms -> 0.58). Without, a group loads its own.
 constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
-template <bool SPLIT>
-constexpr int kThreads = kGroupThreads * (kGroups + kIsAsync<SPLIT>);
-static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536,
-              "registers of an SM");
+static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536, "an SM's");
 
-// A slab is a round's input of one depth: units of kUnit channels, (plane of channels, line, column), and
-// zeros beside the first and last column. A product takes two planes; if ASYNC, all lines at once, for which
-// every 8 columns have copies of their neighbours beside them.
-template <typename T, bool ASYNC>
-struct Slab {
-  enum : int {
-    kUnit = 16 / sizeof(T),
-    kPlanes = kInChannels / kUnit,
-    kSlabLines = kLines + 1,
-    kEightStep = ASYNC ? 10 : 8,  // units from 8 columns to the next
-    kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2,
-    kPlaneStep = kSlabLines * kLineStep + 1,  // odd: four planes are spread over the banks
-    kUnits = kPlanes * kPlaneStep,
-    kSteps = 2 * kPlanes,  // a step: a tap of d, a tap of h, two planes; it takes four fragments
-    // The first fragment of float weights is in registers where shared memory has no room for it.
-    kRegisterFragments = ASYNC && sizeof(T) == 4 ? 1 : 0,
-    kSharedFragments = 4 * kSteps - kRegisterFragments,
-    kBytes = 16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth
-  };
-  static_assert(kPlaneStep % 2 == 1 && 4 * (4 * kSteps) * kFragment * kUnit == kWeights,
-                "blocks of four parities have all weights");
+// Shared memory: fragments of weights, LayerNorm's weight and bias, slabs. A slab is a round's input of one
+// depth: units of kUnit channels, (plane of channels, line, column), and zeros beside the first and last
+// column. A step is a tap of d, a tap of h and two planes, four fragments; an ASYNC product takes all lines
+// of them, for which every 8 columns have copies of their neighbours beside them.
+template <typename T, bool SPLIT, bool ASYNC = !SPLIT && kHasAsyncProducts>
+struct Layout {
+  using Element = T;
+  static constexpr bool kSplit = SPLIT, kAsync = ASYNC;
+  static constexpr int kThreads = kGroupThreads * (kGroups + ASYNC);
+  static constexpr int kUnit = 16 / sizeof(T), kPlanes = kInChannels / kUnit, kChunks = kPlanes / 2;
+  static constexpr int kSteps = 4 * kChunks, kSlabLines = kLines + 1;
+  static constexpr int kEightStep = ASYNC ? 10 : 8;  // units from 8 columns to the next
+  static constexpr int kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2;
+  static constexpr int kPlaneStep = kSlabLines * kLineStep | 1;  // odd: four planes are spread over the banks
+  static constexpr int kRegisterFragments = ASYNC && sizeof(T) == 4;  // no room in shared memory
+  static constexpr int kUnits = kPlanes * kPlaneStep, kSharedFragments = 4 * kSteps - kRegisterFragments;
+  static constexpr int kBytes =
+      16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth;
+  static constexpr int kWarpsAcross = ASYNC ? 4 : 2;  // share a line, each with kTilesAcross of its tiles
+  static constexpr int kTilesAcross = kOutChannels / kTileChannels / kWarpsAcross;
 
-  static __device__ int fragment_at(int step, int parity_w, int tap_w) {
-    return step * 4 + parity_w * 2 + tap_w;
+  static __device__ int unit_at(int plane, int line, int column) {
+    return plane * kPlaneStep + line * kLineStep + column / 8 * kEightStep + column % 8 + 1;
   }
-  // Where the input of an output line begins for a step: the column before its first one.
-  static __device__ int columns_at(int step, int line) {
-    return step % (kPlanes / 2) * 2 * kPlaneStep + (line + 1 - step / (kPlanes / 2) % 2) * kLineStep;
+  // What a step's product with tap 0 of w, parity 0, takes for an output line: its first unit.
+  static __device__ int input_at(int step, int line, int column) {
+    return unit_at(step % kChunks * 2, line + 1 - step / kChunks % 2, column);
   }
+  // Channel and line of a thread's row, from those of its first row.
+  static __device__ int channel_of(int row) { return row / 2 % kTilesAcross * kTileChannels + row % 2 * 8; }
+  static __device__ int line_of(int row) { return row / 2 / kTilesAcross; }
 };
 template <typename T, bool SPLIT>
-using SlabOf = Slab<T, kIsAsync<SPLIT>>;
-template <typename T, bool SPLIT>
-constexpr int kSharedBytes = std::max<int>(Slab<T, false>::kBytes, SPLIT ? 0 : Slab<T, true>::kBytes);
+constexpr int kSharedBytes =
+    std::max<int>(Layout<T, SPLIT, false>::kBytes, SPLIT ? 0 : Layout<T, SPLIT, true>::kBytes);
 static_assert(kSharedBytes<float, false> <= 227 << 10, "Hopper's");
 
-// Tensor cores ignore all but 10 bits of mantissa. Ties go to even, as in cuDNN: if they went up, one output
-// of 850 would be off by more than 1e-4 from PyTorch's. NaN as arithmetic makes it, 0x7fffffff, would carry
-// into the sign, here and in first_part.
+// Tensor cores take 10 bits of mantissa. Ties go to even, as in cuDNN: up, one output of 850 would be off by
+// more than 1e-4 from PyTorch's. Arithmetic's NaN, 0x7fffffff, would carry into the sign.
 __device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
   if (isnan(__uint_as_float(x))) return 0x7fc00000;
   return rounded ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
-// ---- Convolution: weights as products take them ----
-
-// Output: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w), then a fragment.
-// For async products: (unit, output channel, input channel in the unit). Else as mma.sync has it in
-// registers: (16 output channels, lane, register).
+// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of
+// w), then a fragment. For async products: (unit, output channel, input channel in the unit). Else as
+// mma.sync has it in registers: (16 output channels, lane, register).
 template <typename T>
-__global__ void __launch_bounds__(kArrangeThreads) arrange_weights(Convolution call, T* arranged) {
-  constexpr int kUnit = 16 / sizeof(T), kWord = 4 / sizeof(T);  // channels in a unit, in a register
-  constexpr int kNumbers = kFragment * kUnit, kChunks = kInChannels / (2 * kUnit);
-  const int index = blockIdx.x * kArrangeThreads + threadIdx.x, i = index % kNumbers,
-            fragment = index / kNumbers;
+__global__ void __launch_bounds__(kFragment * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
+  using L = Layout<T, false>;
+  constexpr int kUnit = L::kUnit, kWord = 4 / sizeof(T);  // channels in a unit, in a register
+  const int i = threadIdx.x, fragment = blockIdx.x, taps = fragment / 4 / L::kChunks;
   const bool rounded = sizeof(T) == 2 || call.tf32;
-  const int word = i / kWord;
-  int out = word / 128 * 16 + word / 16 % 8 + word % 2 * 8;
-  int in = word / 4 % 4 * kWord + i % kWord + word / 2 % 2 * kUnit;
+  const int word = i / kWord, lane = word / 4 % 32;
+  int out = word / 128 * kTileChannels + word % 2 * 8 + lane / 4;
+  int in = word / 2 % 2 * kUnit + lane % 4 * kWord + i % kWord;
   if (kHasAsyncProducts && rounded) {
-    out = i / kUnit % kOutChannels, in = i % kUnit + i / (kUnit * kOutChannels) * kUnit;
+    out = i / kUnit % kOutChannels, in = i / kUnit / kOutChannels * kUnit + i % kUnit;
   }
-  in += fragment / 4 % kChunks * 2 * kUnit;
-  const int taps = fragment / 4 / kChunks;
-  const int w = 1 - fragment / 2 % 2 + 2 * (fragment % 2);
-  const int h = 1 - taps / 4 % 2 + 2 * (taps % 2), d = 1 - taps / 8 + 2 * (taps / 2 % 2);
+  in += fragment / 4 % L::kChunks * 2 * kUnit;
+  auto weight_at = [](int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); };
+  const int d = weight_at(taps / 8, taps / 2), h = weight_at(taps / 4, taps);
+  const int w = weight_at(fragment / 2, fragment);
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
     const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
     weight += bias - bias;  // leaves with the mean of a row, unless it is NaN or infinite
     weight = __uint_as_float(factor_of(__float_as_uint(weight), rounded));
   }
-  arranged[index] = weight;
+  arranged[fragment * blockDim.x + i] = weight;
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 template <typename T, bool SPLIT>
-__global__ void conv_transpose_layer_norm_gelu(Convolution, const uint4*) {
+__global__ void conv_transpose_layer_norm_gelu(Convolution, const Unit*) {
   __trap();  // fits() keeps calls away from code without these instructions
 }
 #else
@@ -5057,45 +5047,35 @@ __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint
   }
 }
 
-// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). a is
-// in registers or in shared memory: two instructions with one list of c's 64 registers.
 #define LAYERNORM_FOUR_SUMS(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define LAYERNORM_SIXTEEN_SUMS(i) \
   LAYERNORM_FOUR_SUMS(i), LAYERNORM_FOUR_SUMS(i + 4), LAYERNORM_FOUR_SUMS(i + 8), LAYERNORM_FOUR_SUMS(i + 12)
-#define LAYERNORM_MULTIPLY_ADD(types, a, b, transposed, ...)                                     \
-  asm volatile(                                                                                  \
-      "{ .reg .pred p;\n"                                                                        \
-      "setp.ne.b32 p, 1, 0;\n"                                                                   \
-      "wgmma.mma_async.sync.aligned." types                                                      \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,"                                                     \
-      "%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32," \
-      "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
-      "%55,%56,%57,%58,%59,%60,%61,%62,%63}, " a ", " b ", p, 1, 1" transposed "; }\n"           \
-      : LAYERNORM_SIXTEEN_SUMS(0), LAYERNORM_SIXTEEN_SUMS(16), LAYERNORM_SIXTEEN_SUMS(32),       \
-        LAYERNORM_SIXTEEN_SUMS(48)                                                               \
-      : __VA_ARGS__                                                                              \
+#define LAYERNORM_MULTIPLY_ADD(types, factors, transposed, ...)                                             \
+  asm volatile(                                                                                             \
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned." types                            \
+      " {%0,%1,%2,%3,"                                                                                      \
+      "%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"                  \
+      "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"        \
+      "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " factors ", p, 1, 1" transposed "; }" \
+      : LAYERNORM_SIXTEEN_SUMS(0), LAYERNORM_SIXTEEN_SUMS(16), LAYERNORM_SIXTEEN_SUMS(32),                  \
+        LAYERNORM_SIXTEEN_SUMS(48)                                                                          \
+      : __VA_ARGS__                                                                                         \
       : "memory")
 
-template <typename T>
-__device__ void multiply_add_async(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
-  LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}", "%68", "", "r"(a[0]), "r"(a[1]),
-                         "r"(a[2]), "r"(a[3]), "l"(b));
-}
-template <typename T>
-__device__ void multiply_add_async(float (&c)[64], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, float>) {
-    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64", "%65", "", "l"(a), "l"(b));
+// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). A:
+// float's registers, or uint64_t, a matrix in shared memory.
+template <typename T, typename A>
+__device__ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
+  if constexpr (std::is_array_v<A>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}, %68", "", "r"(a[0]), "r"(a[1]),
+                           "r"(a[2]), "r"(a[3]), "l"(b));
+  } else if constexpr (std::is_same_v<T, float>) {
+    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64, %65", "", "l"(a), "l"(b));
   } else if constexpr (std::is_same_v<T, __half>) {
-    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.f16.f16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.f16.f16", "%64, %65", ", 0, 0", "l"(a), "l"(b));
   } else {
-    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.bf16.bf16", "%64", "%65", ", 0, 0", "l"(a), "l"(b));
+    LAYERNORM_MULTIPLY_ADD("m64n128k16.f32.bf16.bf16", "%64, %65", ", 0, 0", "l"(a), "l"(b));
   }
-}
-
-// In units: where it begins in shared memory, the step to the next plane, that to the next 8 columns or
-// channels.
-[[maybe_unused]] __device__ inline uint64_t matrix_at(unsigned begin, int plane_step, int eight_step) {
-  return uint64_t(eight_step) << 32 | (begin + (plane_step << 16));
 }
 
 // A barrier of some warps: `threads` threads wait at it, or only arrive.
@@ -5110,204 +5090,143 @@ enum : int { kTurn = 1, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
 
 // ---- Convolution: what the steps share ----
 
-struct Place {  // of a round's outputs: q of depth, q of the first line
-  int batch, d, h;
-};
-
-// A block: its outputs are those of one parity of d and of h. Rounds go through depths first; the block has a
-// range of them, of which group 0 takes the first half.
-template <typename T, bool SPLIT>
+// Outputs of a block are those of one parity of d and of h. Rounds go through depths first; the block has a
+// range of them, of which group 0 takes the first half. Groups take turns. first_: of this thread's rows.
+template <typename L>
 struct Block {
-  using S = SlabOf<T, SPLIT>;
   const Convolution& call;
-  uint4* weights;  // in shared memory, as the next two
-  float* affine;   // LayerNorm's weight, then its bias
-  uint4* slabs;
-  int parity_d, parity_h, line_groups, first_round, all_rounds;
+  const Unit* fragments;  // of its weights
+  Unit* weights;          // in shared memory, as the next two
+  float* affine = reinterpret_cast<float*>(weights + L::kSharedFragments * kFragment);
+  Unit* slabs = reinterpret_cast<Unit*>(affine + 2 * kOutWidth);
+  int parity_d = blockIdx.x % 4 / 2, parity_h = blockIdx.x % 2;
+  int line_groups = (call.height + kLines - 1) / kLines;
+  int first_round = rounds_before(blockIdx.x / 4);
+  int all_rounds = rounds_before(blockIdx.x / 4 + 1) - first_round;
+  int warp = threadIdx.x % kGroupThreads / 32;
+  int first_line = warp / L::kWarpsAcross * (kTiles / L::kTilesAcross);
+  int first_channel = warp % L::kWarpsAcross * L::kTilesAcross * kTileChannels + threadIdx.x % 32 / 4;
 
-  __device__ Block(const Convolution& call, uint4* shared) : call(call), weights(shared) {
-    affine = reinterpret_cast<float*>(weights + S::kSharedFragments * kFragment);
-    slabs = reinterpret_cast<uint4*>(affine + 2 * kOutWidth);
-    parity_d = blockIdx.x % 4 / 2, parity_h = blockIdx.x % 2;
-    line_groups = (call.height + kLines - 1) / kLines;
-    const int64_t rounds_of_all = call.batch * line_groups * call.depth;
-    const int block = blockIdx.x / 4, blocks = gridDim.x / 4;
-    first_round = rounds_of_all * block / blocks;
-    all_rounds = int(rounds_of_all * (block + 1) / blocks) - first_round;
+  __device__ int rounds_before(int block) const {
+    return call.batch * line_groups * call.depth * block / (gridDim.x / 4);
   }
   __device__ int rounds(int group) const { return group == 0 ? all_rounds - all_rounds / 2 : all_rounds / 2; }
-  __device__ Place place(int group, int round) const {
-    const int index = first_round + group * rounds(0) + round, column = index / call.depth;
-    return {column / line_groups, index % call.depth, column % line_groups * kLines};
-  }
-  // Taps of d that the round before has not left.
-  __device__ int new_taps(int depth, int round) const { return round == 0 || depth == 0 ? 2 : 1; }
-  // The second tap of a depth is the first one of the depth before.
-  __device__ uint4* slab(int group, int round, int tap) const {
-    return slabs + (2 * group + (round + tap) % 2) * S::kUnits;
-  }
 };
 
-// A thread's sums: quarters of kRows rows; row r is channel r % 2 * 8 + lane / 4 of tile r / 2.
-constexpr int kRows = 2 * kTiles;
+// A round of a group: its outputs are at q = d of depth, and from q = h of height on.
+template <typename L>
+struct Round {
+  const Block<L>& block;
+  int group, index;
+  int place = block.first_round + group * block.rounds(0) + index, lines = place / block.call.depth;
+  int batch = lines / block.line_groups, d = place % block.call.depth, h = lines % block.line_groups * kLines;
+
+  // Of d. The second tap's slab is the first tap's of the round before, but for the first depth.
+  __device__ int new_taps() const { return index == 0 || d == 0 ? 2 : 1; }
+  __device__ Unit* slab(int tap) const { return block.slabs + (2 * group + (index + tap) % 2) * L::kUnits; }
+};
+
+// A thread's sums, of kRows rows: (parity of w, tile, 8 columns of a parity, register).
 struct Sums {
-  float at[2][kTiles][16];  // parity of w, tile, (8 columns of a parity, register)
+  float at[2][16 * kTiles];
 
   // Number i of 16 of a row: column 16 (i / 4) + 4 (lane % 4) + i % 4.
   __device__ float& operator()(int row, int i) {
-    return at[i % 2][row / 2][i / 4 * 4 + row % 2 * 2 + i / 2 % 2];
+    return at[i % 2][row / 2 * 16 + i / 4 * 4 + row % 2 * 2 + i / 2 % 2];
   }
-  __device__ Vec<float, 4> four(int row, int j) {
-    Vec<float, 4> x;
-    UNROLL(i, x.kSize) x[i] = (*this)(row, 4 * j + i);
-    return x;
-  }
-};
-
-// The tiles of a warp: if ASYNC, four lines of 16 channels; else two lines of 32 channels.
-template <bool ASYNC>
-struct Tiles {
-  int first_channel, first_line;
-
-  __device__ explicit Tiles(int warp)
-      : first_channel((ASYNC ? warp : warp % 2 * 2) * kTileChannels), first_line(ASYNC ? 0 : warp / 2 * 2) {}
-  // From the first channel, from the first line.
-  static __device__ int channel(int tile) { return ASYNC ? 0 : tile % 2 * kTileChannels; }
-  static __device__ int line(int tile) { return ASYNC ? tile : tile / 2; }
-  __device__ int channel_of_row(int row) const {
-    return first_channel + channel(row / 2) + row % 2 * 8 + threadIdx.x % 32 / 4;
+  __device__ Vec<float, 4> four(int row, int i) {  // from number i on
+    return {(*this)(row, i), (*this)(row, i + 1), (*this)(row, i + 2), (*this)(row, i + 3)};
   }
 };
 
 // ---- Convolution: input ----
 
-// Column c of kUnit channels (rows) x kUnit columns: one unit.
-template <typename T>
-__device__ uint4 column_of(const uint4 (&rows)[16 / sizeof(T)], int c) {
-  auto word = [&](int row, int w) {
-    return w == 0 ? rows[row].x : w == 1 ? rows[row].y : w == 2 ? rows[row].z : rows[row].w;
-  };
-  if constexpr (sizeof(T) == 4) {
-    return {word(0, c), word(1, c), word(2, c), word(3, c)};
-  } else {
-    auto pair = [&](int row) {
-      return __byte_perm(word(row, c / 2), word(row + 1, c / 2), c % 2 == 0 ? 0x5410 : 0x7632);
-    };
-    return {pair(0), pair(2), pair(4), pair(6)};
+// Calls f for what this thread brings of a round's input: kUnit channels of a plane, kUnit columns, of every
+// kSweep-th line of the slabs of new taps.
+template <typename L, typename F>
+__device__ void for_share(const Round<L>& round, F f) {
+  constexpr int kHalves = 8 / L::kUnit;  // of 8 columns, and of planes
+  constexpr int kLineThreads = 16 * kHalves * kHalves, kSweep = kGroupThreads / kLineThreads;
+  const int thread = threadIdx.x % kGroupThreads, i = thread / kHalves;
+  const int plane = i % 4 + i / 16 % kHalves * 4, column = i / 4 % 4 * 8 + thread % kHalves * L::kUnit;
+  ROLLED(tap, round.new_taps()) {
+    UNROLL(sweep, (L::kSlabLines + kSweep - 1) / kSweep) {
+      const int line = thread / kLineThreads + sweep * kSweep;
+      if (line >= L::kSlabLines) continue;
+      f(round.slab(tap) + L::unit_at(plane, line, column), tap, plane, line, column);
+    }
   }
 }
 
-// What a thread brings of a slab: kUnit channels x kUnit columns of every kSweep-th line.
-template <typename S>
-struct Share {
-  static constexpr int kHalves = 8 / S::kUnit, kPlaneGroups = S::kPlanes / 4;  // kHalves: of 8 columns
-  static constexpr int kLineThreads = 16 * kHalves * kPlaneGroups, kSweep = kGroupThreads / kLineThreads;
-  static constexpr int kSweeps = (S::kSlabLines + kSweep - 1) / kSweep;
-  int half, eight, plane, line;
-
-  __device__ explicit Share(int thread)
-      : half(thread % kHalves),
-        eight(thread / kHalves / 4 % 4),
-        plane(thread / kHalves % 4 + thread / kHalves / 16 % kPlaneGroups * 4),
-        line(thread / kLineThreads) {}
-  __device__ int first_unit() const {
-    return plane * S::kPlaneStep + line * S::kLineStep + eight * S::kEightStep + 1 + half * S::kUnit;
-  }
-  __device__ bool has(int sweep) const { return line + sweep * kSweep < S::kSlabLines; }
-};
-
 // Starts copies of a round's input; kUnit columns of a channel go where kUnit channels of a column will be.
-template <typename T, bool SPLIT>
-__device__ void fetch(const Block<T, SPLIT>& block, int group, int round) {
-  using S = SlabOf<T, SPLIT>;
+template <typename L>
+__device__ void fetch(const Round<L>& round) {
+  const Block<L>& block = round.block;
   const Convolution& call = block.call;
-  const Share<S> share(threadIdx.x % kGroupThreads);
-  const Place p = block.place(group, round);
+  const auto* input = static_cast<const typename L::Element*>(call.input);
   const int64_t channel_step = int64_t(call.depth) * call.height * kInWidth;
-  const T* from = static_cast<const T*>(call.input) +
-                  (int64_t(p.batch) * kInChannels + S::kUnit * share.plane) * channel_step + share.eight * 8 +
-                  share.half * S::kUnit;
-  ROLLED(tap, block.new_taps(p.d, round)) {
-    const int d = p.d + block.parity_d - tap;
-    uint4* to = block.slab(group, round, tap) + share.first_unit();
-    UNROLL(sweep, share.kSweeps) {
-      if (!share.has(sweep)) continue;
-      const int line = sweep * share.kSweep, h = p.h + block.parity_h - 1 + share.line + line;
-      const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
-      const int64_t offset = exists ? (int64_t(d) * call.height + h) * kInWidth : 0;
-      UNROLL(i, S::kUnit) {
-        copy_or_zero(to + line * S::kLineStep + i, from + i * channel_step + offset, exists);
-      }
-    }
-  }
+  for_share(round, [&](Unit* units, int tap, int plane, int line, int column) {
+    const int d = round.d + block.parity_d - tap, h = round.h + block.parity_h - 1 + line;
+    const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
+    const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnit) * channel_step +
+                       column + (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
+    UNROLL(i, L::kUnit) copy_or_zero(units + i, from + i * channel_step, exists);
+  });
 }
 
 // Transposes what this thread has fetched, and rounds it.
-template <typename T, bool SPLIT>
-__device__ void arrange(const Block<T, SPLIT>& block, int group, int round) {
-  using S = SlabOf<T, SPLIT>;
-  constexpr int kUnit = S::kUnit;
-  const Share<S> share(threadIdx.x % kGroupThreads);
+template <typename L>
+__device__ void arrange(const Round<L>& round) {
+  using T = typename L::Element;
+  constexpr int kUnit = L::kUnit;
   wait_for_copies();
-  ROLLED(tap, block.new_taps(block.place(group, round).d, round)) {
-    uint4* first = block.slab(group, round, tap) + share.first_unit();
-    UNROLL(sweep, share.kSweeps) {
-      if (!share.has(sweep)) continue;
-      uint4 rows[kUnit], *columns = first + sweep * share.kSweep * S::kLineStep;
-      UNROLL(i, kUnit) {
-        rows[i] = columns[i];
-        if constexpr (sizeof(T) == 4) {
-          rows[i] = {factor_of(rows[i].x, !SPLIT), factor_of(rows[i].y, !SPLIT), factor_of(rows[i].z, !SPLIT),
-                     factor_of(rows[i].w, !SPLIT)};
-        }
-      }
-      UNROLL(c, kUnit) columns[c] = column_of<T>(rows, c);
-      if constexpr (kIsAsync<SPLIT>) {  // copies beside the 8 columns before, and the next 8
-        if (share.half == 0 && share.eight > 0) columns[-2] = column_of<T>(rows, 0);
-        if (share.half == share.kHalves - 1 && share.eight < 3) {
-          columns[kUnit + 1] = column_of<T>(rows, kUnit - 1);
-        }
-      }
+  for_share(round, [&](Unit* units, int, int, int, int column) {
+    alignas(16) T channels[kUnit][kUnit], columns[kUnit][kUnit];
+    UNROLL(i, kUnit) reinterpret_cast<Unit&>(channels[i]) = units[i];
+    UNROLL(i, kUnit * kUnit) {
+      T& x = columns[i / kUnit][i % kUnit] = channels[i % kUnit][i / kUnit];
+      if constexpr (sizeof(T) == 4) x = __uint_as_float(factor_of(__float_as_uint(x), !L::kSplit));
     }
-  }
-  if constexpr (kIsAsync<SPLIT>) writes_before_copies();
+    auto write = [&](int to, int i) { units[to] = reinterpret_cast<const Unit&>(columns[i]); };
+    UNROLL(i, kUnit) write(i, i);
+    if (L::kAsync) {  // copies beside the 8 columns before, and the next 8
+      if (column % 8 == 0 && column > 0) write(-2, 0);
+      if (column % 8 == 8 - kUnit && column < kInWidth - 8) write(kUnit + 1, kUnit - 1);
+    }
+  });
+  if (L::kAsync) writes_before_copies();
 }
 
-// ---- Convolution: asynchronous products ----
+// ---- Convolution: products ----
 
-// The compiler would wait for each product if it could move the sums.
+// The compiler would wait for each async product if it could move the sums.
 [[maybe_unused]] __device__ inline void keep_in_registers(Sums& sums) {
-  UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i / 16 % 4][i % 16])::"memory");
-}
-
-// Where p is, in units. Of lane 0: the compiler then knows that all lanes have the same.
-[[maybe_unused]] __device__ inline unsigned unit_in_shared(const uint4* p) {
-  return __shfl_sync(~0u, shared_address(p) / 16, 0);
+  UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i % 64])::"memory");
 }
 
 // Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
 // bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
-template <typename T>
-__device__ void multiply_async(Sums& sums, const Block<T, false>& block, int group, int round,
-                               const uint32_t (&register_fragment)[4]) {
-  using S = SlabOf<T, false>;
-  constexpr int kChunks = S::kPlanes / 2;
-  const unsigned slabs[2] = {unit_in_shared(block.slab(group, round, 0)),
-                             unit_in_shared(block.slab(group, round, 1))};
-  const unsigned weights = unit_in_shared(block.weights);
+template <typename L>
+__device__ void multiply_async(Sums& sums, const Round<L>& round, const uint32_t (&register_fragment)[4]) {
+  using T = typename L::Element;
+  // Addresses are in units, and lane 0's: the compiler then knows that all lanes have the same.
+  auto address = [](const Unit* p) { return __shfl_sync(~0u, shared_address(p) / 16, 0); };
+  const unsigned slabs[2] = {address(round.slab(0)), address(round.slab(1))};
+  const unsigned weights = address(round.block.weights);
   keep_in_registers(sums);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  UNROLL(i, 4 * S::kSteps) {
-    const int parity_w = i % 2, chunk = i / 2 % kChunks, taps = 7 - i / 2 / kChunks;
-    const int step = taps / 2 * kChunks + chunk, tap_w = taps % 2;
-    const int fragment = S::fragment_at(step, parity_w, tap_w) - S::kRegisterFragments;
-    const unsigned columns = slabs[step / S::kPlanes] + S::columns_at(step, 0) + 1 + parity_w - tap_w;
-    const uint64_t b = matrix_at(columns, S::kPlaneStep, S::kEightStep);
-    float (&c)[64] = reinterpret_cast<float (&)[64]>(sums.at[parity_w]);
+  UNROLL(i, 4 * L::kSteps) {
+    const int parity_w = i % 2, chunk = i / 2 % L::kChunks, taps = 7 - i / 2 / L::kChunks;
+    const int step = taps / 2 * L::kChunks + chunk, tap_w = taps % 2;
+    const int fragment = 4 * step + 2 * parity_w + tap_w - L::kRegisterFragments;
+    const unsigned columns = slabs[step / L::kPlanes] + L::input_at(step, 0, 0) + parity_w - tap_w;
+    // A matrix: where it begins, the step to the next plane, that to the next 8 columns or channels.
+    const uint64_t b = uint64_t(L::kEightStep) << 32 | (columns + (L::kPlaneStep << 16));
+    const uint64_t a = uint64_t(8) << 32 | (weights + fragment * kFragment + (kOutChannels << 16));
     if (fragment < 0) {
-      multiply_add_async<T>(c, register_fragment, b);
+      multiply_add_async<T>(sums.at[parity_w], register_fragment, b);
     } else {
-      multiply_add_async<T>(c, matrix_at(weights + fragment * kFragment, kOutChannels, 8), b);
+      multiply_add_async<T>(sums.at[parity_w], a, b);
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -5315,73 +5234,54 @@ __device__ void multiply_async(Sums& sums, const Block<T, false>& block, int gro
   keep_in_registers(sums);
 }
 
-// ---- Convolution: products of a warp's own ----
-
-// Float32 is the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
-// second is found again at every use, as there are no registers to keep it for all weights.
-__device__ inline uint32_t first_part(uint32_t x) { return x + 0x1000; }
-__device__ inline uint32_t second_part(uint32_t x) {
-  uint32_t first;
-  asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(first) : "r"(first_part(x)));
-  return first_part(__float_as_uint(__uint_as_float(x) - __uint_as_float(first)));
+// Float32 as the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
+// second is computed at every use, as there are no registers to keep it for all weights.
+template <int N>
+__device__ void split(const uint32_t (&x)[N], uint32_t (&first)[N], uint32_t (&second)[N]) {
+  UNROLL(i, N) {
+    uint32_t high;
+    first[i] = x[i] + 0x1000;
+    asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(high) : "r"(first[i]));
+    second[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(high)) + 0x1000;
+  }
 }
 
-template <int N>
-struct Parts {
-  uint32_t first[N], second[N];
-
-  __device__ explicit Parts(const uint32_t (&x)[N]) {
-    UNROLL(i, N) first[i] = first_part(x[i]), second[i] = second_part(x[i]);
-  }
-};
-
-// c += a[0] * b0 + a[1] * b1. SPLIT: each product is three, of both factors' leading and remaining bits
-// (Ootomo, Yokota, 2022, arXiv:2203.03341). Tensor cores truncate sums, and so add no more than 6 of them
-// before a rounded addition.
-template <typename T, bool SPLIT>
-__device__ void multiply_taps(float* c, const uint32_t (&a)[2][4], const uint32_t (&b0)[2],
-                              const uint32_t (&b1)[2]) {
-  if constexpr (!SPLIT) {
-    multiply_add<T>(c, a[0], b0);
-    multiply_add<T>(c, a[1], b1);
-  } else {
-    float sum[4] = {};
-    UNROLL(tap, 2) {
-      const Parts<4> weights(a[tap]);
-      const Parts<2> input(tap == 0 ? b0 : b1);
-      multiply_add<T>(sum, weights.second, input.first);
-      multiply_add<T>(sum, weights.first, input.second);
-      multiply_add<T>(sum, weights.first, input.first);
-    }
-    UNROLL(k, 4) c[k] += sum[k];
-  }
+// c += a * b; if SPLIT, three products of parts (Ootomo, Yokota, 2022, arXiv:2203.03341).
+template <typename L>
+__device__ void multiply_add_parts(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  using T = typename L::Element;
+  if (!L::kSplit) return multiply_add<T>(c, a, b);
+  uint32_t a1[4], a2[4], b1[2], b2[2];
+  split(a, a1, a2);
+  split(b, b1, b2);
+  multiply_add<T>(c, a2, b1);
+  multiply_add<T>(c, a1, b2);
+  multiply_add<T>(c, a1, b1);
 }
 
 // A step at a time, with all weights of the step in registers.
-template <typename T, bool SPLIT>
-__device__ void multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
-                         const Tiles<false>& tiles) {
-  using S = Slab<T, false>;
+template <typename L>
+__device__ void multiply(Sums& sums, const Round<L>& round) {
+  const Block<L>& block = round.block;
   const int lane = threadIdx.x % 32;
-  const uint4* const slabs[2] = {block.slab(group, round, 0), block.slab(group, round, 1)};
-  ROLLED(step, S::kSteps) {
-    uint32_t a[2][2][2][4];  // parity of w, 16 of the channels, tap of w
-    UNROLL(i, 8) {
-      const uint4* fragment = block.weights + S::fragment_at(step, i / 4, i / 2 % 2) * kFragment;
-      const uint4 four = fragment[(tiles.first_channel / kTileChannels + i % 2) * 32 + lane];
-      uint32_t (&to)[4] = a[i / 4][i % 2][i / 2 % 2];
-      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    }
+  const Unit* weights = block.weights + block.first_channel / kTileChannels * 32 + lane;
+  ROLLED(step, L::kSteps) {
+    Unit a[2][2][2];  // parity of w, 16 of the channels, tap of w
+    UNROLL(i, 8) a[i / 4][i % 2][i / 2 % 2] = weights[(4 * step + i / 2) * kFragment + i % 2 * 32];
     UNROLL(i, 8) {  // 8 columns of one of two lines
-      const uint4* slab =
-          (step < S::kPlanes ? slabs[0] : slabs[1]) + S::columns_at(step, tiles.first_line + i / 4);
-      const auto* from = reinterpret_cast<const uint32_t*>(slab + i % 4 * S::kEightStep) + lane;
+      const Unit* units =
+          round.slab(step / L::kPlanes) + L::input_at(step, block.first_line + i / 4, i % 4 * 8);
+      const auto* from = reinterpret_cast<const uint32_t*>(units - 1) + lane;
       uint32_t b[3][2];  // shifted by -1, 0, 1
-      UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * S::kPlaneStep)];
+      UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * L::kPlaneStep)];
       UNROLL(k, 4) {
         const int channels = k / 2, parity_w = k % 2;
-        float* c = sums.at[parity_w][i / 4 * 2 + channels] + i % 4 * 4;
-        multiply_taps<T, SPLIT>(c, a[parity_w][channels], b[1 + parity_w], b[parity_w]);
+        float* c = sums.at[parity_w] + (i / 4 * 2 + channels) * 16 + i % 4 * 4;
+        float sum[4] = {};  // tensor cores truncate: no more than 6 products before a rounded addition
+        UNROLL(tap, 2) {
+          multiply_add_parts<L>(L::kSplit ? sum : c, a[parity_w][channels][tap].at, b[1 + parity_w - tap]);
+        }
+        UNROLL(n, L::kSplit ? 4 : 0) c[n] += sum[n];
       }
     }
   }
@@ -5393,12 +5293,11 @@ __device__ void multiply(Sums& sums, const Block<T, SPLIT>& block, int group, in
 // further from PyTorch's than KernelBench allows.
 template <typename T>
 __device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
-  UNROLL(row, kRows) {
-    UNROLL(i, 8) {
-      float &x = sums(row, i / 2 * 4 + i % 2), &y = sums(row, i / 2 * 4 + i % 2 + 2);  // of one parity
-      const float2 sum = widen_pair<T>(add_pairs<T>(narrow_pair<T>(x, y), conv_bias[row]));
-      x = sum.x, y = sum.y;
-    }
+  UNROLL(i, 16 * kTiles) {
+    float* pair = &sums.at[i / 32][i % 32 * 2];  // of one row
+    const uint32_t bias = conv_bias[i % 32 / 8 * 2 + i % 2];
+    const float2 sum = widen_pair<T>(add_pairs<T>(narrow_pair<T>(pair[0], pair[1]), bias));
+    pair[0] = sum.x, pair[1] = sum.y;
   }
 }
 
@@ -5411,48 +5310,38 @@ __device__ inline float center_row(Sums& sums, int row, float eps) {
   return rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + eps);
 }
 
-// As many digits as the products have.
-template <typename T, bool SPLIT>
-__device__ float gelu_after_convolution(float z) {
-  const float t = fabsf(z), tail = SPLIT            ? normal_tail(t)
-                                   : sizeof(T) == 4 ? normal_tail_5_digits(t)
-                                                    : normal_tail_16_bits(t);
-  return gelu_of_tail(z, tail);
-}
-
-// Distances and rstd where backward asks for them, else GELU of the layer norm.
-template <typename T, bool SPLIT>
-__device__ void write_rows(const Block<T, SPLIT>& block, const Tiles<kIsAsync<SPLIT>>& tiles, const Place& p,
-                           Sums& sums, const float (&rstd)[kRows]) {
+// Distances and rstd where backward asks for them, else GELU of the layer norm, with the digits of products.
+template <typename L>
+__device__ void write_rows(const Round<L>& round, Sums& sums, const float (&rstd)[kRows]) {
+  using T = typename L::Element;
+  const Block<L>& block = round.block;
   const Convolution& call = block.call;
-  const int quarter = threadIdx.x % 4 * 4, lines = call.height - p.h - tiles.first_line;
-  const int64_t channel_step = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
-  const int64_t first =
-      (int64_t(p.batch) * kOutChannels + tiles.channel_of_row(0)) * channel_step +
-      (int64_t(2 * p.d + block.parity_d) * call.height + p.h + tiles.first_line) * 2 * kOutWidth +
-      block.parity_h * kOutWidth + quarter;
-  auto exists = [&](int row) { return tiles.line(row / 2) < lines; };
-  auto begin_of = [&](int row) {
-    return first + (tiles.channel(row / 2) + row % 2 * 8) * channel_step +
-           tiles.line(row / 2) * 2 * kOutWidth;
-  };
+  const int quarter = threadIdx.x % 4 * 4, line = round.h + block.first_line;
+  const int64_t step = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;  // to the next channel
+  const int64_t first = (int64_t(round.batch) * kOutChannels + block.first_channel) * step +
+                        (int64_t(2 * round.d + block.parity_d) * call.height + line) * 2 * kOutWidth +
+                        block.parity_h * kOutWidth + quarter;
+  auto at = [&](int row) { return first + L::channel_of(row) * step + L::line_of(row) * 2 * kOutWidth; };
+  auto exists = [&](int row) { return L::line_of(row) < call.height - line; };
   T* output = static_cast<T*>(call.output);
-  const float scale = call.scale;
   if (call.rstd != nullptr) {
     UNROLL(row, kRows) {
       if (!exists(row)) continue;
-      if (quarter == 0) call.rstd[begin_of(row) / kOutWidth] = rstd[row];
-      UNROLL(j, 4) store<T, 4, true>(output + begin_of(row) + 16 * j, sums.four(row, j).at);
+      if (quarter == 0) call.rstd[at(row) / kOutWidth] = rstd[row];
+      UNROLL(i, 4) store<T, 4, true>(output + at(row) + 16 * i, sums.four(row, 4 * i).at);
     }
     return;
   }
+  constexpr auto kTail = L::kSplit        ? normal_tail
+                         : sizeof(T) == 4 ? normal_tail_5_digits
+                                          : normal_tail_16_bits;
   UNROLL(j, 4) {
     const float* affine = block.affine + 16 * j + quarter;
     const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
     UNROLL(row, kRows) {
-      auto y = sums.four(row, j) * rstd[row] * weight + bias;
-      UNROLL(i, y.kSize) y[i] = scale * gelu_after_convolution<T, SPLIT>(y[i]);
-      if (exists(row)) store<T, 4, true>(output + begin_of(row) + 16 * j, y.at);
+      auto z = sums.four(row, 4 * j) * rstd[row] * weight + bias;
+      UNROLL(i, 4) z[i] = gelu_of_tail(z[i], kTail(fabsf(z[i])));
+      if (exists(row)) store<T, 4, true>(output + at(row) + 16 * j, (z * float(call.scale)).at);
     }
   }
 }
@@ -5460,106 +5349,92 @@ __device__ void write_rows(const Block<T, SPLIT>& block, const Tiles<kIsAsync<SP
 // ---- Convolution: what warps do ----
 
 // All of a block, before its first round.
-template <typename T, bool SPLIT>
-__device__ void fill_shared(const Block<T, SPLIT>& block, const uint4* fragments) {
-  using S = SlabOf<T, SPLIT>;
+template <typename L>
+__device__ void fill_shared(const Block<L>& block) {
   const Convolution& call = block.call;
-  for (int i = threadIdx.x; i < S::kSharedFragments * kFragment; i += blockDim.x) {
-    block.weights[i] = fragments[S::kRegisterFragments * kFragment + i];
+  for (int i = threadIdx.x; i < L::kSharedFragments * kFragment; i += blockDim.x) {
+    block.weights[i] = block.fragments[L::kRegisterFragments * kFragment + i];
   }
-  for (int i = threadIdx.x; i < kGroups * 2 * S::kUnits; i += blockDim.x) block.slabs[i] = {};
-  if (threadIdx.x < kOutWidth) {
-    float weight[1], bias[1];
-    load_affine<T, 1>(weight, call.weight, call.affine_float32, threadIdx.x, 1);
-    load_affine<T, 1>(bias, call.bias, call.affine_float32, threadIdx.x, 0);
-    block.affine[threadIdx.x] = weight[0], block.affine[kOutWidth + threadIdx.x] = bias[0];
+  for (int i = threadIdx.x; i < kGroups * 2 * L::kUnits; i += blockDim.x) block.slabs[i] = {};
+  if (threadIdx.x < 2 * kOutWidth) {
+    const void* affine = threadIdx.x < kOutWidth ? call.weight : call.bias;
+    float x[1];
+    load_affine<typename L::Element>(x, affine, call.affine_float32, threadIdx.x % kOutWidth,
+                                     threadIdx.x < kOutWidth ? 1 : 0);
+    block.affine[threadIdx.x] = x[0];
   }
 }
 
 // The loading warps: both groups' input, a round of each in turns.
-template <typename T>
-__device__ void load_rounds(const Block<T, false>& block) {
+template <typename L>
+__device__ void load_rounds(const Block<L>& block) {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
   ROLLED(i, block.all_rounds) {
-    const int group = i % kGroups, round = i / kGroups;
-    if (round > 0) named_barrier_wait(kEmpty + group, 2 * kGroupThreads);
-    fetch(block, group, round);
-    arrange(block, group, round);
-    named_barrier_arrive(kFull + group, 2 * kGroupThreads);
+    const Round<L> round = {block, i % kGroups, i / kGroups};
+    if (round.index > 0) named_barrier_wait(kEmpty + round.group, 2 * kGroupThreads);
+    fetch(round);
+    arrange(round);
+    named_barrier_arrive(kFull + round.group, 2 * kGroupThreads);
   }
-}
-
-// One group multiplies while the other one normalizes and writes.
-template <typename T>
-__device__ void multiply_in_turn(Sums& sums, const Block<T, false>& block, int group, int round,
-                                 const uint32_t (&register_fragment)[4]) {
-  named_barrier_wait(kFull + group, 2 * kGroupThreads);
-  if (group == 1 || round > 0) named_barrier_wait(kTurn + group, 2 * kGroupThreads);
-  multiply_async(sums, block, group, round, register_fragment);
-  if (group == 0 ? round < block.rounds(1) : round + 1 < block.rounds(0)) {
-    named_barrier_arrive(kTurn + 1 - group, 2 * kGroupThreads);
-  }
-  if (round + 1 < block.rounds(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
-}
-
-// Without loading warps: copies of the next round's input run while a group normalizes and writes.
-template <typename T, bool SPLIT>
-__device__ void load_and_multiply(Sums& sums, const Block<T, SPLIT>& block, int group, int round,
-                                  const Tiles<false>& tiles) {
-  if (round == 0) fetch(block, group, round);
-  arrange(block, group, round);
-  named_barrier_wait(kFull + group, kGroupThreads);
-  multiply(sums, block, group, round, tiles);
-  named_barrier_wait(kEmpty + group, kGroupThreads);
-  if (round + 1 < block.rounds(group)) fetch(block, group, round + 1);
 }
 
 // A group's warps: multiply, normalize, write.
-template <typename T, bool SPLIT>
-__device__ void compute_rounds(const Block<T, SPLIT>& block, int group, const uint4* fragments) {
-  constexpr int kRegisters = 4 * SlabOf<T, SPLIT>::kRegisterFragments;
+template <typename L>
+__device__ void compute_rounds(const Block<L>& block, int group) {
+  using T = typename L::Element;
   const Convolution& call = block.call;
-  const Tiles<kIsAsync<SPLIT>> tiles(threadIdx.x % kGroupThreads / 32);
-  const float eps = call.eps;
   uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
   if (sizeof(T) == 2 && call.conv_bias != nullptr) {
     UNROLL(row, kRows) {
-      const float b = widen(static_cast<const T*>(call.conv_bias)[tiles.channel_of_row(row)]);
-      conv_bias[row] = narrow_pair<T>(b, b);
+      const T* bias = static_cast<const T*>(call.conv_bias) + block.first_channel + L::channel_of(row);
+      conv_bias[row] = narrow_pair<T>(widen(*bias), widen(*bias));
     }
   }
-  UNROLL(i, kRegisters) {
-    const uint4* unit = fragments + i / 2 * kOutChannels + tiles.channel_of_row(i % 2);
-    register_fragment[i] = reinterpret_cast<const uint32_t*>(unit)[threadIdx.x % 4];
+  UNROLL(i, 4 * L::kRegisterFragments) {
+    const Unit* unit = block.fragments + i / 2 * kOutChannels + block.first_channel + L::channel_of(i % 2);
+    register_fragment[i] = unit->at[threadIdx.x % 4];
   }
-  ROLLED(round, block.rounds(group)) {
+  ROLLED(index, block.rounds(group)) {
+    const Round<L> round = {block, group, index};
     Sums sums = {};
-    if constexpr (kIsAsync<SPLIT>) {
-      multiply_in_turn(sums, block, group, round, register_fragment);
-    } else {
-      load_and_multiply(sums, block, group, round, tiles);
+    if constexpr (L::kAsync) {  // while the other group normalizes and writes
+      named_barrier_wait(kFull + group, 2 * kGroupThreads);
+      if (group == 1 || index > 0) named_barrier_wait(kTurn + group, 2 * kGroupThreads);
+      multiply_async(sums, round, register_fragment);
+      // Where another turn follows. With 2 * index + group the compiler copies the loop (13% more code).
+      if (group == 0 ? index < block.rounds(1) : index + 1 < block.rounds(0)) {
+        named_barrier_arrive(kTurn + 1 - group, 2 * kGroupThreads);
+      }
+      if (index + 1 < block.rounds(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
+    } else {  // the next round's input comes while this group normalizes and writes
+      if (index == 0) fetch(round);
+      arrange(round);
+      named_barrier_wait(kFull + group, kGroupThreads);
+      multiply(sums, round);
+      named_barrier_wait(kEmpty + group, kGroupThreads);
+      if (index + 1 < block.rounds(group)) fetch(Round<L>{block, group, index + 1});
     }
     if constexpr (sizeof(T) == 2) add_conv_bias<T>(sums, conv_bias);
     float rstd[kRows];
-    UNROLL(row, kRows) rstd[row] = center_row(sums, row, eps);
-    write_rows(block, tiles, block.place(group, round), sums, rstd);
+    UNROLL(row, kRows) rstd[row] = center_row(sums, row, call.eps);
+    write_rows(round, sums, rstd);
   }
 }
 
 template <typename T, bool SPLIT>
-__global__ void __launch_bounds__(kThreads<SPLIT>, 1)
-    conv_transpose_layer_norm_gelu(Convolution call, const uint4* arranged) {
-  extern __shared__ __align__(128) uint4 conv_shared[];
-  const Block<T, SPLIT> block(call, conv_shared);
-  const uint4* fragments = arranged + blockIdx.x % 4 * (kWeights / 4 * sizeof(T) / 16);
+__global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
+    conv_transpose_layer_norm_gelu(Convolution call, const Unit* arranged) {
+  extern __shared__ __align__(128) Unit conv_shared[];
+  using L = Layout<T, SPLIT>;
+  const Block<L> block = {call, arranged + blockIdx.x % 4 * (4 * L::kSteps * kFragment), conv_shared};
   const int group = threadIdx.x / kGroupThreads;
-  fill_shared(block, fragments);
+  fill_shared(block);
   __syncthreads();
-  if constexpr (kIsAsync<SPLIT>) {
+  if constexpr (L::kAsync) {
     if (group == kGroups) return load_rounds(block);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
-  compute_rounds(block, group, fragments);
+  compute_rounds(block, group);
 }
 #endif
 
@@ -5568,11 +5443,9 @@ __global__ void __launch_bounds__(kThreads<SPLIT>, 1)
 // Calls f with an element and std::bool_constant of whether products are split for full float32.
 template <typename F>
 auto with_convolution(DType dtype, bool tf32, F f) {
-  switch (dtype) {
-    case DType::Float16: return f(__half(), std::false_type());
-    case DType::BFloat16: return f(__nv_bfloat16(), std::false_type());
-    default: return tf32 ? f(float(), std::false_type()) : f(float(), std::true_type());
-  }
+  if (dtype == DType::Float16) return f(__half(), std::false_type());
+  if (dtype == DType::BFloat16) return f(__nv_bfloat16(), std::false_type());
+  return tf32 ? f(float(), std::false_type()) : f(float(), std::true_type());
 }
 
 bool fits(DType dtype, bool tf32, const Device& device) {
@@ -5584,19 +5457,17 @@ bool fits(DType dtype, bool tf32, const Device& device) {
 cudaError_t launch(const Convolution& call, const Context& context) {
   return with_convolution(call.dtype, call.tf32, [&](auto t, auto split) {
     using T = decltype(t);
-    constexpr int kShared = kSharedBytes<T, split.value>;
     T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kWeights));
-    arrange_weights<T><<<kWeights / kArrangeThreads, kArrangeThreads, 0, context.stream>>>(call, arranged);
+    constexpr int kEach = kFragment * 16 / sizeof(T);
+    arrange_weights<T><<<kWeights / kEach, kEach, 0, context.stream>>>(call, arranged);
     const auto kernel = conv_transpose_layer_norm_gelu<T, split.value>;
     cudaFuncAttributes attributes = {};  // compiled with loading warps or without
-    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
-    error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
-    if (error != cudaSuccess) return error;
-    const int blocks = std::max(1, context.device.sms / 4) * 4;  // as many of each parity
-    kernel<<<blocks, attributes.maxThreadsPerBlock, kShared, context.stream>>>(
-        call, reinterpret_cast<const uint4*>(arranged));
-    return cudaGetLastError();
+    const dim3 blocks = std::max(1, context.device.sms / 4) * 4;  // as many of each parity
+    const dim3 threads = attributes.maxThreadsPerBlock;
+    return launch_kernel(kernel, {blocks, threads, kPlain, kSharedBytes<T, split.value>}, context, call,
+                         reinterpret_cast<const Unit*>(arranged));
   });
 }
 

@@ -62,7 +62,7 @@ BODIES = {
 STATEMENTS = {  # instructions inside of functions
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
     r'asm volatile\("(?:wgmma\.(?:fence|commit|wait)|setmaxnreg).*?\);': "",
-    r"attributes\.maxThreadsPerBlock": "kThreads<split.value>",
+    r"attributes\.maxThreadsPerBlock": "Layout<T, split.value>::kThreads",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
     r'asm volatile\("prefetch\.global\.L2 .*?\)\);': "emulator::check_read(static_cast<const char*>(affine) + at, 1, 1);",
@@ -71,7 +71,7 @@ STATEMENTS = {  # instructions inside of functions
     ),
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
-    r'asm volatile\("and\.b32.*?\)\)\);': "first = first_part(x) & 0xffffe000u;",
+    r'asm volatile\("and\.b32.*?\);': "high = first[i] & 0xffffe000u;",
     r'asm volatile\("" : "\+r"\(activation\)\);': "",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
     r"uint64_t\(__float_as_uint\(pair.y\)\) << 32 \| __float_as_uint\(pair.x\)": (
