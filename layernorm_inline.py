@@ -637,6 +637,14 @@ _INTERFACE = r"""
 // The extension's name carries a hash of its sources: two versions live in one process.
 namespace TORCH_EXTENSION_NAME {
 
+// One text, two libraries: of the layer norm alone, which the import compiles, and of what has an epilogue
+// (an activation, a scale) and the convolution, compiled when first asked for.
+#ifdef LAYERNORM_WITH_EPILOGUE
+constexpr bool kFused = true;
+#else
+constexpr bool kFused = false;
+#endif
+
 enum class DType { Float32, Float16, BFloat16 };
 enum class Activation { None, Gelu, GeluTanh };
 
@@ -751,7 +759,6 @@ using c10::SymIntArrayRef;
 using OptionalTensor = c10::optional<Tensor>;
 using Outputs = std::tuple<Tensor, Tensor>;  // output and statistics, (2, rows): mean, rstd
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
@@ -987,165 +994,6 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
   return gradients;
 }
 
-void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                       const OptionalTensor& weight, const OptionalTensor& bias) {
-  TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
-              "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
-  const auto dtype = input.scalar_type();
-  check_dtype(input);
-  check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
-  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, dtype, input);
-  check_affine(weight, bias, input, {64});
-}
-
-std::vector<SymInt> output_sizes(const Tensor& input) {
-  return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
-}
-
-Tensor allocate_convolution(const Tensor& input) {
-  return at::empty_symint(output_sizes(input), input.options().memory_format(at::MemoryFormat::Contiguous));
-}
-
-// Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
-// cuDNN, it raises where they and RNNs differ.
-bool tf32_allowed(bool (at::Context::*ask)() const) { return (at::globalContext().*ask)(); }
-template <typename Argument>
-bool tf32_allowed(bool (at::Context::*ask)(Argument) const) {
-  using Op = std::decay_t<Argument>;
-  if constexpr (std::is_constructible_v<Op, const char*>) {
-    return (at::globalContext().*ask)("conv");
-  } else {
-    return (at::globalContext().*ask)(Op::value_type::CONV);
-  }
-}
-bool takes_tf32() {  // only cuDNN's convolutions do
-  return at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN);
-}
-
-bool fits_convolution(const Tensor& input) {
-  if (c10::cuda::device_count() == 0) return true;  // fake tensors
-  const c10::cuda::CUDAGuard guard(input.device());
-  return fits_convolution(dtype_of(input), takes_tf32());
-}
-
-// The kernel's inputs lie as it reads them: contiguous, input from a 16-byte boundary.
-Tensor aligned(const Tensor& input) {
-  const Tensor x = input.contiguous();
-  return reinterpret_cast<uintptr_t>(read(x)) % 16 == 0 ? x : x.clone();
-}
-
-// rstd: see struct Convolution.
-void run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                     const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& output,
-                     const Tensor& rstd, double eps, double scale) {
-  if (output.numel() == 0) return;
-  const Tensor x = aligned(input), conv = conv_weight.contiguous();
-  const OptionalTensor cb = contiguous(conv_bias), w = contiguous(weight), b = contiguous(bias);
-  const auto& affine = present(w) ? w : b;
-  Convolution call = {};
-  call.input = read(x);
-  call.conv_weight = read(conv);
-  call.conv_bias = read(cb);
-  call.weight = read(w);
-  call.bias = read(b);
-  call.output = write(output);
-  call.rstd = static_cast<float*>(write(rstd));
-  call.batch = input.size(0);
-  call.depth = input.size(2);
-  call.height = input.size(3);
-  call.eps = eps;
-  call.scale = scale;
-  call.dtype = dtype_of(input);
-  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
-  call.tf32 = takes_tf32();
-  run(call, input);
-}
-
-Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  const c10::cuda::CUDAGuard guard(input.device());
-  if (!fits_convolution(input)) {
-    const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
-    const auto gelu = static_cast<int64_t>(Activation::Gelu);
-    return std::get<0>(forward_kernel(y, {64}, weight, bias, eps, gelu, scale, false));
-  }
-  const Tensor output = allocate_convolution(input);
-  run_convolution(input, conv_weight, conv_bias, weight, bias, output, {}, eps, scale);
-  return output;
-}
-
-// Of input, conv_weight, conv_bias, weight and bias.
-ConvolutionGradients allocate_gradients(const Tensor& input, const Tensor& conv_weight,
-                                        const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                        const OptionalTensor& bias, std::array<bool, 5> wanted) {
-  auto zeros = [&](int i, const OptionalTensor& t) {
-    return wanted[i] && present(t) ? at::zeros_like(*t, {}, at::MemoryFormat::Contiguous) : Tensor();
-  };
-  return {zeros(0, input), zeros(1, conv_weight), zeros(2, conv_bias), zeros(3, weight), zeros(4, bias)};
-}
-
-// The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the
-// room that PyTorch's convolution takes for another layout of it is ever there for all of the batch.
-constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
-
-ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const Tensor& input,
-                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                                               const OptionalTensor& weight, const OptionalTensor& bias,
-                                               double eps, double scale, std::array<bool, 5> output_mask) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::cuda::CUDAGuard guard(input.device());
-  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
-  // parts of the batch are of float32 also where the gradients are not.
-  const auto gradients = allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
-  const Tensor &grad_input = std::get<0>(gradients), &grad_conv_bias = std::get<2>(gradients);
-  const std::array<Tensor, 3> totals = {std::get<1>(gradients), std::get<3>(gradients),
-                                        std::get<4>(gradients)};
-  std::array<Tensor, 3> sums;
-  for (int i = 0; i < 3; ++i) {
-    if (totals[i].defined()) sums[i] = at::zeros_like(totals[i], totals[i].options().dtype(at::kFloat));
-  }
-  if (grad_conv_bias.defined()) sums[0] = at::zeros_like(conv_weight, input.options().dtype(at::kFloat));
-  auto in_float32 = [](const OptionalTensor& t) {
-    return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
-  };
-  const OptionalTensor w = in_float32(weight), b = in_float32(bias);
-  const bool wants_convolution = output_mask[0] || sums[0].defined();
-
-  const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
-  const int64_t bytes = rows * 64 * input.element_size();
-  const int64_t step = std::max<int64_t>(1, kConvolutionBytes / std::max<int64_t>(1, bytes));
-  for (int64_t first = 0; first < input.size(0) && rows > 0; first += step) {
-    const int64_t count = std::min(step, input.size(0) - first);
-    const Tensor x = aligned(input.narrow(0, first, count)), dy = grad_output.narrow(0, first, count);
-    const Tensor conv = allocate_convolution(x);
-    const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
-    run_convolution(x, conv_weight, conv_bias, {}, {}, conv, statistics[1], eps, 1);
-    const Gradients parts = {wants_convolution ? conv : Tensor(),  // a row is read before it is written
-                             sums[1].defined() ? at::empty_like(sums[1]) : Tensor(),
-                             sums[2].defined() ? at::empty_like(sums[2]) : Tensor()};
-    run_backward(dy, conv, {64}, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
-    Tensor part_input, part_conv_weight;
-    if (wants_convolution) {
-      std::tie(part_input, part_conv_weight, std::ignore) =
-          at::convolution_backward(conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
-                                   {output_mask[0], sums[0].defined(), false});
-    }
-    if (output_mask[0]) grad_input.narrow(0, first, count).copy_(part_input);
-    const std::array<Tensor, 3> added = {part_conv_weight, std::get<1>(parts), std::get<2>(parts)};
-    for (int i = 0; i < 3; ++i) {
-      if (sums[i].defined()) sums[i].add_(added[i]);
-    }
-  }
-  for (int i = 0; i < 3; ++i) {
-    if (totals[i].defined()) totals[i].copy_(sums[i]);
-  }
-  if (grad_conv_bias.defined()) grad_conv_bias.copy_(sums[0].sum({0, 2, 3, 4}).mul_(0));
-  return gradients;
-}
-
 // ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
 
 Tensor empty_meta(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
@@ -1169,21 +1017,6 @@ Gradients backward_meta(const Tensor& grad_output, const Tensor& input, SymIntAr
                         int64_t, double, std::array<bool, 3> output_mask) {
   check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
   return allocate_backward(input, weight, bias, output_mask, empty_meta);
-}
-
-Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double, double) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  return allocate_convolution(input);
-}
-
-ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const Tensor& input,
-                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                                               const OptionalTensor& weight, const OptionalTensor& bias,
-                                               double, double, std::array<bool, 5> output_mask) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
-  return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
 }
 
 // ---- Autograd ----
@@ -1344,6 +1177,227 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
   return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
 }
 
+// As nn.LayerNorm under autocast: computed in, and returned as, float32.
+Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
+                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
+                 eps, activation, scale);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation=0, float scale=1.0) -> Tensor");
+  m.def(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation, float scale) -> (Tensor output, Tensor statistics)");
+  m.def(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
+      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
+      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
+  m.impl("layer_norm", layer_norm_cuda);
+  m.impl("forward", forward_cuda);
+  m.impl("backward", backward_cuda);
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
+  m.impl("layer_norm", layer_norm_meta);
+  m.impl("forward", forward_meta);
+  m.impl("backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
+
+#ifdef LAYERNORM_WITH_EPILOGUE
+// ---- Convolution: checks, CUDA, Meta, autograd ----
+
+namespace {
+
+using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                       const OptionalTensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
+              "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
+  const auto dtype = input.scalar_type();
+  check_dtype(input);
+  check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
+  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, dtype, input);
+  check_affine(weight, bias, input, {64});
+}
+
+std::vector<SymInt> output_sizes(const Tensor& input) {
+  return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
+}
+
+Tensor allocate_convolution(const Tensor& input) {
+  return at::empty_symint(output_sizes(input), input.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+// Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
+// cuDNN, it raises where they and RNNs differ.
+bool tf32_allowed(bool (at::Context::*ask)() const) { return (at::globalContext().*ask)(); }
+template <typename Argument>
+bool tf32_allowed(bool (at::Context::*ask)(Argument) const) {
+  using Op = std::decay_t<Argument>;
+  if constexpr (std::is_constructible_v<Op, const char*>) {
+    return (at::globalContext().*ask)("conv");
+  } else {
+    return (at::globalContext().*ask)(Op::value_type::CONV);
+  }
+}
+bool takes_tf32() {  // only cuDNN's convolutions do
+  return at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN);
+}
+
+bool fits_convolution(const Tensor& input) {
+  if (c10::cuda::device_count() == 0) return true;  // fake tensors
+  const c10::cuda::CUDAGuard guard(input.device());
+  return fits_convolution(dtype_of(input), takes_tf32());
+}
+
+// The kernel's inputs lie as it reads them: contiguous, input from a 16-byte boundary.
+Tensor aligned(const Tensor& input) {
+  const Tensor x = input.contiguous();
+  return reinterpret_cast<uintptr_t>(read(x)) % 16 == 0 ? x : x.clone();
+}
+
+// rstd: see struct Convolution.
+void run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                     const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& output,
+                     const Tensor& rstd, double eps, double scale) {
+  if (output.numel() == 0) return;
+  const Tensor x = aligned(input), conv = conv_weight.contiguous();
+  const OptionalTensor cb = contiguous(conv_bias), w = contiguous(weight), b = contiguous(bias);
+  const auto& affine = present(w) ? w : b;
+  Convolution call = {};
+  call.input = read(x);
+  call.conv_weight = read(conv);
+  call.conv_bias = read(cb);
+  call.weight = read(w);
+  call.bias = read(b);
+  call.output = write(output);
+  call.rstd = static_cast<float*>(write(rstd));
+  call.batch = input.size(0);
+  call.depth = input.size(2);
+  call.height = input.size(3);
+  call.eps = eps;
+  call.scale = scale;
+  call.dtype = dtype_of(input);
+  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  call.tf32 = takes_tf32();
+  run(call, input);
+}
+
+Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (!fits_convolution(input)) {
+    const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
+    const auto gelu = static_cast<int64_t>(Activation::Gelu);
+    return std::get<0>(forward_kernel(y, {64}, weight, bias, eps, gelu, scale, false));
+  }
+  const Tensor output = allocate_convolution(input);
+  run_convolution(input, conv_weight, conv_bias, weight, bias, output, {}, eps, scale);
+  return output;
+}
+
+// Of input, conv_weight, conv_bias, weight and bias.
+ConvolutionGradients allocate_gradients(const Tensor& input, const Tensor& conv_weight,
+                                        const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                        const OptionalTensor& bias, std::array<bool, 5> wanted) {
+  auto zeros = [&](int i, const OptionalTensor& t) {
+    return wanted[i] && present(t) ? at::zeros_like(*t, {}, at::MemoryFormat::Contiguous) : Tensor();
+  };
+  return {zeros(0, input), zeros(1, conv_weight), zeros(2, conv_bias), zeros(3, weight), zeros(4, bias)};
+}
+
+// The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the
+// room that PyTorch's convolution takes for another layout of it is ever there for all of the batch.
+constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
+
+ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                               double eps, double scale, std::array<bool, 5> output_mask) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::cuda::CUDAGuard guard(input.device());
+  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
+  // parts of the batch are of float32 also where the gradients are not.
+  const auto gradients = allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
+  const Tensor &grad_input = std::get<0>(gradients), &grad_conv_bias = std::get<2>(gradients);
+  const std::array<Tensor, 3> totals = {std::get<1>(gradients), std::get<3>(gradients),
+                                        std::get<4>(gradients)};
+  std::array<Tensor, 3> sums;
+  for (int i = 0; i < 3; ++i) {
+    if (totals[i].defined()) sums[i] = at::zeros_like(totals[i], totals[i].options().dtype(at::kFloat));
+  }
+  if (grad_conv_bias.defined()) sums[0] = at::zeros_like(conv_weight, input.options().dtype(at::kFloat));
+  auto in_float32 = [](const OptionalTensor& t) {
+    return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
+  };
+  const OptionalTensor w = in_float32(weight), b = in_float32(bias);
+  const bool wants_convolution = output_mask[0] || sums[0].defined();
+
+  const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
+  const int64_t bytes = rows * 64 * input.element_size();
+  const int64_t step = std::max<int64_t>(1, kConvolutionBytes / std::max<int64_t>(1, bytes));
+  for (int64_t first = 0; first < input.size(0) && rows > 0; first += step) {
+    const int64_t count = std::min(step, input.size(0) - first);
+    const Tensor x = aligned(input.narrow(0, first, count)), dy = grad_output.narrow(0, first, count);
+    const Tensor conv = allocate_convolution(x);
+    const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
+    run_convolution(x, conv_weight, conv_bias, {}, {}, conv, statistics[1], eps, 1);
+    const Gradients parts = {wants_convolution ? conv : Tensor(),  // a row is read before it is written
+                             sums[1].defined() ? at::empty_like(sums[1]) : Tensor(),
+                             sums[2].defined() ? at::empty_like(sums[2]) : Tensor()};
+    run_backward(dy, conv, {64}, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
+    Tensor part_input, part_conv_weight;
+    if (wants_convolution) {
+      std::tie(part_input, part_conv_weight, std::ignore) =
+          at::convolution_backward(conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
+                                   {output_mask[0], sums[0].defined(), false});
+    }
+    if (output_mask[0]) grad_input.narrow(0, first, count).copy_(part_input);
+    const std::array<Tensor, 3> added = {part_conv_weight, std::get<1>(parts), std::get<2>(parts)};
+    for (int i = 0; i < 3; ++i) {
+      if (sums[i].defined()) sums[i].add_(added[i]);
+    }
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (totals[i].defined()) totals[i].copy_(sums[i]);
+  }
+  if (grad_conv_bias.defined()) grad_conv_bias.copy_(sums[0].sum({0, 2, 3, 4}).mul_(0));
+  return gradients;
+}
+
+Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                        const OptionalTensor& weight, const OptionalTensor& bias, double, double) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  return allocate_convolution(input);
+}
+
+ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const Tensor& input,
+                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                               const OptionalTensor& weight, const OptionalTensor& bias,
+                                               double, double, std::array<bool, 5> output_mask) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
+  return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
+}
+
 // The model of several PyTorch operations, for what needs their derivatives.
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
@@ -1398,29 +1452,9 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   return output;
 }
 
-// As nn.LayerNorm under autocast: computed in, and returned as, float32.
-Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
-                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
-                 eps, activation, scale);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  m.def(
-      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation=0, float scale=1.0) -> Tensor");
-  m.def(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation, float scale) -> (Tensor output, Tensor statistics)");
-  m.def(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
-      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
-      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "conv_transpose3d_layer_norm_gelu(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? weight,"
       " Tensor? bias, float eps, float scale) -> Tensor");
@@ -1432,26 +1466,19 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
-  m.impl("layer_norm", layer_norm_cuda);
-  m.impl("forward", forward_cuda);
-  m.impl("backward", backward_cuda);
   m.impl("conv_transpose3d_layer_norm_gelu", convolution_cuda);
   m.impl("convolution_backward", convolution_backward_cuda);
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
-  m.impl("layer_norm", layer_norm_meta);
-  m.impl("forward", forward_meta);
-  m.impl("backward", backward_meta);
   m.impl("conv_transpose3d_layer_norm_gelu", convolution_meta);
   m.impl("convolution_backward", convolution_backward_meta);
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
-  m.impl("layer_norm", layer_norm_autograd);
   m.impl("conv_transpose3d_layer_norm_gelu", convolution_autograd);
 }
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
+#endif
 
 }  // namespace TORCH_EXTENSION_NAME
 """
@@ -2139,11 +2166,6 @@ struct Epilogue {
   Activation activation;
   A scale;
 };
-
-template <typename Call>
-bool is_fused(const Call& call) {
-  return call.activation != Activation::None || call.scale != 1;
-}
 
 // 2 to the power of a polynomial of t, highest power first.
 template <typename... Coefficients>
@@ -3100,7 +3122,7 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
     p.loads = 1;
   } else if (loads <= kFourRowsLoads && loads_early) {
     p.loads = 1, p.rows = kLoads;
-  } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !is_fused(call)) {
+  } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !kFused) {
     p.rows = 2;
   }
 }
@@ -4985,6 +5007,7 @@ cudaError_t launch(const Backward& call, const Context& context) {
 """
 
 _CONVOLUTION = r"""
+#ifdef LAYERNORM_WITH_EPILOGUE
 namespace convolution {
 
 // ---- Convolution: ConvTranspose3d, then LayerNorm, GELU and scaling (sm_80 and up) ----
@@ -5671,6 +5694,7 @@ cudaError_t launch(const Convolution& call, const Context& context) {
 }
 
 }  // namespace convolution
+#endif
 """
 
 _DISPATCH = r"""
@@ -5685,29 +5709,26 @@ auto with_dtype(DType dtype, F f) {
   }
 }
 
-// Calls f(t, v, fused): an element and, at compile time, elements a load (16 bytes where every row of every
-// tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue.
+// Calls f(t, v): an element and, at compile time, elements a load (16 bytes where every row of every tensor
+// starts on a 16-byte boundary, else 1).
 template <typename Call, typename F>
 cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> tensors, F f) {
   return with_dtype(call.dtype, [&](auto t) {
     using T = decltype(t);
-    using One = std::integral_constant<int, 1>;
-    const auto with_pack = [&](auto fused) {
-      const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
-      return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>(), fused) : f(t, One(), fused);
-    };
-    return is_fused(call) ? with_pack(std::true_type()) : with_pack(std::false_type());
+    const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
+    return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>())
+                   : f(t, std::integral_constant<int, 1>());
   });
 }
 
 // The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread
 // where no other room takes them, or the device refuses blocks that wait for one another.
-template <typename T, int V, bool FUSED>
+template <typename T, int V>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
   constexpr bool kAligned = V > 1;
-  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, FUSED>(call, context);
-  if constexpr (kAligned && !FUSED) {
+  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, kFused>(call, context);
+  if constexpr (kAligned && !kFused) {
     if (shared::takes(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
       const cudaError_t error = pipeline::launch<T>(call, context);
@@ -5720,23 +5741,23 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
       }
     }
   }
-  return spread::launch < T, V, FUSED || !kAligned > (call, context);
+  return spread::launch<T, V, kFused>(call, context);
 }
 
 // Long aligned rows go to the pipeline, where there is one, even if registers could hold them.
-template <typename T, int V, bool FUSED>
+template <typename T, int V>
 cudaError_t dispatch(const Backward& call, const Context& context) {
   constexpr bool kAligned = V > 1;
   const bool in_registers = registers::takes(call, V);
-  if constexpr (kAligned && !FUSED) {
+  if constexpr (kAligned && !kFused) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
       const cudaError_t error = pipeline::launch<T>(call, context);
       if (!cannot_cooperate(error)) return error;
     }
   }
-  if (in_registers) return registers::launch<T, V, FUSED>(call, context);
-  return spread::launch < T, V, FUSED || !kAligned > (call, context);
+  if (in_registers) return registers::launch<T, V, kFused>(call, context);
+  return spread::launch<T, V, kFused>(call, context);
 }
 
 // No rows: the gradients of weight and bias are sums of nothing.
@@ -5754,27 +5775,26 @@ cudaError_t zero_gradients(const Backward& call, cudaStream_t stream) {
 
 cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
   const Context context = {current_device(), scratch, stream};
-  return with_kernel_of(
-      call, {call.input, call.weight, call.bias, call.output}, [&](auto t, auto v, auto fused) {
-        return dispatch<decltype(t), decltype(v)::value, decltype(fused)::value>(call, context);
-      });
+  return with_kernel_of(call, {call.input, call.weight, call.bias, call.output}, [&](auto t, auto v) {
+    return dispatch<decltype(t), decltype(v)::value>(call, context);
+  });
 }
 
 cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
   if (call.rows == 0) return zero_gradients(call, stream);
   const Context context = {current_device(), scratch, stream};
-  return with_kernel_of(call, {call.grad_output, call.input, call.weight, call.bias, call.grad_input},
-                        [&](auto t, auto v, auto fused) {
-                          return dispatch<decltype(t), decltype(v)::value, decltype(fused)::value>(call,
-                                                                                                   context);
-                        });
+  return with_kernel_of(
+      call, {call.grad_output, call.input, call.weight, call.bias, call.grad_input},
+      [&](auto t, auto v) { return dispatch<decltype(t), decltype(v)::value>(call, context); });
 }
 
+#ifdef LAYERNORM_WITH_EPILOGUE
 cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream) {
   return convolution::launch(call, {current_device(), scratch, stream});
 }
 
 bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, tf32, current_device()); }
+#endif
 
 }  // namespace TORCH_EXTENSION_NAME
 """
