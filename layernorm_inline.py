@@ -3114,7 +3114,7 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
   const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
   const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads && !is_fused(call)) {
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads && !kFused) {
     p.loads = 2;
   } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && loads_early) {
     p.in_warp = true;
