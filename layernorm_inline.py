@@ -124,7 +124,7 @@ def _activate(x, activation, scale):
     return x if scale == 1 else x * scale
 
 
-def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, activation=0, scale=1.0):
+def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, eps, activation=0, scale=1.0):
     """The op under torch.vmap: the slices are rows of one call. Where they have weights or biases of their own,
     PyTorch's operations scale and shift."""
     dims = (in_dims[0], *in_dims[2:4])
@@ -134,7 +134,7 @@ def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, 
     slices = [t if d is None else t.new_empty(t.shape[1:]) for t, d in zip((weight, bias), dims[1:])]
     _layer_norm_op(none_of_x, normalized_shape, *slices, eps)
     if dims[1:] == (None, None):
-        return _layer_norm_op(x, normalized_shape, weight, bias, eps, activation, scale), 0
+        return op(x, normalized_shape, weight, bias, eps, activation, scale), 0
 
     xhat = _layer_norm_op(x, normalized_shape, None, None, eps)
     ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
@@ -146,6 +146,13 @@ def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, 
     if bias is not None:
         z = z + bias
     return _activate(z, activation, scale).to(xhat.dtype), 0
+
+
+def _register_vmap(op):
+    """Gives the op its rule. PyTorch before 2.5 takes none: torch.vmap loops over the slices there, and warns."""
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchBatched")  # another copy's
+    if hasattr(torch.library, "register_vmap") and not has_rule:
+        torch.library.register_vmap(op, functools.partial(_layer_norm_vmap, op))
 
 
 _TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first: of a Parameter isinstance takes 0.07 us
@@ -215,7 +222,8 @@ def layer_norm(
         _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
     if plain:
         return _layer_norm_op(input, normalized_shape, weight, bias, eps)
-    return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
+    _load_epilogue()
+    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -335,6 +343,8 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         )
         self.layer_norm = LayerNorm(out_channels, eps=eps)
         self.scaling_factor = scaling_factor
+        if _ops is not None:
+            _load_epilogue()
 
     def _in_one_kernel(self, x):
         conv, norm = self.conv_transpose, self.layer_norm
@@ -359,7 +369,8 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         """
         conv, norm = self.conv_transpose, self.layer_norm
         if self._in_one_kernel(x):
-            return _ops.conv_transpose3d_layer_norm_gelu.default(
+            _load_epilogue()
+            return _epilogue_ops.conv_transpose3d_layer_norm_gelu.default(
                 x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor
             )
         y = conv(x)
@@ -490,8 +501,17 @@ def _path_to_ninja(folder):
     return os.pathsep.join([folder, *places])
 
 
+def _library(folder):
+    """The path of a folder's library, which has the name of the folder around it."""
+    return f"{folder}/{os.path.basename(os.path.dirname(folder))}.so"
+
+
 def _compile(folder, codes):
     """Compiles the two sources into the library, and loads it. The folder is empty."""
+    name, _ = os.path.splitext(os.path.basename(_library(folder)))
+    macros, kernels = [], "CUDA kernels"
+    if name.endswith("_epilogue"):
+        macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels with activations and scale"
     cuda_home, release = _find_cuda_home()
     cpp_extension = _cpp_extension()
     known = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code").split()
@@ -503,9 +523,9 @@ def _compile(folder, codes):
     compiled_for = ", ".join(codes) + (f" ({gap}, and delete the folder {os.path.basename(folder)})" if unknown else "")
     architectures = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
     time = f"about {30 * len(codes)} s"
-    print(f"layernorm_inline: compiling CUDA kernels for {compiled_for}, {time}, only this once", file=sys.stderr)
+    print(f"layernorm_inline: compiling {kernels} for {compiled_for}, {time}, only this once", file=sys.stderr)
     # PyTorch takes for built what this process has begun, also where that failed.
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
     newer = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames  # nvcc reads no torch header
     with contextlib.ExitStack() as restored:
         restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
@@ -513,11 +533,11 @@ def _compile(folder, codes):
         cpp_extension.CUDA_HOME = cuda_home
         os.environ["PATH"] = _path_to_ninja(folder)
         cpp_extension.load_inline(
-            _NAME,
+            name,
             cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
             cuda_sources=CUDA_SOURCE,
-            extra_cflags=_CPP_FLAGS,
-            extra_cuda_cflags=[*_CUDA_FLAGS, *architectures, *_ptxas_flags(cuda_home)],
+            extra_cflags=[*_CPP_FLAGS, *macros],
+            extra_cuda_cflags=[*_CUDA_FLAGS, *macros, *architectures, *_ptxas_flags(cuda_home)],
             extra_ldflags=_link_flags(cuda_home, folder),
             build_directory=folder,
             is_python_module=False,
@@ -531,11 +551,11 @@ def _is_ours(path):
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
 
 
-def _cache():
-    """The folder of these sources' libraries, made where there is none."""
+def _cache(name):
+    """The folder of the libraries of this name, made where there is none."""
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
     root = os.path.realpath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
-    folder = os.path.join(root, _NAME)
+    folder = os.path.join(root, name)
     with contextlib.suppress(OSError):
         for path in (root, folder):
             os.makedirs(path, 0o755, exist_ok=True)
@@ -554,7 +574,7 @@ def _folder(cache, codes):
 
 def _is_built(folder):
     """Whether a whole library is there. "complete", its size, is written last: a killed build has none."""
-    library, complete = f"{folder}/{_NAME}.so", f"{folder}/complete"
+    library, complete = _library(folder), f"{folder}/complete"
     with contextlib.suppress(OSError):
         if all(map(_is_ours, (folder, library, complete))):
             with open(complete) as size:
@@ -591,16 +611,16 @@ def _build(cache, codes):
             shutil.rmtree(folder, ignore_errors=True)  # what a killed build has left
             os.makedirs(folder, 0o755, exist_ok=True)
             _compile(folder, codes)
-            os.chmod(f"{folder}/{_NAME}.so", 0o644)  # whatever the umask
+            os.chmod(_library(folder), 0o644)  # whatever the umask
             with open(f"{folder}/complete", "w") as complete:
-                complete.write(str(os.path.getsize(f"{folder}/{_NAME}.so")))
+                complete.write(str(os.path.getsize(_library(folder))))
             os.chmod(complete.name, 0o644)
     return folder
 
 
-def _load():
-    """Returns (ops, None), or (None, why) where there is nothing to compile for."""
-    ops = getattr(torch.ops, _NAME)
+def _load(name):
+    """Returns (the library's ops, None), or (None, why) where there is nothing to compile for."""
+    ops = getattr(torch.ops, name)
     if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
         return ops, None
     if torch.version.cuda is None:
@@ -613,16 +633,29 @@ def _load():
     codes = _codes(architectures)
     if not codes:
         return None, f"compute capability 7.5 is the oldest, and there was only {', '.join(architectures)}"
-    cache = _cache()
+    cache = _cache(name)
     folder = _find(cache, codes)
     if folder is not None:
         with contextlib.suppress(OSError):
-            torch.ops.load_library(f"{folder}/{_NAME}.so")
+            torch.ops.load_library(_library(folder))
             return ops, None
         with contextlib.suppress(OSError):  # linked on another system: built once more
             os.remove(f"{folder}/complete")
-    torch.ops.load_library(f"{_build(cache, codes)}/{_NAME}.so")
+    torch.ops.load_library(_library(_build(cache, codes)))
     return ops, None
+
+
+def _load_epilogue():
+    """Loads the kernels with activations and scale, and of the convolution, when they are first asked for."""
+    if not hasattr(_epilogue_ops, "layer_norm"):
+        _, why_not = _load(_epilogue_ops.name)
+        if why_not is not None:
+            raise RuntimeError(f"layernorm_inline: no kernels with activations and scale: {why_not}")
+        _register_vmap(_epilogue_ops.layer_norm.default)
+
+
+# torch._dynamo.assume_constant_result, whose import takes a second: Dynamo calls it, and does not trace it.
+_load_epilogue._dynamo_marked_constant = True
 
 
 # ============================================================================
@@ -646,7 +679,7 @@ constexpr bool kFused = false;
 #endif
 
 enum class DType { Float32, Float16, BFloat16 };
-enum class Activation { None, Gelu, GeluTanh };
+enum class Activation { None, Gelu, GeluTanh, Count };
 
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
 // mean and rstd are float32. A null pointer is a tensor that is absent (weight, bias) or
@@ -870,6 +903,14 @@ DType dtype_of(const Tensor& t) {
   return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
 }
 
+// The library of the import has no kernels for an activation or a scale.
+Activation checked(int64_t activation, double scale) {
+  const bool exists = activation >= 0 && activation < static_cast<int64_t>(Activation::Count);
+  TORCH_CHECK(exists && (kFused || (activation == 0 && scale == 1)), "No kernels for activation ", activation,
+              " and scale ", scale);
+  return static_cast<Activation>(activation);
+}
+
 OptionalTensor contiguous(const OptionalTensor& t) {
   return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
 }
@@ -941,7 +982,7 @@ Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const Optional
   call.eps = eps;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
-  call.activation = static_cast<Activation>(activation);
+  call.activation = checked(activation, scale);
   call.scale = scale;
   run(call, input);
   return outputs;
@@ -978,7 +1019,7 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
   call.rows = input.numel() / call.cols;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
-  call.activation = static_cast<Activation>(activation);
+  call.activation = checked(activation, scale);
   call.scale = scale;
   if (call.activation != Activation::None) call.bias = read(b);
   run(call, input);
@@ -5824,13 +5865,8 @@ CUDA_SOURCE = "".join(
 # Names the ops, after the sources alone: a program that was saved on one machine finds them on another.
 _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 
-_ops, _why_not = _load()
+_epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # after _load_epilogue
+_ops, _why_not = _load(_NAME)
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once: a call of a small input takes 10 us
-
-# PyTorch before 2.5 takes no such rule: torch.vmap loops over the slices there, and warns.
-if (
-    _ops
-    and hasattr(torch.library, "register_vmap")
-    and not torch._C._dispatch_has_kernel_for_dispatch_key(_layer_norm_op.name(), "FuncTorchBatched")  # another copy's
-):
-    torch.library.register_vmap(_layer_norm_op, _layer_norm_vmap)
+if _ops:
+    _register_vmap(_layer_norm_op)

@@ -229,7 +229,7 @@ MUTANTS = [
     Mutant("build: compilers outlive ninja's parent", "preexec_fn=lambda: prctl(1, 15)", "", "end_with_the_process"),
     Mutant("build: PATH left changed", 'restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))', "", "reaches_the_user"),
     Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
-    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)", "", "reaches_the_user"),
+    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)", "", "reaches_the_user"),
     Mutant("build: PyTorch's warning shown", "logging.disable(logging.WARNING)", "0", "warning_that"),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
@@ -417,7 +417,10 @@ class Runner:
         """What the compiler says where it fails, else nothing."""
         code = "import layernorm_inline"
         if mark == "emulated":
-            code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels(); emulator.load_module()"
+            code = (
+                "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
+                "emulator.build_kernels(macros=tuple(emulator.EPILOGUE)); emulator.load_module()._load_epilogue()"
+            )
         with self.builds:
             command = ["nice", sys.executable, "-c", code]
             status, output = run(command, folder, self.environment_of(folder, mark), LONGEST, LONGEST)

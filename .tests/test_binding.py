@@ -104,10 +104,10 @@ def test_backward_checks_every_tensor(backend, device):
         return torch.empty(shape, device=device)
 
     x, weights = empty(1, 32, 2, 3, 32), (empty(32, 64, 4, 4, 4), empty(64), empty(64), empty(64))
-    ops, other = backend.ops, "cpu" if device == "meta" else "meta"
+    other = "cpu" if device == "meta" else "meta"
     for op, arguments in (
-        (ops.backward, [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 0, 1.0, [True] * 3]),
-        (ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
+        (backend.ops.backward, [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 0, 1.0, [True] * 3]),
+        (backend.epilogue_ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
     ):
         op(*arguments)
         for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):

@@ -47,9 +47,8 @@ def test_torch_compile_in_one_graph(backend, training):
 @pytest.mark.parametrize("affine", ["both", "weight", "none"])
 def test_opcheck(backend, affine):
     x, weight, bias, dy = random_case(6, 40, torch.float32, affine, seed=0, device=backend.device)
-    ops = backend.ops
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
-    for activation, scale in ((0, 1.0), (1, 2.0)):
+    for ops, activation, scale in ((backend.ops, 0, 1.0), (backend.epilogue_ops, 1, 2.0)):
         torch.library.opcheck(ops.layer_norm.default, (leaves[0], [40], *leaves[1:], EPS, activation, scale))
         forward = (x, [40], weight, bias, EPS, activation, scale)
         torch.library.opcheck(ops.forward.default, forward)
