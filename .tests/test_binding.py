@@ -147,6 +147,21 @@ def test_unknown_activation(backend, activation):
         backend.layer_norm(torch.zeros(2, 3, device=backend.device), (3,), activation=activation)
 
 
+def test_an_op_takes_only_what_its_library_has(backend):
+    """Nothing else becomes a GELU."""
+    x = torch.zeros(2, 5, device=backend.device)
+    kinds = len(backend.module._ACTIVATIONS)
+    for ops, arguments in (
+        (backend.ops, [(1, 1.0), (0, 2.0)]),
+        (backend.epilogue_ops, [(-1, 1.0), (kinds, 1.0), (1 << 32, 2.0)]),
+    ):
+        for activation, scale in arguments:
+            with pytest.raises(RuntimeError, match=f"No kernels for activation {activation} and scale {scale:g}"):
+                ops.layer_norm(x, [5], None, None, 1e-5, activation, scale)
+            with pytest.raises(RuntimeError, match="No kernels"):
+                ops.backward(x, x, [5], x.new_zeros(2, 2), None, None, activation, scale, [True] * 3)
+
+
 @some_cases
 def test_strided_weight_bias_and_grad_output(backend, case):
     x, *others = case.tensors()
