@@ -115,12 +115,19 @@ __all__ = [
 # ============================================================================
 
 
-_ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2}  # as enum class Activation
+# The activations: the struct of each in the room _EPILOGUE, and PyTorch's operation, in C++ of y and in Python.
+_ACTIVATIONS = {
+    "gelu": ("Gelu", "at::gelu(y)", lambda x: torch.ops.aten.gelu(x)),
+    "gelu_tanh": ("GeluTanh", 'at::gelu(y, "tanh")', lambda x: torch.ops.aten.gelu(x, approximate="tanh")),
+}
+_NAMES = (None, *_ACTIVATIONS)
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}  # as enum class Activation
 
 
 def _activate(x, activation, scale):
-    if activation != _ACTIVATIONS[None]:
-        x = torch.ops.aten.gelu(x, approximate="tanh" if activation == _ACTIVATIONS["gelu_tanh"] else "none")
+    if activation is not None:
+        _, _, operation = _ACTIVATIONS[activation]
+        x = operation(x)
     return x if scale == 1 else x * scale
 
 
@@ -145,7 +152,7 @@ def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, e
         z = z * weight
     if bias is not None:
         z = z + bias
-    return _activate(z, activation, scale).to(xhat.dtype), 0
+    return _activate(z, _NAMES[activation], scale).to(xhat.dtype), 0
 
 
 def _register_vmap(op):
@@ -196,7 +203,7 @@ def layer_norm(
         RuntimeError: shapes, dtypes or devices do not fit together, or input is on a GPU that the import had
             nothing to compile for; the message says which.
         TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
-        ValueError: activation is none of the three.
+        ValueError: activation is none of these.
     """
     if _is_overridden(input, weight, bias):
         rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
@@ -204,10 +211,10 @@ def layer_norm(
     if type(scale) is not float and not isinstance(scale, numbers.Real):  # a Tensor's gradient would be lost
         raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     plain = activation is None and scale == 1
-    if not plain and activation not in tuple(_ACTIVATIONS):  # a tuple: of a list it would be no TypeError
-        raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
+    if not plain and activation not in _NAMES:  # a tuple: of a list it would be no TypeError
+        raise ValueError(f"Expected activation to be one of {_NAMES}, but got {activation!r}")
     if not isinstance(input, torch.Tensor) or not input.is_cuda or input.dtype is torch.float64:
-        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), _ACTIVATIONS[activation], scale)
+        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), activation, scale)
     if _layer_norm_op is None:
         raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
     usual = (
@@ -223,7 +230,7 @@ def layer_norm(
     if plain:
         return _layer_norm_op(input, normalized_shape, weight, bias, eps)
     _load_epilogue()
-    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
+    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, _NUMBERS[activation], scale)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -662,7 +669,10 @@ _load_epilogue._dynamo_marked_constant = True
 # 3  Interface between the kernels and the binding
 # ============================================================================
 
-_INTERFACE = r"""
+_INTERFACE = (
+    "#define LAYERNORM_ACTIVATIONS(EACH)"
+    + "".join(f" EACH({struct}, {operation})" for struct, operation, _ in _ACTIVATIONS.values())
+    + r"""
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
@@ -679,7 +689,8 @@ constexpr bool kFused = false;
 #endif
 
 enum class DType { Float32, Float16, BFloat16 };
-enum class Activation { None, Gelu, GeluTanh, Count };
+#define LAYERNORM_STRUCT(Struct, operation) Struct,
+enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
 // mean and rstd are float32. A null pointer is a tensor that is absent (weight, bias) or
@@ -748,6 +759,7 @@ bool fits_convolution(DType dtype, bool tf32);  // the current device has the sh
 
 }  // namespace TORCH_EXTENSION_NAME
 """
+)
 
 # ============================================================================
 # 4  C++ binding: checks, allocation, autograd, dispatcher registration
@@ -1084,10 +1096,11 @@ Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const Opti
   Tensor y = distance * ((distance * distance).mean(dims, true) + eps).rsqrt();
   if (present(weight)) y = y * *weight;  // with 16 bits y stays float32
   if (present(bias)) y = y + *bias;
-  switch (static_cast<Activation>(activation)) {
-    case Activation::None: break;
-    case Activation::Gelu: y = at::gelu(y); break;
-    case Activation::GeluTanh: y = at::gelu(y, "tanh"); break;
+#define LAYERNORM_CASE(Struct, operation) \
+  case Activation::Struct: y = operation; break;
+  switch (checked(activation, scale)) {
+    LAYERNORM_ACTIVATIONS(LAYERNORM_CASE)
+    default: break;
   }
   return (scale == 1 ? y : y * scale).to(input.scalar_type());
 }
@@ -2237,31 +2250,68 @@ __device__ inline float normal_tail_16_bits(float t) {
                             -1.00029845f);
 }
 
-// f(z) of below = f(-|z|), where f(z) + f(-z) = 1: Phi, and gelu's derivative.
-template <typename A>
-__device__ A mirrored(A z, A below) {
-  return z < 0 ? below : 1 - below;
-}
-
 // At infinity as PyTorch: infinity, and NaN at -infinity. max(z, 0) - |z| tail would be NaN at both.
 __device__ inline float gelu_of_tail(float z, float tail) {
   const float step = z > 0;
   return z * fabsf(step - tail);
 }
 
-template <typename T, typename A>
-__device__ A gelu(A z) {
+// The density of the normal distribution times a polynomial, likewise.
+template <typename... Coefficients>
+__device__ float density_times_polynomial(float t, float sum, Coefficients... coefficients) {
+  ((sum = sum * t + coefficients), ...);
+  return sum * fast_exp2(-0.72134752f * t * t);
+}
+
+// d gelu / dz at z = -t, t >= 0: the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for
+// float32. In one exponential instead of two, backward of 16-bit rows is 3 to 4% faster.
+template <typename T>
+__device__ float gelu_derivative_below(float t) {
   if constexpr (sizeof(T) == 2) {
-    return gelu_of_tail(z, normal_tail_16_bits(fabsf(z)));
+    return density_times_polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
+                                    -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f);
   } else {
-    return gelu_of_tail(z, normal_tail(fabsf(z)));
+    return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
+                                    -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
+                                    -0.13280578f, 0.249972567f, -0.797882855f, 0.49999997f);
   }
 }
 
-// z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); returns -u in powers of two.
-template <typename A>
-__device__ A gelu_tanh_exponent(A z) {
-  return z * (A(-2.302208198144325) - A(0.1029432395800235) * z * z);
+// What each of _ACTIVATIONS computes of z, for tensors of T.
+template <typename T>
+struct Gelu {
+  static __device__ float value(float z) {
+    return gelu_of_tail(z, sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z)));
+  }
+  static __device__ float derivative(float z) {
+    // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
+    const float t = fabsf(z) > 40 && fabsf(z) < INFINITY ? 40.0f : fabsf(z);
+    const float below = gelu_derivative_below<T>(t);
+    return z < 0 ? below : 1 - below;
+  }
+};
+
+template <typename T>
+struct GeluTanh {
+  // z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); returns -u in powers of two.
+  static __device__ float exponent(float z) {
+    return z * (-2.302208198144325f - 0.1029432395800235f * z * z);
+  }
+  static __device__ float value(float z) { return z * fast_reciprocal(1 + fast_exp2(exponent(z))); }
+  // With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
+  static __device__ float derivative(float z) {
+    const float u = exponent(z), slope = 1.5957691216057308f + 0.21406444881780076f * z * z;
+    const float power = fast_exp2(-fabsf(u)), larger = fast_reciprocal(1 + power);
+    return (u > 0 ? power * larger : larger) + z * power * slope * larger * larger;
+  }
+};
+
+// Calls f with the activation's struct, and does nothing where there is none.
+template <typename T, typename F>
+__device__ void with_activation(Activation activation, F f) {
+#define LAYERNORM_CALL(Struct, operation) \
+  if (activation == Activation::Struct) return f(Struct<T>());
+  LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
 }
 
 // HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every
@@ -2279,56 +2329,13 @@ __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
 template <typename T, bool FUSED, int V>
 __device__ void apply_epilogue(float (&z)[V], const Epilogue<float>& epilogue) {
   if constexpr (FUSED) {
-    if (epilogue.activation == Activation::Gelu) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) z[v] = gelu<T>(z[v]);
-    } else if (epilogue.activation == Activation::GeluTanh) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) z[v] *= fast_reciprocal(1 + fast_exp2(gelu_tanh_exponent(z[v])));
-    }
+    with_activation<T>(epilogue.activation, [&](auto activation) {
+      UNROLL(v, V) z[v] = activation.value(z[v]);
+    });
     if (epilogue.scale != 1) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) z[v] *= epilogue.scale;
+      UNROLL(v, V) z[v] *= epilogue.scale;
     }
   }
-}
-
-// ---- Epilogue: derivatives ----
-
-// The density of the normal distribution times a polynomial, likewise.
-template <typename... Coefficients>
-__device__ float density_times_polynomial(float t, float sum, Coefficients... coefficients) {
-  ((sum = sum * t + coefficients), ...);
-  return sum * fast_exp2(-0.72134752f * t * t);
-}
-
-// d gelu / dz at z = -t, t >= 0: the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for
-// float32. In one exponential instead of two, backward of 16-bit rows is 3 to 4% faster.
-template <typename T, typename A>
-__device__ A gelu_derivative_below(A t) {
-  if constexpr (sizeof(T) == 2) {
-    return density_times_polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
-                                    -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f);
-  } else {
-    return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
-                                    -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
-                                    -0.13280578f, 0.249972567f, -0.797882855f, 0.49999997f);
-  }
-}
-
-template <typename T, typename A>
-__device__ A gelu_derivative(A z) {
-  // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
-  const A t = abs(z) > 40 && abs(z) < INFINITY ? A(40) : abs(z);
-  return mirrored(z, gelu_derivative_below<T>(t));
-}
-
-// With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
-template <typename A>
-__device__ A gelu_tanh_derivative(A z) {
-  const A exponent = gelu_tanh_exponent(z), slope = A(1.5957691216057308) + A(0.21406444881780076) * z * z;
-  const A power = fast_exp2(-abs(exponent)), larger = fast_reciprocal(1 + power);
-  return (exponent > 0 ? power * larger : larger) + z * power * slope * larger * larger;
 }
 
 // Turns grad_output, the gradient of scale * activation(z), into that of z = xhat * weight + bias, rounded to
@@ -2341,16 +2348,11 @@ __device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V]
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
   float grad[V];
   unpack(grad_output, grad);
-  if (epilogue.activation == Activation::Gelu) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) grad[v] *= gelu_derivative<T>(xhat[v] * weight[v] + bias[v]);
-  } else if (epilogue.activation == Activation::GeluTanh) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) grad[v] *= gelu_tanh_derivative(xhat[v] * weight[v] + bias[v]);
-  }
+  with_activation<T>(epilogue.activation, [&](auto activation) {
+    UNROLL(v, V) grad[v] *= activation.derivative(xhat[v] * weight[v] + bias[v]);
+  });
   if (epilogue.scale != 1) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) grad[v] *= epilogue.scale;
+    UNROLL(v, V) grad[v] *= epilogue.scale;
   }
   grad_output = packed<T>(grad);
 }
