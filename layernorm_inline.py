@@ -19,9 +19,11 @@ How to use it
 
 What the import does
     The first one runs nvcc, about half a minute, and leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
-    ~/.cache/torch_extensions); later ones load it. Each asks for the GPUs there are, which initializes CUDA: fork
-    processes before it. Without a GPU and without TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where
-    compiling fails. It changes nothing in PyTorch or in the environment.
+    ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: what has an activation or a scale,
+    and the convolution, is a second library, likewise compiled at the first such call, or when the class is
+    constructed. Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and
+    without TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where compiling fails. It changes nothing in PyTorch
+    or in the environment.
 
 API
     layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5,
@@ -43,7 +45,7 @@ Reading it
     5  CUDA           in rooms, each a string of its own:
            _ELEMENTS      packs of elements: loads, stores, conversions; rows that are not aligned
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
-           _EPILOGUE      GELU, scale, their derivatives
+           _EPILOGUE      activations, scale, their derivatives
            _DEVICE        instructions, words between blocks, properties of the GPU, launching
            _ROWS          the steps of kernels whose threads hold rows: load, measure, write
            _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
@@ -55,7 +57,7 @@ Reading it
            _DISPATCH      the ladder: which room takes a call, asked in this order
        Each room of rows says which it takes and why that is fast, and has its numbers, most with the measurement
        that decided them, its kernels, and its host side, which cuts the work and launches them.
-    6  Load           at the import
+    6  Load           at the import, without what LAYERNORM_WITH_EPILOGUE adds
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors
 
@@ -350,8 +352,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         )
         self.layer_norm = LayerNorm(out_channels, eps=eps)
         self.scaling_factor = scaling_factor
-        if _ops is not None:
-            _load_epilogue()
+        _load_epilogue()
 
     def _in_one_kernel(self, x):
         conv, norm = self.conv_transpose, self.layer_norm
@@ -518,7 +519,7 @@ def _compile(folder, codes):
     name, _ = os.path.splitext(os.path.basename(_library(folder)))
     macros, kernels = [], "CUDA kernels"
     if name.endswith("_epilogue"):
-        macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels with activations and scale"
+        macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels of activations and scale"
     cuda_home, release = _find_cuda_home()
     cpp_extension = _cpp_extension()
     known = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code").split()
@@ -653,8 +654,8 @@ def _load(name):
 
 
 def _load_epilogue():
-    """Loads the kernels with activations and scale, and of the convolution, when they are first asked for."""
-    if not hasattr(_epilogue_ops, "layer_norm"):
+    """Loads the second library when it is first asked for, where the import has loaded the first."""
+    if _ops is not None and not hasattr(_epilogue_ops, "layer_norm"):
         _, why_not = _load(_epilogue_ops.name)
         if why_not is not None:
             raise RuntimeError(f"layernorm_inline: no kernels with activations and scale: {why_not}")
@@ -1517,20 +1518,12 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       " Tensor? weight, Tensor? bias, float eps, float scale, bool[5] output_mask)"
       " -> (Tensor grad_input, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight,"
       " Tensor grad_bias)");
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
-  m.impl("conv_transpose3d_layer_norm_gelu", convolution_cuda);
-  m.impl("convolution_backward", convolution_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
-  m.impl("conv_transpose3d_layer_norm_gelu", convolution_meta);
-  m.impl("convolution_backward", convolution_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
-  m.impl("conv_transpose3d_layer_norm_gelu", convolution_autograd);
+  using torch::dispatch;
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kCUDA, convolution_cuda));
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kMeta, convolution_meta));
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::DispatchKey::Autograd, convolution_autograd));
+  m.impl("convolution_backward", dispatch(c10::kCUDA, convolution_backward_cuda));
+  m.impl("convolution_backward", dispatch(c10::kMeta, convolution_backward_meta));
 }
 #endif
 
@@ -2792,6 +2785,7 @@ int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
 
 // partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
 constexpr int kSumThreads = 512, kSumRows = 16;
+static_assert(kSumThreads % kSumRows == 0 && (kSumRows & (kSumRows - 1)) == 0, "no thread is left over");
 
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
@@ -3067,6 +3061,7 @@ constexpr int most_row_threads() {  // of a block
   return SHIFTED ? kShiftedThreads : kThreads;
 }
 static_assert(kBlockThreads <= kFourRowsThreads, "a block of four rows a thread is too large");
+static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
 static_assert(kFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
@@ -3228,8 +3223,11 @@ constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
 static_assert((kBackwardBlockThreads & (kBackwardBlockThreads - 1)) == 0 &&
-                  (kBackwardBlockThreads16Bits & (kBackwardBlockThreads16Bits - 1)) == 0,
-              "a block's rows are added up in a tree: a power of two");
+                  (kBackwardBlockThreads16Bits & (kBackwardBlockThreads16Bits - 1)) == 0 &&
+                  kBackwardBlockThreads <= 256,
+              "a block's rows are added up in a tree: a power of two, not 512 / 96");
+static_assert(kBackwardBlockThreads16Bits <= kBackwardBlockThreads && kBackwardThreads <= 32 * kMaxWarps,
+              "a block's sums and a row's warps have room in shared memory");
 // Of longer rows an SM holds too few to load while it reduces: the pipeline takes them, where there is one.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 

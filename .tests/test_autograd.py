@@ -69,7 +69,7 @@ def test_third_derivatives(backend, activation):
     op = backend.epilogue_ops.layer_norm.default
 
     def function(x, weight, bias):  # of the op, one input is computed from another
-        return op(x * weight, [5], weight, bias, EPS, backend.module._ACTIVATIONS[activation], 1.5)
+        return op(x * weight, [5], weight, bias, EPS, backend.module._NUMBERS[activation], 1.5)
 
     def exact(x, weight, bias):
         return formula(x * weight, weight, bias, activation, 1.5)
@@ -191,7 +191,7 @@ def test_vmap(backend, x, weight, bias, in_dims, activation, scale, dtype, no_vm
 
     def ours(*tensors):
         x, weight, bias = parts(tensors)
-        return op(x, normalized_shape, weight, bias, EPS, backend.module._ACTIVATIONS[activation], scale)
+        return op(x, normalized_shape, weight, bias, EPS, backend.module._NUMBERS[activation], scale)
 
     def pytorch(*tensors):
         x, weight, bias = parts(tensors)

@@ -204,6 +204,7 @@ def test_the_two_libraries_do_not_know_of_one_another(builds):
 
 def test_the_second_library_says_why_there_is_none(builds, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
+    monkeypatch.setattr(layernorm_inline, "_ops", SimpleNamespace())
     monkeypatch.setattr(layernorm_inline, "_epilogue_ops", SimpleNamespace(name=NAME + "_epilogue"))
     with pytest.raises(RuntimeError, match="no kernels with activations and scale: no GPU was there"):
         layernorm_inline._load_epilogue()
@@ -402,7 +403,7 @@ def test_the_second_library_is_of_the_same_text_with_a_macro(monkeypatch, tmp_pa
         "-DLAYERNORM_WITH_EPILOGUE" in asked["extra_cuda_cflags"]
         and "-DLAYERNORM_WITH_EPILOGUE" in asked["extra_cflags"]
     )
-    assert "compiling CUDA kernels with activations and scale for sm_90a" in capsys.readouterr().err
+    assert "compiling CUDA kernels of activations and scale for sm_90a" in capsys.readouterr().err
 
 
 def with_toolkit(home, code):
@@ -492,7 +493,7 @@ def test_one_of_many_processes_builds(tmp_path):
     ends = [end(process) for process in processes]
     messages = "".join(err for _, _, err in ends)
     assert not any(status for status, _, _ in ends), messages
-    for what in ("CUDA kernels for", "CUDA kernels with activations and scale for"):
+    for what in ("CUDA kernels for", "CUDA kernels of activations and scale for"):
         assert messages.count(f"compiling {what}") == 1
     assert messages.count("compiling") == 2 and messages.count("waiting for another process") <= 14
     timed = f"import torch, time; t = time.time(); {code}; print(time.time() - t)"
