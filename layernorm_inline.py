@@ -19,9 +19,11 @@ How to use it
 
 What the import does
     The first one runs nvcc, about half a minute, and leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
-    ~/.cache/torch_extensions); later ones load it. Each asks for the GPUs there are, which initializes CUDA: fork
-    processes before it. Without a GPU and without TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where
-    compiling fails. It changes nothing in PyTorch or in the environment.
+    ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: what has an activation or a scale,
+    and the convolution, is a second library, likewise compiled at the first such call, or when the class is
+    constructed. Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and
+    without TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where compiling fails. It changes nothing in PyTorch
+    or in the environment.
 
 API
     layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5,
@@ -43,7 +45,7 @@ Reading it
     5  CUDA           in rooms, each a string of its own:
            _ELEMENTS      packs of elements: loads, stores, conversions; rows that are not aligned
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
-           _EPILOGUE      GELU, scale, their derivatives
+           _EPILOGUE      activations, scale, their derivatives
            _DEVICE        instructions, mailboxes of blocks, properties of the GPU, launching
            _ROWS          the steps of kernels whose threads hold rows: load, measure, write
            _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
@@ -55,7 +57,7 @@ Reading it
            _DISPATCH      the ladder: which room takes a call, asked in this order
        Each room of rows says which it takes and why that is fast, and has its numbers, most with the measurement
        that decided them, its kernels, and its host side, which cuts the work and launches them.
-    6  Load           at the import
+    6  Load           at the import, without what LAYERNORM_WITH_EPILOGUE adds
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors
 
@@ -115,16 +117,23 @@ __all__ = [
 # ============================================================================
 
 
-_ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2}  # as enum class Activation
+# The activations: the struct of each in the room _EPILOGUE, and PyTorch's operation, in C++ of y and in Python.
+_ACTIVATIONS = {
+    "gelu": ("Gelu", "at::gelu(y)", lambda x: torch.ops.aten.gelu(x)),
+    "gelu_tanh": ("GeluTanh", 'at::gelu(y, "tanh")', lambda x: torch.ops.aten.gelu(x, approximate="tanh")),
+}
+_NAMES = (None, *_ACTIVATIONS)
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}  # as enum class Activation
 
 
 def _activate(x, activation, scale):
-    if activation != _ACTIVATIONS[None]:
-        x = torch.ops.aten.gelu(x, approximate="tanh" if activation == _ACTIVATIONS["gelu_tanh"] else "none")
+    if activation is not None:
+        _, _, operation = _ACTIVATIONS[activation]
+        x = operation(x)
     return x if scale == 1 else x * scale
 
 
-def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, activation=0, scale=1.0):
+def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, eps, activation=0, scale=1.0):
     """The op under torch.vmap: the slices are rows of one call. Where they have weights or biases of their own,
     PyTorch's operations scale and shift."""
     dims = (in_dims[0], *in_dims[2:4])
@@ -134,7 +143,7 @@ def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, 
     slices = [t if d is None else t.new_empty(t.shape[1:]) for t, d in zip((weight, bias), dims[1:])]
     _layer_norm_op(none_of_x, normalized_shape, *slices, eps)
     if dims[1:] == (None, None):
-        return _layer_norm_op(x, normalized_shape, weight, bias, eps, activation, scale), 0
+        return op(x, normalized_shape, weight, bias, eps, activation, scale), 0
 
     xhat = _layer_norm_op(x, normalized_shape, None, None, eps)
     ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
@@ -145,7 +154,14 @@ def _layer_norm_vmap(info, in_dims, input, normalized_shape, weight, bias, eps, 
         z = z * weight
     if bias is not None:
         z = z + bias
-    return _activate(z, activation, scale).to(xhat.dtype), 0
+    return _activate(z, _NAMES[activation], scale).to(xhat.dtype), 0
+
+
+def _register_vmap(op):
+    """Gives the op its rule. PyTorch before 2.5 takes none: torch.vmap loops over the slices there, and warns."""
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchBatched")  # another copy's
+    if hasattr(torch.library, "register_vmap") and not has_rule:
+        torch.library.register_vmap(op, functools.partial(_layer_norm_vmap, op))
 
 
 _TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first: of a Parameter isinstance takes 0.07 us
@@ -189,7 +205,7 @@ def layer_norm(
         RuntimeError: shapes, dtypes or devices do not fit together, or input is on a GPU that the import had
             nothing to compile for; the message says which.
         TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
-        ValueError: activation is none of the three.
+        ValueError: activation is none of these.
     """
     if _is_overridden(input, weight, bias):
         rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
@@ -197,10 +213,10 @@ def layer_norm(
     if type(scale) is not float and not isinstance(scale, numbers.Real):  # a Tensor's gradient would be lost
         raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     plain = activation is None and scale == 1
-    if not plain and activation not in tuple(_ACTIVATIONS):  # a tuple: of a list it would be no TypeError
-        raise ValueError(f"Expected activation to be None, 'gelu' or 'gelu_tanh', but got {activation!r}")
+    if not plain and activation not in _NAMES:  # a tuple: of a list it would be no TypeError
+        raise ValueError(f"Expected activation to be one of {_NAMES}, but got {activation!r}")
     if not isinstance(input, torch.Tensor) or not input.is_cuda or input.dtype is torch.float64:
-        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), _ACTIVATIONS[activation], scale)
+        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), activation, scale)
     if _layer_norm_op is None:
         raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
     usual = (
@@ -215,7 +231,8 @@ def layer_norm(
         _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
     if plain:
         return _layer_norm_op(input, normalized_shape, weight, bias, eps)
-    return _layer_norm_op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation], scale)
+    _load_epilogue()
+    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, _NUMBERS[activation], scale)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -335,6 +352,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         )
         self.layer_norm = LayerNorm(out_channels, eps=eps)
         self.scaling_factor = scaling_factor
+        _load_epilogue()
 
     def _in_one_kernel(self, x):
         conv, norm = self.conv_transpose, self.layer_norm
@@ -359,7 +377,8 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         """
         conv, norm = self.conv_transpose, self.layer_norm
         if self._in_one_kernel(x):
-            return _ops.conv_transpose3d_layer_norm_gelu.default(
+            _load_epilogue()
+            return _epilogue_ops.conv_transpose3d_layer_norm_gelu.default(
                 x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor
             )
         y = conv(x)
@@ -490,8 +509,17 @@ def _path_to_ninja(folder):
     return os.pathsep.join([folder, *places])
 
 
+def _library(folder):
+    """The path of a folder's library, which has the name of the folder around it."""
+    return f"{folder}/{os.path.basename(os.path.dirname(folder))}.so"
+
+
 def _compile(folder, codes):
     """Compiles the two sources into the library, and loads it. The folder is empty."""
+    name, _ = os.path.splitext(os.path.basename(_library(folder)))
+    macros, kernels = [], "CUDA kernels"
+    if name.endswith("_epilogue"):
+        macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels of activations and scale"
     cuda_home, release = _find_cuda_home()
     cpp_extension = _cpp_extension()
     known = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code").split()
@@ -503,9 +531,9 @@ def _compile(folder, codes):
     compiled_for = ", ".join(codes) + (f" ({gap}, and delete the folder {os.path.basename(folder)})" if unknown else "")
     architectures = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
     time = f"about {30 * len(codes)} s"
-    print(f"layernorm_inline: compiling CUDA kernels for {compiled_for}, {time}, only this once", file=sys.stderr)
+    print(f"layernorm_inline: compiling {kernels} for {compiled_for}, {time}, only this once", file=sys.stderr)
     # PyTorch takes for built what this process has begun, also where that failed.
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
     newer = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames  # nvcc reads no torch header
     with contextlib.ExitStack() as restored:
         restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
@@ -513,11 +541,11 @@ def _compile(folder, codes):
         cpp_extension.CUDA_HOME = cuda_home
         os.environ["PATH"] = _path_to_ninja(folder)
         cpp_extension.load_inline(
-            _NAME,
+            name,
             cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
             cuda_sources=CUDA_SOURCE,
-            extra_cflags=_CPP_FLAGS,
-            extra_cuda_cflags=[*_CUDA_FLAGS, *architectures, *_ptxas_flags(cuda_home)],
+            extra_cflags=[*_CPP_FLAGS, *macros],
+            extra_cuda_cflags=[*_CUDA_FLAGS, *macros, *architectures, *_ptxas_flags(cuda_home)],
             extra_ldflags=_link_flags(cuda_home, folder),
             build_directory=folder,
             is_python_module=False,
@@ -531,11 +559,11 @@ def _is_ours(path):
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
 
 
-def _cache():
-    """The folder of these sources' libraries, made where there is none."""
+def _cache(name):
+    """The folder of the libraries of this name, made where there is none."""
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
     root = os.path.realpath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
-    folder = os.path.join(root, _NAME)
+    folder = os.path.join(root, name)
     with contextlib.suppress(OSError):
         for path in (root, folder):
             os.makedirs(path, 0o755, exist_ok=True)
@@ -554,7 +582,7 @@ def _folder(cache, codes):
 
 def _is_built(folder):
     """Whether a whole library is there. "complete", its size, is written last: a killed build has none."""
-    library, complete = f"{folder}/{_NAME}.so", f"{folder}/complete"
+    library, complete = _library(folder), f"{folder}/complete"
     with contextlib.suppress(OSError):
         if all(map(_is_ours, (folder, library, complete))):
             with open(complete) as size:
@@ -591,16 +619,16 @@ def _build(cache, codes):
             shutil.rmtree(folder, ignore_errors=True)  # what a killed build has left
             os.makedirs(folder, 0o755, exist_ok=True)
             _compile(folder, codes)
-            os.chmod(f"{folder}/{_NAME}.so", 0o644)  # whatever the umask
+            os.chmod(_library(folder), 0o644)  # whatever the umask
             with open(f"{folder}/complete", "w") as complete:
-                complete.write(str(os.path.getsize(f"{folder}/{_NAME}.so")))
+                complete.write(str(os.path.getsize(_library(folder))))
             os.chmod(complete.name, 0o644)
     return folder
 
 
-def _load():
-    """Returns (ops, None), or (None, why) where there is nothing to compile for."""
-    ops = getattr(torch.ops, _NAME)
+def _load(name):
+    """Returns (the library's ops, None), or (None, why) where there is nothing to compile for."""
+    ops = getattr(torch.ops, name)
     if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
         return ops, None
     if torch.version.cuda is None:
@@ -613,23 +641,39 @@ def _load():
     codes = _codes(architectures)
     if not codes:
         return None, f"compute capability 7.5 is the oldest, and there was only {', '.join(architectures)}"
-    cache = _cache()
+    cache = _cache(name)
     folder = _find(cache, codes)
     if folder is not None:
         with contextlib.suppress(OSError):
-            torch.ops.load_library(f"{folder}/{_NAME}.so")
+            torch.ops.load_library(_library(folder))
             return ops, None
         with contextlib.suppress(OSError):  # linked on another system: built once more
             os.remove(f"{folder}/complete")
-    torch.ops.load_library(f"{_build(cache, codes)}/{_NAME}.so")
+    torch.ops.load_library(_library(_build(cache, codes)))
     return ops, None
+
+
+def _load_epilogue():
+    """Loads the second library when it is first asked for, where the import has loaded the first."""
+    if _ops is not None and not hasattr(_epilogue_ops, "layer_norm"):
+        _, why_not = _load(_epilogue_ops.name)
+        if why_not is not None:
+            raise RuntimeError(f"layernorm_inline: no kernels with activations and scale: {why_not}")
+        _register_vmap(_epilogue_ops.layer_norm.default)
+
+
+# torch._dynamo.assume_constant_result, whose import takes a second: Dynamo calls it, and does not trace it.
+_load_epilogue._dynamo_marked_constant = True
 
 
 # ============================================================================
 # 3  Interface between the kernels and the binding
 # ============================================================================
 
-_INTERFACE = r"""
+_INTERFACE = (
+    "#define LAYERNORM_ACTIVATIONS(EACH)"
+    + "".join(f" EACH({struct}, {operation})" for struct, operation, _ in _ACTIVATIONS.values())
+    + r"""
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
@@ -637,8 +681,17 @@ _INTERFACE = r"""
 // The extension's name carries a hash of its sources: two versions live in one process.
 namespace TORCH_EXTENSION_NAME {
 
+// One text, two libraries: of the layer norm alone, which the import compiles, and of what has an epilogue
+// (an activation, a scale) and the convolution, compiled when first asked for.
+#ifdef LAYERNORM_WITH_EPILOGUE
+constexpr bool kFused = true;
+#else
+constexpr bool kFused = false;
+#endif
+
 enum class DType { Float32, Float16, BFloat16 };
-enum class Activation { None, Gelu, GeluTanh };
+#define LAYERNORM_STRUCT(Struct, operation) Struct,
+enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
 // mean and rstd are float32. A null pointer is a tensor that is absent (weight, bias) or
@@ -707,6 +760,7 @@ bool fits_convolution(DType dtype, bool tf32);  // the current device has the sh
 
 }  // namespace TORCH_EXTENSION_NAME
 """
+)
 
 # ============================================================================
 # 4  C++ binding: checks, allocation, autograd, dispatcher registration
@@ -751,7 +805,6 @@ using c10::SymIntArrayRef;
 using OptionalTensor = c10::optional<Tensor>;
 using Outputs = std::tuple<Tensor, Tensor>;  // output and statistics, (2, rows): mean, rstd
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
@@ -863,6 +916,14 @@ DType dtype_of(const Tensor& t) {
   return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
 }
 
+// The library of the import has no kernels for an activation or a scale.
+Activation checked(int64_t activation, double scale) {
+  const bool exists = activation >= 0 && activation < static_cast<int64_t>(Activation::Count);
+  TORCH_CHECK(exists && (kFused || (activation == 0 && scale == 1)), "No kernels for activation ", activation,
+              " and scale ", scale);
+  return static_cast<Activation>(activation);
+}
+
 OptionalTensor contiguous(const OptionalTensor& t) {
   return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
 }
@@ -934,7 +995,7 @@ Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const Optional
   call.eps = eps;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
-  call.activation = static_cast<Activation>(activation);
+  call.activation = checked(activation, scale);
   call.scale = scale;
   run(call, input);
   return outputs;
@@ -971,7 +1032,7 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
   call.rows = input.numel() / call.cols;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
-  call.activation = static_cast<Activation>(activation);
+  call.activation = checked(activation, scale);
   call.scale = scale;
   if (call.activation != Activation::None) call.bias = read(b);
   run(call, input);
@@ -986,6 +1047,237 @@ Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntAr
   run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
   return gradients;
 }
+
+// ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
+
+Tensor empty_meta(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
+  return at::empty_symint(sizes, like.options().dtype(dtype));
+}
+
+Tensor layer_norm_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double, int64_t, double) {
+  check(input, normalized_shape, weight, bias);
+  return std::get<0>(allocate_forward(input, normalized_shape, false, empty_meta));
+}
+
+Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                     const OptionalTensor& bias, double, int64_t, double) {
+  check(input, normalized_shape, weight, bias);
+  return allocate_forward(input, normalized_shape, true, empty_meta);
+}
+
+Gradients backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                        int64_t, double, std::array<bool, 3> output_mask) {
+  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
+  return allocate_backward(input, weight, bias, output_mask, empty_meta);
+}
+
+// ---- Autograd ----
+
+#define LAYERNORM_STRING_(x) #x
+#define LAYERNORM_STRING(x) LAYERNORM_STRING_(x)
+
+template <typename F>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow((std::string(LAYERNORM_STRING(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
+      .typed<F>();
+}
+
+// What PyTorch can differentiate: for create_graph=True, forward mode and torch.func. Not at::layer_norm,
+// whose second derivatives take mean and rstd for constants, so that the third are wrong.
+Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  check(input, shape, weight, bias);
+  const Tensor x = input.to(at::kFloat);
+  std::vector<int64_t> dims(shape.size());
+  std::iota(dims.begin(), dims.end(), input.dim() - static_cast<int64_t>(shape.size()));
+  const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
+  Tensor y = distance * ((distance * distance).mean(dims, true) + eps).rsqrt();
+  if (present(weight)) y = y * *weight;  // with 16 bits y stays float32
+  if (present(bias)) y = y + *bias;
+#define LAYERNORM_CASE(Struct, operation) \
+  case Activation::Struct: y = operation; break;
+  switch (checked(activation, scale)) {
+    LAYERNORM_ACTIVATIONS(LAYERNORM_CASE)
+    default: break;
+  }
+  return (scale == 1 ? y : y * scale).to(input.scalar_type());
+}
+
+using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr, newer: intrusive_ptr
+using torch::autograd::variable_list;
+using Tensors = std::array<Tensor, 5>;
+
+template <typename N>
+NodePointer make_node() {
+  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<torch::autograd::Node>>) {
+    return NodePointer(new N, [](N* node) { deleteNode(node); });  // a deep graph without recursion
+  } else {
+    return c10::make_intrusive<N>();
+  }
+}
+
+// Whether levels of torch.func are active: a C++ autograd node does not know them, nor has backward a rule
+// for vmap.
+bool in_transform() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+// Of forward mode, which the kernels do not know.
+bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
+
+// A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
+struct KernelBackward : torch::autograd::Node {
+  std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
+  double eps, scale;
+
+  virtual variable_list backward(const Tensor& grad_output, const Tensors& tensors,
+                                 const std::array<bool, 5>& wanted) const = 0;
+  virtual Tensor composed_forward(const Tensors& tensors) const = 0;
+
+  // PyTorch's locks, for threads that run backward over the same graph: between two unpacks, another one's
+  // release_variables would take the rest away.
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved) variable.reset_data();
+  }
+
+  variable_list apply(variable_list&& grad_outputs) override {
+    const size_t count = num_outputs();
+    if (!grad_outputs[0].defined()) return variable_list(count);
+    std::unique_lock<std::mutex> lock(mutex_);
+    Tensors tensors;
+    for (size_t i = 0; i < saved.size(); ++i) tensors[i] = saved[i].unpack();
+    std::array<bool, 5> wanted = {};
+    for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
+    const bool create_graph = at::GradMode::is_enabled();
+    if (!create_graph && !in_transform() && !has_tangent(grad_outputs[0])) {
+      return backward(grad_outputs[0], tensors, wanted);
+    }
+
+    lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
+    const at::AutoGradMode with_gradients(true);
+    variable_list inputs;
+    for (size_t i = 0; i < count; ++i) {
+      if (!wanted[i]) continue;
+      tensors[i] = tensors[i].alias();  // grad() would also follow how one input was computed from another
+      tensors[i].requires_grad_();      // the user may have turned it off since
+      inputs.push_back(tensors[i]);
+    }
+    const auto found = torch::autograd::grad({composed_forward(tensors)}, inputs, grad_outputs,
+                                             /*retain_graph=*/create_graph, create_graph);
+    variable_list gradients(count);
+    for (size_t i = 0, next = 0; i < count; ++i) {
+      if (wanted[i]) gradients[i] = found[next++];
+    }
+    return gradients;
+  }
+};
+
+struct LayerNormBackward : KernelBackward {
+  c10::SymDimVector shape;
+  int64_t activation;
+
+  std::string name() const override { return "LayerNormBackward"; }
+
+  variable_list backward(const Tensor& grad_output, const Tensors& tensors,
+                         const std::array<bool, 5>& wanted) const override {
+    static const auto op = find_op<decltype(backward_cuda)>("backward");
+    const auto& [x, w, b, statistics, none] = tensors;
+    const auto [grad_input, grad_weight, grad_bias] = op.call(
+        grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
+    return {grad_input, grad_weight, grad_bias};
+  }
+
+  Tensor composed_forward(const Tensors& tensors) const override {
+    const auto& [x, w, b, statistics, none] = tensors;
+    return composed_layer_norm(x, shape, w, b, eps, activation, scale);
+  }
+};
+
+Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_shape,
+                                 const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                 int64_t activation, double scale) {
+  static const auto op = find_op<decltype(forward_cuda)>("forward");
+  auto [output, statistics] = [&] {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
+  }();
+  const NodePointer pointer = make_node<LayerNormBackward>();
+  auto& node = static_cast<LayerNormBackward&>(*pointer);
+  node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+  node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
+  node.shape = normalized_shape, node.activation = activation;
+  node.eps = eps, node.scale = scale;
+  torch::autograd::set_history(output, pointer);
+  return output;
+}
+
+Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
+  auto any = [&](bool (*has)(const Tensor&)) {
+    return has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias));
+  };
+  if (in_transform() || any(has_tangent)) {
+    return composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
+  }
+  if (at::GradMode::is_enabled() && any(requires_grad)) {
+    return differentiable_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
+}
+
+// As nn.LayerNorm under autocast: computed in, and returned as, float32.
+Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
+                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
+                 eps, activation, scale);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation=0, float scale=1.0) -> Tensor");
+  m.def(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation, float scale) -> (Tensor output, Tensor statistics)");
+  m.def(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
+      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
+      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
+  m.impl("layer_norm", layer_norm_cuda);
+  m.impl("forward", forward_cuda);
+  m.impl("backward", backward_cuda);
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
+  m.impl("layer_norm", layer_norm_meta);
+  m.impl("forward", forward_meta);
+  m.impl("backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
+
+#ifdef LAYERNORM_WITH_EPILOGUE
+// ---- Convolution: checks, CUDA, Meta, autograd ----
+
+namespace {
+
+using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias) {
@@ -1146,31 +1438,6 @@ ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const 
   return gradients;
 }
 
-// ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
-
-Tensor empty_meta(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
-  return at::empty_symint(sizes, like.options().dtype(dtype));
-}
-
-Tensor layer_norm_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double, int64_t, double) {
-  check(input, normalized_shape, weight, bias);
-  return std::get<0>(allocate_forward(input, normalized_shape, false, empty_meta));
-}
-
-Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                     const OptionalTensor& bias, double, int64_t, double) {
-  check(input, normalized_shape, weight, bias);
-  return allocate_forward(input, normalized_shape, true, empty_meta);
-}
-
-Gradients backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
-                        int64_t, double, std::array<bool, 3> output_mask) {
-  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
-  return allocate_backward(input, weight, bias, output_mask, empty_meta);
-}
-
 Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                         const OptionalTensor& weight, const OptionalTensor& bias, double, double) {
   check_convolution(input, conv_weight, conv_bias, weight, bias);
@@ -1184,164 +1451,6 @@ ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const 
   check_convolution(input, conv_weight, conv_bias, weight, bias);
   check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
-}
-
-// ---- Autograd ----
-
-#define LAYERNORM_STRING_(x) #x
-#define LAYERNORM_STRING(x) LAYERNORM_STRING_(x)
-
-template <typename F>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow((std::string(LAYERNORM_STRING(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
-      .typed<F>();
-}
-
-// What PyTorch can differentiate: for create_graph=True, forward mode and torch.func. Not at::layer_norm,
-// whose second derivatives take mean and rstd for constants, so that the third are wrong.
-Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  check(input, shape, weight, bias);
-  const Tensor x = input.to(at::kFloat);
-  std::vector<int64_t> dims(shape.size());
-  std::iota(dims.begin(), dims.end(), input.dim() - static_cast<int64_t>(shape.size()));
-  const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
-  Tensor y = distance * ((distance * distance).mean(dims, true) + eps).rsqrt();
-  if (present(weight)) y = y * *weight;  // with 16 bits y stays float32
-  if (present(bias)) y = y + *bias;
-  switch (static_cast<Activation>(activation)) {
-    case Activation::None: break;
-    case Activation::Gelu: y = at::gelu(y); break;
-    case Activation::GeluTanh: y = at::gelu(y, "tanh"); break;
-  }
-  return (scale == 1 ? y : y * scale).to(input.scalar_type());
-}
-
-using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr, newer: intrusive_ptr
-using torch::autograd::variable_list;
-using Tensors = std::array<Tensor, 5>;
-
-template <typename N>
-NodePointer make_node() {
-  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<torch::autograd::Node>>) {
-    return NodePointer(new N, [](N* node) { deleteNode(node); });  // a deep graph without recursion
-  } else {
-    return c10::make_intrusive<N>();
-  }
-}
-
-// Whether levels of torch.func are active: a C++ autograd node does not know them, nor has backward a rule
-// for vmap.
-bool in_transform() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
-bool requires_grad(const Tensor& t) { return t.requires_grad(); }
-// Of forward mode, which the kernels do not know.
-bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
-
-// A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
-struct KernelBackward : torch::autograd::Node {
-  std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
-  double eps, scale;
-
-  virtual variable_list backward(const Tensor& grad_output, const Tensors& tensors,
-                                 const std::array<bool, 5>& wanted) const = 0;
-  virtual Tensor composed_forward(const Tensors& tensors) const = 0;
-
-  // PyTorch's locks, for threads that run backward over the same graph: between two unpacks, another one's
-  // release_variables would take the rest away.
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& variable : saved) variable.reset_data();
-  }
-
-  variable_list apply(variable_list&& grad_outputs) override {
-    const size_t count = num_outputs();
-    if (!grad_outputs[0].defined()) return variable_list(count);
-    std::unique_lock<std::mutex> lock(mutex_);
-    Tensors tensors;
-    for (size_t i = 0; i < saved.size(); ++i) tensors[i] = saved[i].unpack();
-    std::array<bool, 5> wanted = {};
-    for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
-    const bool create_graph = at::GradMode::is_enabled();
-    if (!create_graph && !in_transform() && !has_tangent(grad_outputs[0])) {
-      return backward(grad_outputs[0], tensors, wanted);
-    }
-
-    lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
-    const at::AutoGradMode with_gradients(true);
-    variable_list inputs;
-    for (size_t i = 0; i < count; ++i) {
-      if (!wanted[i]) continue;
-      tensors[i] = tensors[i].alias();  // grad() would also follow how one input was computed from another
-      tensors[i].requires_grad_();      // the user may have turned it off since
-      inputs.push_back(tensors[i]);
-    }
-    const auto found = torch::autograd::grad({composed_forward(tensors)}, inputs, grad_outputs,
-                                             /*retain_graph=*/create_graph, create_graph);
-    variable_list gradients(count);
-    for (size_t i = 0, next = 0; i < count; ++i) {
-      if (wanted[i]) gradients[i] = found[next++];
-    }
-    return gradients;
-  }
-};
-
-struct LayerNormBackward : KernelBackward {
-  c10::SymDimVector shape;
-  int64_t activation;
-
-  std::string name() const override { return "LayerNormBackward"; }
-
-  variable_list backward(const Tensor& grad_output, const Tensors& tensors,
-                         const std::array<bool, 5>& wanted) const override {
-    static const auto op = find_op<decltype(backward_cuda)>("backward");
-    const auto& [x, w, b, statistics, none] = tensors;
-    const auto [grad_input, grad_weight, grad_bias] = op.call(
-        grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
-    return {grad_input, grad_weight, grad_bias};
-  }
-
-  Tensor composed_forward(const Tensors& tensors) const override {
-    const auto& [x, w, b, statistics, none] = tensors;
-    return composed_layer_norm(x, shape, w, b, eps, activation, scale);
-  }
-};
-
-Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_shape,
-                                 const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                                 int64_t activation, double scale) {
-  static const auto op = find_op<decltype(forward_cuda)>("forward");
-  auto [output, statistics] = [&] {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
-  }();
-  const NodePointer pointer = make_node<LayerNormBackward>();
-  auto& node = static_cast<LayerNormBackward&>(*pointer);
-  node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
-  node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
-  node.shape = normalized_shape, node.activation = activation;
-  node.eps = eps, node.scale = scale;
-  torch::autograd::set_history(output, pointer);
-  return output;
-}
-
-Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  auto any = [&](bool (*has)(const Tensor&)) {
-    return has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias));
-  };
-  if (in_transform() || any(has_tangent)) {
-    return composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
-  }
-  if (at::GradMode::is_enabled() && any(requires_grad)) {
-    return differentiable_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
-  }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
 }
 
 // The model of several PyTorch operations, for what needs their derivatives.
@@ -1398,29 +1507,9 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   return output;
 }
 
-// As nn.LayerNorm under autocast: computed in, and returned as, float32.
-Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
-                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
-                 eps, activation, scale);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  m.def(
-      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation=0, float scale=1.0) -> Tensor");
-  m.def(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation, float scale) -> (Tensor output, Tensor statistics)");
-  m.def(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
-      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
-      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "conv_transpose3d_layer_norm_gelu(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? weight,"
       " Tensor? bias, float eps, float scale) -> Tensor");
@@ -1429,29 +1518,14 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       " Tensor? weight, Tensor? bias, float eps, float scale, bool[5] output_mask)"
       " -> (Tensor grad_input, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight,"
       " Tensor grad_bias)");
+  using torch::dispatch;
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kCUDA, convolution_cuda));
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kMeta, convolution_meta));
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::DispatchKey::Autograd, convolution_autograd));
+  m.impl("convolution_backward", dispatch(c10::kCUDA, convolution_backward_cuda));
+  m.impl("convolution_backward", dispatch(c10::kMeta, convolution_backward_meta));
 }
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
-  m.impl("layer_norm", layer_norm_cuda);
-  m.impl("forward", forward_cuda);
-  m.impl("backward", backward_cuda);
-  m.impl("conv_transpose3d_layer_norm_gelu", convolution_cuda);
-  m.impl("convolution_backward", convolution_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
-  m.impl("layer_norm", layer_norm_meta);
-  m.impl("forward", forward_meta);
-  m.impl("backward", backward_meta);
-  m.impl("conv_transpose3d_layer_norm_gelu", convolution_meta);
-  m.impl("convolution_backward", convolution_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
-  m.impl("layer_norm", layer_norm_autograd);
-  m.impl("conv_transpose3d_layer_norm_gelu", convolution_autograd);
-}
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
+#endif
 
 }  // namespace TORCH_EXTENSION_NAME
 """
@@ -2140,11 +2214,6 @@ struct Epilogue {
   A scale;
 };
 
-template <typename Call>
-bool is_fused(const Call& call) {
-  return call.activation != Activation::None || call.scale != 1;
-}
-
 // 2 to the power of a polynomial of t, highest power first.
 template <typename... Coefficients>
 __device__ float exp2_of_polynomial(float t, float power, Coefficients... coefficients) {
@@ -2174,31 +2243,68 @@ __device__ inline float normal_tail_16_bits(float t) {
                             -1.00029845f);
 }
 
-// f(z) of below = f(-|z|), where f(z) + f(-z) = 1: Phi, and gelu's derivative.
-template <typename A>
-__device__ A mirrored(A z, A below) {
-  return z < 0 ? below : 1 - below;
-}
-
 // At infinity as PyTorch: infinity, and NaN at -infinity. max(z, 0) - |z| tail would be NaN at both.
 __device__ inline float gelu_of_tail(float z, float tail) {
   const float step = z > 0;
   return z * fabsf(step - tail);
 }
 
-template <typename T, typename A>
-__device__ A gelu(A z) {
+// The density of the normal distribution times a polynomial, likewise.
+template <typename... Coefficients>
+__device__ float density_times_polynomial(float t, float sum, Coefficients... coefficients) {
+  ((sum = sum * t + coefficients), ...);
+  return sum * fast_exp2(-0.72134752f * t * t);
+}
+
+// d gelu / dz at z = -t, t >= 0: the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for
+// float32. In one exponential instead of two, backward of 16-bit rows is 3 to 4% faster.
+template <typename T>
+__device__ float gelu_derivative_below(float t) {
   if constexpr (sizeof(T) == 2) {
-    return gelu_of_tail(z, normal_tail_16_bits(fabsf(z)));
+    return density_times_polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
+                                    -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f);
   } else {
-    return gelu_of_tail(z, normal_tail(fabsf(z)));
+    return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
+                                    -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
+                                    -0.13280578f, 0.249972567f, -0.797882855f, 0.49999997f);
   }
 }
 
-// z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); returns -u in powers of two.
-template <typename A>
-__device__ A gelu_tanh_exponent(A z) {
-  return z * (A(-2.302208198144325) - A(0.1029432395800235) * z * z);
+// What each of _ACTIVATIONS computes of z, for tensors of T.
+template <typename T>
+struct Gelu {
+  static __device__ float value(float z) {
+    return gelu_of_tail(z, sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z)));
+  }
+  static __device__ float derivative(float z) {
+    // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
+    const float t = fabsf(z) > 40 && fabsf(z) < INFINITY ? 40.0f : fabsf(z);
+    const float below = gelu_derivative_below<T>(t);
+    return z < 0 ? below : 1 - below;
+  }
+};
+
+template <typename T>
+struct GeluTanh {
+  // z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); returns -u in powers of two.
+  static __device__ float exponent(float z) {
+    return z * (-2.302208198144325f - 0.1029432395800235f * z * z);
+  }
+  static __device__ float value(float z) { return z * fast_reciprocal(1 + fast_exp2(exponent(z))); }
+  // With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
+  static __device__ float derivative(float z) {
+    const float u = exponent(z), slope = 1.5957691216057308f + 0.21406444881780076f * z * z;
+    const float power = fast_exp2(-fabsf(u)), larger = fast_reciprocal(1 + power);
+    return (u > 0 ? power * larger : larger) + z * power * slope * larger * larger;
+  }
+};
+
+// Calls f with the activation's struct, and does nothing where there is none.
+template <typename T, typename F>
+__device__ void with_activation(Activation activation, F f) {
+#define LAYERNORM_CALL(Struct, operation) \
+  if (activation == Activation::Struct) return f(Struct<T>());
+  LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
 }
 
 // HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every
@@ -2216,56 +2322,13 @@ __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
 template <typename T, bool FUSED, int V>
 __device__ void apply_epilogue(float (&z)[V], const Epilogue<float>& epilogue) {
   if constexpr (FUSED) {
-    if (epilogue.activation == Activation::Gelu) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) z[v] = gelu<T>(z[v]);
-    } else if (epilogue.activation == Activation::GeluTanh) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) z[v] *= fast_reciprocal(1 + fast_exp2(gelu_tanh_exponent(z[v])));
-    }
+    with_activation<T>(epilogue.activation, [&](auto activation) {
+      UNROLL(v, V) z[v] = activation.value(z[v]);
+    });
     if (epilogue.scale != 1) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) z[v] *= epilogue.scale;
+      UNROLL(v, V) z[v] *= epilogue.scale;
     }
   }
-}
-
-// ---- Epilogue: derivatives ----
-
-// The density of the normal distribution times a polynomial, likewise.
-template <typename... Coefficients>
-__device__ float density_times_polynomial(float t, float sum, Coefficients... coefficients) {
-  ((sum = sum * t + coefficients), ...);
-  return sum * fast_exp2(-0.72134752f * t * t);
-}
-
-// d gelu / dz at z = -t, t >= 0: the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for
-// float32. In one exponential instead of two, backward of 16-bit rows is 3 to 4% faster.
-template <typename T, typename A>
-__device__ A gelu_derivative_below(A t) {
-  if constexpr (sizeof(T) == 2) {
-    return density_times_polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
-                                    -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f);
-  } else {
-    return density_times_polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
-                                    -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
-                                    -0.13280578f, 0.249972567f, -0.797882855f, 0.49999997f);
-  }
-}
-
-template <typename T, typename A>
-__device__ A gelu_derivative(A z) {
-  // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
-  const A t = abs(z) > 40 && abs(z) < INFINITY ? A(40) : abs(z);
-  return mirrored(z, gelu_derivative_below<T>(t));
-}
-
-// With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
-template <typename A>
-__device__ A gelu_tanh_derivative(A z) {
-  const A exponent = gelu_tanh_exponent(z), slope = A(1.5957691216057308) + A(0.21406444881780076) * z * z;
-  const A power = fast_exp2(-abs(exponent)), larger = fast_reciprocal(1 + power);
-  return (exponent > 0 ? power * larger : larger) + z * power * slope * larger * larger;
 }
 
 // Turns grad_output, the gradient of scale * activation(z), into that of z = xhat * weight + bias, rounded to
@@ -2278,16 +2341,11 @@ __device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V]
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
   float grad[V];
   unpack(grad_output, grad);
-  if (epilogue.activation == Activation::Gelu) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) grad[v] *= gelu_derivative<T>(xhat[v] * weight[v] + bias[v]);
-  } else if (epilogue.activation == Activation::GeluTanh) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) grad[v] *= gelu_tanh_derivative(xhat[v] * weight[v] + bias[v]);
-  }
+  with_activation<T>(epilogue.activation, [&](auto activation) {
+    UNROLL(v, V) grad[v] *= activation.derivative(xhat[v] * weight[v] + bias[v]);
+  });
   if (epilogue.scale != 1) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) grad[v] *= epilogue.scale;
+    UNROLL(v, V) grad[v] *= epilogue.scale;
   }
   grad_output = packed<T>(grad);
 }
@@ -2752,6 +2810,7 @@ int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
 
 // partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
 constexpr int kSumThreads = 512, kSumRows = 16;
+static_assert(kSumThreads % kSumRows == 0 && (kSumRows & (kSumRows - 1)) == 0, "no thread is left over");
 
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
@@ -3027,6 +3086,7 @@ constexpr int most_row_threads() {  // of a block
   return SHIFTED ? kShiftedThreads : kThreads;
 }
 static_assert(kBlockThreads <= kFourRowsThreads, "a block of four rows a thread is too large");
+static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
 static_assert(kFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
@@ -3117,7 +3177,7 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
   const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
   const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads && !is_fused(call)) {
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads && !kFused) {
     p.loads = 2;
   } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && loads_early) {
     p.in_warp = true;
@@ -3125,7 +3185,7 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
     p.loads = 1;
   } else if (loads <= kFourRowsLoads && loads_early) {
     p.loads = 1, p.rows = kLoads;
-  } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !is_fused(call)) {
+  } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !kFused) {
     p.rows = 2;
   }
 }
@@ -3188,8 +3248,11 @@ constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
 static_assert((kBackwardBlockThreads & (kBackwardBlockThreads - 1)) == 0 &&
-                  (kBackwardBlockThreads16Bits & (kBackwardBlockThreads16Bits - 1)) == 0,
-              "a block's rows are added up in a tree: a power of two");
+                  (kBackwardBlockThreads16Bits & (kBackwardBlockThreads16Bits - 1)) == 0 &&
+                  kBackwardBlockThreads <= 256,
+              "a block's rows are added up in a tree: a power of two, not 512 / 96");
+static_assert(kBackwardBlockThreads16Bits <= kBackwardBlockThreads && kBackwardThreads <= 32 * kMaxWarps,
+              "a block's sums and a row's warps have room in shared memory");
 // Of longer rows an SM holds too few to load while it reduces: the pipeline takes them, where there is one.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
@@ -4915,6 +4978,7 @@ cudaError_t launch(const Backward& call, const Context& context) {
 """
 
 _CONVOLUTION = r"""
+#ifdef LAYERNORM_WITH_EPILOGUE
 namespace convolution {
 
 // ---- Convolution: ConvTranspose3d, then LayerNorm, GELU and scaling (sm_80 and up) ----
@@ -5472,6 +5536,7 @@ cudaError_t launch(const Convolution& call, const Context& context) {
 }
 
 }  // namespace convolution
+#endif
 """
 
 _DISPATCH = r"""
@@ -5486,29 +5551,26 @@ auto with_dtype(DType dtype, F f) {
   }
 }
 
-// Calls f(t, v, fused): an element and, at compile time, elements a load (16 bytes where every row of every
-// tensor starts on a 16-byte boundary, else 1) and whether there is an epilogue.
+// Calls f(t, v): an element and, at compile time, elements a load (16 bytes where every row of every tensor
+// starts on a 16-byte boundary, else 1).
 template <typename Call, typename F>
 cudaError_t with_kernel_of(const Call& call, std::initializer_list<const void*> tensors, F f) {
   return with_dtype(call.dtype, [&](auto t) {
     using T = decltype(t);
-    using One = std::integral_constant<int, 1>;
-    const auto with_pack = [&](auto fused) {
-      const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
-      return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>(), fused) : f(t, One(), fused);
-    };
-    return is_fused(call) ? with_pack(std::true_type()) : with_pack(std::false_type());
+    const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
+    return aligned ? f(t, std::integral_constant<int, 16 / sizeof(T)>())
+                   : f(t, std::integral_constant<int, 1>());
   });
 }
 
 // The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread
 // where no other room takes them, or the device refuses blocks that wait for one another.
-template <typename T, int V, bool FUSED>
+template <typename T, int V>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
   constexpr bool kAligned = V > 1;
-  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, FUSED>(call, context);
-  if constexpr (kAligned && !FUSED) {
+  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, kFused>(call, context);
+  if constexpr (kAligned && !kFused) {
     if (shared::takes(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
       const cudaError_t error = pipeline::launch<T>(call, context);
@@ -5521,23 +5583,23 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
       }
     }
   }
-  return spread::launch < T, V, FUSED || !kAligned > (call, context);
+  return spread::launch<T, V, kFused>(call, context);
 }
 
 // Long aligned rows go to the pipeline, where there is one, even if registers could hold them.
-template <typename T, int V, bool FUSED>
+template <typename T, int V>
 cudaError_t dispatch(const Backward& call, const Context& context) {
   constexpr bool kAligned = V > 1;
   const bool in_registers = registers::takes(call, V);
-  if constexpr (kAligned && !FUSED) {
+  if constexpr (kAligned && !kFused) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
       const cudaError_t error = pipeline::launch<T>(call, context);
       if (!cannot_cooperate(error)) return error;
     }
   }
-  if (in_registers) return registers::launch<T, V, FUSED>(call, context);
-  return spread::launch < T, V, FUSED || !kAligned > (call, context);
+  if (in_registers) return registers::launch<T, V, kFused>(call, context);
+  return spread::launch<T, V, kFused>(call, context);
 }
 
 // No rows: the gradients of weight and bias are sums of nothing.
@@ -5555,27 +5617,26 @@ cudaError_t zero_gradients(const Backward& call, cudaStream_t stream) {
 
 cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
   const Context context = {current_device(), scratch, stream};
-  return with_kernel_of(
-      call, {call.input, call.weight, call.bias, call.output}, [&](auto t, auto v, auto fused) {
-        return dispatch<decltype(t), decltype(v)::value, decltype(fused)::value>(call, context);
-      });
+  return with_kernel_of(call, {call.input, call.weight, call.bias, call.output}, [&](auto t, auto v) {
+    return dispatch<decltype(t), decltype(v)::value>(call, context);
+  });
 }
 
 cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
   if (call.rows == 0) return zero_gradients(call, stream);
   const Context context = {current_device(), scratch, stream};
-  return with_kernel_of(call, {call.grad_output, call.input, call.weight, call.bias, call.grad_input},
-                        [&](auto t, auto v, auto fused) {
-                          return dispatch<decltype(t), decltype(v)::value, decltype(fused)::value>(call,
-                                                                                                   context);
-                        });
+  return with_kernel_of(
+      call, {call.grad_output, call.input, call.weight, call.bias, call.grad_input},
+      [&](auto t, auto v) { return dispatch<decltype(t), decltype(v)::value>(call, context); });
 }
 
+#ifdef LAYERNORM_WITH_EPILOGUE
 cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream) {
   return convolution::launch(call, {current_device(), scratch, stream});
 }
 
 bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, tf32, current_device()); }
+#endif
 
 }  // namespace TORCH_EXTENSION_NAME
 """
@@ -5605,13 +5666,8 @@ CUDA_SOURCE = "".join(
 # Names the ops, after the sources alone: a program that was saved on one machine finds them on another.
 _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 
-_ops, _why_not = _load()
+_epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # after _load_epilogue
+_ops, _why_not = _load(_NAME)
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once: a call of a small input takes 10 us
-
-# PyTorch before 2.5 takes no such rule: torch.vmap loops over the slices there, and warns.
-if (
-    _ops
-    and hasattr(torch.library, "register_vmap")
-    and not torch._C._dispatch_has_kernel_for_dispatch_key(_layer_norm_op.name(), "FuncTorchBatched")  # another copy's
-):
-    torch.library.register_vmap(_layer_norm_op, _layer_norm_vmap)
+if _ops:
+    _register_vmap(_layer_norm_op)

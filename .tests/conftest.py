@@ -35,6 +35,12 @@ class Backend:
         self.Convolution = self.module.ConvTranspose3dLayerNormGELUScaling
         self.ops = self.module._ops
 
+    @property
+    def epilogue_ops(self):
+        """Of the second library, loaded by whoever asks first."""
+        self.module._load_epilogue()
+        return self.module._epilogue_ops
+
     def on(self, gpu=None, seed=0):
         """Calls inside run on this emulated GPU. The seed is that of the order of its threads and copies."""
         return contextlib.nullcontext() if self.is_cuda else emulator.on(gpu or emulator.GPUS["hopper"](8), seed)

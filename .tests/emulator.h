@@ -151,6 +151,11 @@ inline void check_prefetch(const void* p, int64_t bytes) {
   if (!is_tensors(p, bytes - 15)) fail("a prefetch is of what is no tensor's");
 }
 
+// Of the sector with this byte.
+inline void check_prefetch(const void* p) {
+  if (!is_tensors(p, 1)) fail("a prefetch is of what is no tensor's");
+}
+
 // ---- Fibers ----
 
 constexpr size_t kStackBytes = 128 << 10;

@@ -65,10 +65,8 @@ STATEMENTS = {  # instructions inside of functions
     r"attributes\.maxThreadsPerBlock": "Layout<T, split.value>::kThreads",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
-    r'asm volatile\("prefetch\.global\.L2 .*?\)\);': "emulator::check_read(static_cast<const char*>(affine) + at, 1, 1);",
-    r'asm volatile\("prefetch\.global\.L2::.*?\)\);': (
-        "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);"
-    ),
+    r'asm volatile\("prefetch\.global\.L2::evict_last.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);",
+    r'asm volatile\("prefetch\.global\.L2 \[.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(affine) + at);",
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r'asm volatile\("and\.b32.*?\);': "high = first[i] & 0xffffe000u;",
@@ -152,6 +150,7 @@ static void guard(ln::Backward& call, Tensors& tensors) {
   tensors.written(call.grad_bias, of_cols, "grad_bias");
 }
 
+#ifdef LAYERNORM_WITH_EPILOGUE
 static void guard(ln::Convolution& call, Tensors& tensors) {
   const size_t each = ln::size_of(call.dtype), places = call.batch * call.depth * call.height;
   const size_t affine = 64 * (call.affine_float32 ? 4 : each);
@@ -163,6 +162,7 @@ static void guard(ln::Convolution& call, Tensors& tensors) {
   tensors.written(call.output, places * 4 * 64 * 64 * each, "output");
   tensors.written(call.rstd, places * 4 * 64 * 4, "rstd");
 }
+#endif
 
 static std::string answer;
 
@@ -201,8 +201,10 @@ const char* emulated_kernels(bool all) {
 }
 const char* emulate_forward(const ln::Forward* call) { return emulate(*call); }
 const char* emulate_backward(const ln::Backward* call) { return emulate(*call); }
+#ifdef LAYERNORM_WITH_EPILOGUE
 const char* emulate_convolution(const ln::Convolution* call) { return emulate(*call); }
 bool emulate_fits(ln::DType dtype, bool tf32) { return ln::fits_convolution(dtype, tf32); }
+#endif
 }
 """
 
@@ -333,14 +335,17 @@ def sources():
     """layernorm_inline as it is: for its sources. The environment keeps it from compiling anything."""
     text = SOURCE.read_text()
     namespace = {"__name__": "layernorm_sources"}
-    exec(compile(re.sub(r"= _load\(\)", "= None, ''", text), str(SOURCE), "exec"), namespace)
+    exec(compile(re.sub(r"= _load\(_NAME\)", "= None, ''", text), str(SOURCE), "exec"), namespace)
     return namespace["CUDA_SOURCE"], namespace["CPP_SOURCE"]
 
 
-def build_kernels(before_hopper=False):
-    """The path of the library, compiled once for each source: from code for sm_80, or for Hopper and newer."""
+EPILOGUE = ["-DLAYERNORM_WITH_EPILOGUE"]  # for the second library of a source
+
+
+def build_kernels(before_hopper=False, macros=()):
+    """The path of a library, compiled once for each source: from code for sm_80, or for Hopper and newer."""
     text = emulated(sources()[0])
-    flags = [*FLAGS, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
+    flags = [*FLAGS, *macros, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *flags)
     source, library, unfinished = folder / "kernels.cpp", folder / "emulator.so", folder / "unfinished.so"
     with lock(folder):
@@ -358,6 +363,7 @@ def build_kernels(before_hopper=False):
 BINDING = {
     r"#include <(?:c10|ATen)/cuda/.*?>\n": "",
     r"_IMPL\(TORCH_EXTENSION_NAME, CUDA, m\)": "_IMPL(TORCH_EXTENSION_NAME, CPU, m)",
+    r"c10::kCUDA": "c10::kCPU",
     r"AutocastCUDA": "AutocastCPU",
     r"cached_cast\(at::kFloat, (\w+)\)": r"cached_cast(at::kFloat, \1, at::kCPU)",
     r"kConvolutionBytes = int64_t\(1\) << 28": "kConvolutionBytes = int64_t(1) << 19",  # still several inputs
@@ -441,25 +447,45 @@ def replaced(text, replacements):
 
 
 @functools.lru_cache
-def build_binding():
-    """(the ops of CPP_SOURCE for CPU tensors, the path of their library)."""
-    from torch.utils import cpp_extension
-
+def binding():
+    """(CPP_SOURCE for CPU tensors, the folder of its libraries)."""
     text = BINDING_BEGINS + replaced(sources()[1], BINDING) + BINDING_ENDS
     text = f'#define LAYERNORM_COMPILED_FOR ""\n{text}'
-    folder = cache("binding", text, torch.__version__)
+    return text, cache("binding", text, torch.__version__)
+
+
+def binding_name():
+    return binding()[1].name
+
+
+BINDINGS = {}  # those loaded, by the macros that they were compiled with
+
+
+def load_binding(name):
+    """Takes _load's place."""
+    from torch.utils import cpp_extension
+
+    macros = tuple(EPILOGUE if name.endswith("_epilogue") else ())
+    text, folder = binding()
+    folder /= name
+    folder.mkdir(exist_ok=True)
     with lock(folder):
         cpp_extension.load_inline(
-            folder.name, text, extra_cflags=["-O0", "-w"], extra_ldflags=["-Wl,-Bsymbolic"],
+            name, text, extra_cflags=["-O0", "-w", *macros], extra_ldflags=["-Wl,-Bsymbolic"],
             extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(folder),
             is_python_module=False,
         )  # fmt: skip
-    return getattr(torch.ops, folder.name), folder / f"{folder.name}.so"
+    BINDINGS[macros] = ctypes.CDLL(str(folder / f"{name}.so")).emulate_on
+    BINDINGS[macros].restype = ctypes.c_char_p
+    if CURRENT:
+        switch_to(CURRENT[-1])
+    return getattr(torch.ops, name), None
 
 
 # What the Python code asks of CUDA tensors.
 MODULE = {
-    r"= _load\(\)": "= __import__('emulator').build_binding()[0], None",
+    r"(def _load\(name\):\n.*\n)": r"\1    return __import__('emulator').load_binding(name)\n",
+    r"\n_NAME = .*": r"\n_NAME = __import__('emulator').binding_name()",
     r"\.is_cuda\b": ".is_cpu",
     r"is_autocast_enabled\(\)": "is_autocast_enabled('cpu')",
 }
@@ -504,19 +530,25 @@ GPUS = {
 
 
 @functools.lru_cache
-def library_of(sms, code, shared_bytes):
-    """The kernels for a GPU: a copy for each, as the host code asks only once what it runs on."""
-    library = build_kernels(80 <= code < 90)
-    copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
-    shutil.copy(library, copy)
-    switch = ctypes.CDLL(str(build_binding()[1])).emulate_on
-    switch.restype = ctypes.c_char_p
-    error = switch(str(copy).encode())
-    assert error is None, error
-    loaded = ctypes.CDLL(str(copy))
-    loaded.emulated_kernels.restype = ctypes.c_char_p
-    copy.unlink()
-    return loaded, functools.partial(switch, str(copy).encode())
+def libraries_of(sms, code, shared_bytes):
+    """The kernels for a GPU, by the macros that they were compiled with: copies for each, as the host code asks only
+    once what it runs on."""
+    loaded = {}
+    for macros in ((), tuple(EPILOGUE)):
+        library = build_kernels(80 <= code < 90, macros)
+        copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
+        shutil.copy(library, copy)
+        loaded[macros] = ctypes.CDLL(str(copy))
+        loaded[macros].emulated_kernels.restype = ctypes.c_char_p
+        copy.unlink()
+    return loaded
+
+
+def switch_to(libraries):
+    """Calls of the bindings that are loaded run on these."""
+    for macros, emulate_on in BINDINGS.items():
+        error = emulate_on(libraries[macros]._name.encode())
+        assert error is None, error
 
 
 CURRENT = []  # the libraries of GPUs, innermost last
@@ -525,19 +557,20 @@ CURRENT = []  # the libraries of GPUs, innermost last
 @contextlib.contextmanager
 def on(gpu, seed=0, dry=False):
     """Calls inside run on this GPU. The seed is that of all that happens by chance. dry: kernels end as they begin."""
-    loaded, switch = library_of(gpu.sms, gpu.code, gpu.shared_bytes)
-    CURRENT.append(switch)
-    switch()
-    loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.refuses, dry)
-    loaded.emulated_kernels(False)
+    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes)
+    CURRENT.append(libraries)
+    switch_to(libraries)
+    for loaded in libraries.values():
+        loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.refuses, dry)
+        loaded.emulated_kernels(False)
     try:
-        yield loaded
+        yield libraries
     finally:
         CURRENT.pop()
         if CURRENT:
-            CURRENT[-1]()
+            switch_to(CURRENT[-1])
 
 
-def kernels(loaded, every=False):
+def kernels(libraries, every=False):
     """Names of the kernels that ran on what on() gave, as "room::name<template arguments>", or of all there are."""
-    return set(loaded.emulated_kernels(every).decode().split("\n")[:-1])
+    return {name for loaded in libraries.values() for name in loaded.emulated_kernels(every).decode().splitlines()}

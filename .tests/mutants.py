@@ -100,7 +100,7 @@ MUTANTS = [
     # ---- Epilogue ----
     Mutant("scale dropped, forward", "z[v] *= epilogue.scale", "z[v] *= 1", ACTIVATION),
     Mutant("scale dropped, backward", "grad[v] *= epilogue.scale", "grad[v] *= 1", ACTIVATION),
-    Mutant("derivative of GELU's tanh form without the factor 3", "A(0.21406444881780076)", "A(0.07135481627260025)", ACTIVATION),
+    Mutant("derivative of GELU's tanh form without the factor 3", "0.21406444881780076f", "0.07135481627260025f", ACTIVATION),
     # ---- Rows in registers, forward ----
     Mutant("registers: eps dropped", "settle(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "settle(distances[r], mean[r], constants.per_col) * constants.per_col", VALUES),
     Mutant("registers: RMS norm in 16 bits", "mean[r] = quotient(mean[r], float(cols), per_col);", "mean[r] = 0;", VALUES),
@@ -229,7 +229,11 @@ MUTANTS = [
     Mutant("build: compilers outlive ninja's parent", "preexec_fn=lambda: prctl(1, 15)", "", "end_with_the_process"),
     Mutant("build: PATH left changed", 'restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))', "", "reaches_the_user"),
     Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
-    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(_NAME, None)", "", "reaches_the_user"),
+    Mutant("build: the second library without its macro", '["-DLAYERNORM_WITH_EPILOGUE"], "CUDA', '[], "CUDA', "second_library"),
+    Mutant("build: Dynamo traces it", "_dynamo_marked_constant = True", "_dynamo_marked_constant = False", "first_use"),
+    Mutant("binding: takes an unknown activation", "activation < static_cast<int64_t>(Activation::Count)", "true", "only_what_its_library_has"),
+    Mutant("binding: the import's library drops an activation", "kFused || (activation == 0 && scale == 1)", "true", "only_what_its_library_has"),
+    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)", "", "reaches_the_user"),
     Mutant("build: PyTorch's warning shown", "logging.disable(logging.WARNING)", "0", "warning_that"),
     # ---- Python ----
     Mutant("Python: scale dropped on the CPU", "x if scale == 1 else x * scale", "x", ACTIVATION),
@@ -237,7 +241,7 @@ MUTANTS = [
     Mutant("Python: types of arguments not asked", "if not usual:", "if False:", "bad_input"),
     Mutant("Python: scale of any type", "not isinstance(scale, numbers.Real):", "False:", "scale_is_a_number"),
     Mutant("Python: float64 for the kernels", "or input.dtype is torch.float64", "", "float64_is_pytorchs"),
-    Mutant("Python: the two forms of GELU swapped", '"gelu": 1, "gelu_tanh": 2', '"gelu": 2, "gelu_tanh": 1', VALUES),
+    Mutant("Python: the two forms of GELU swapped", "name: number for number", "name: number * 2 % 3 for number", VALUES),
     Mutant("Python: vmap's weights along the wrong dimension", "[1] * (none_of_x.dim() - 1 - len(normalized_shape))", "[1] * (none_of_x.dim() - len(normalized_shape))", "vmap"),
     Mutant("Python: subclasses replaced, too", "elif cls in classes:", "elif issubclass(cls, classes):", "replace_layer_norm"),
     Mutant("Python: modules with a forward of their own replaced, too", '"forward" in vars(child) or', "", "replace_layer_norm"),
@@ -417,7 +421,10 @@ class Runner:
         """What the compiler says where it fails, else nothing."""
         code = "import layernorm_inline"
         if mark == "emulated":
-            code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels(); emulator.load_module()"
+            code = (
+                "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
+                "emulator.build_kernels(macros=tuple(emulator.EPILOGUE)); emulator.load_module()._load_epilogue()"
+            )
         with self.builds:
             command = ["nice", sys.executable, "-c", code]
             status, output = run(command, folder, self.environment_of(folder, mark), LONGEST, LONGEST)

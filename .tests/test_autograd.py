@@ -66,10 +66,10 @@ def test_second_derivatives(backend, shape, affine):
 def test_third_derivatives(backend, activation):
     x, weight, bias, _ = random_case(3, 5, torch.float32, telling=False, device=backend.device)
     inputs = [t.requires_grad_() for t in (x, weight, bias)]
-    op = backend.ops.layer_norm.default
+    op = backend.epilogue_ops.layer_norm.default
 
     def function(x, weight, bias):  # of the op, one input is computed from another
-        return op(x * weight, [5], weight, bias, EPS, backend.module._ACTIVATIONS[activation], 1.5)
+        return op(x * weight, [5], weight, bias, EPS, backend.module._NUMBERS[activation], 1.5)
 
     def exact(x, weight, bias):
         return formula(x * weight, weight, bias, activation, 1.5)
@@ -182,7 +182,8 @@ def test_vmap(backend, x, weight, bias, in_dims, activation, scale, dtype, no_vm
     there = [(t, d) for t, d in zip((x, weight, bias), in_dims) if t is not None]
     tensors = [torch.randn(t, generator=generator).to(backend.device, dtype).requires_grad_() for t, _ in there]
     dims = tuple(d for _, d in there)
-    op = backend.ops.layer_norm.default
+    ops = backend.ops if activation is None and scale == 1 else backend.epilogue_ops
+    op = ops.layer_norm.default
 
     def parts(of_three):  # those that are absent are None
         given = iter(of_three)
@@ -190,7 +191,7 @@ def test_vmap(backend, x, weight, bias, in_dims, activation, scale, dtype, no_vm
 
     def ours(*tensors):
         x, weight, bias = parts(tensors)
-        return op(x, normalized_shape, weight, bias, EPS, backend.module._ACTIVATIONS[activation], scale)
+        return op(x, normalized_shape, weight, bias, EPS, backend.module._NUMBERS[activation], scale)
 
     def pytorch(*tensors):
         x, weight, bias = parts(tensors)

@@ -24,7 +24,6 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import layernorm_inline  # noqa: E402
-from layernorm_inline import _load  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 can_build = pytest.mark.skipif(layernorm_inline._ops is None, reason="needs nvcc, and a GPU or TORCH_CUDA_ARCH_LIST")
@@ -38,6 +37,10 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 }
 """
 _NAME = '''
+
+
+def _load(name=NAME):
+    return layernorm_inline._load(name)
 
 
 def write_copy(folder, name="layernorm_inline", old="_NAME = ", new="_NAME = "):
@@ -70,14 +73,13 @@ def builds(tmp_path, monkeypatch):
 
     def compile_(folder, codes):
         log.built.append(codes)
-        Path(folder, NAME + ".so").write_text("0123456789")
+        Path(layernorm_inline._library(folder)).write_text("0123456789")
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(log.cache))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "load_library", log.loaded.append)
-    monkeypatch.setattr(layernorm_inline, "_NAME", NAME)
     monkeypatch.setattr(layernorm_inline, "_compile", compile_)
     return log
 
@@ -190,6 +192,22 @@ def test_built_once_then_loaded(builds, umask):
     (path,) = builds.folder.glob("*-sm_90a")
     assert builds.built == [["sm_90a"]] and builds.loaded == [str(path / f"{NAME}.so")] * 2
     assert (builds.folder / "build.lock").stat().st_mode & 0o777 == 0o600, "nobody else can hold the lock"
+
+
+def test_the_two_libraries_do_not_know_of_one_another(builds):
+    names = [NAME, NAME + "_epilogue"] * 2
+    for name in names:
+        _load(name)
+    assert [Path(path).name for path in builds.loaded] == [name + ".so" for name in names]
+    assert len(builds.built) == len(set(builds.loaded)) == 2
+
+
+def test_the_second_library_says_why_there_is_none(builds, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
+    monkeypatch.setattr(layernorm_inline, "_ops", SimpleNamespace())
+    monkeypatch.setattr(layernorm_inline, "_epilogue_ops", SimpleNamespace(name=NAME + "_epilogue"))
+    with pytest.raises(RuntimeError, match="no kernels with activations and scale: no GPU was there"):
+        layernorm_inline._load_epilogue()
 
 
 def test_a_relative_folder_and_no_home(builds, monkeypatch, tmp_path):
@@ -367,8 +385,25 @@ def test_what_nvcc_does_not_know_is_left_out(monkeypatch, tmp_path, capsys, tool
     assert f"sm_80, sm_90a ({why}, and delete the folder {tmp_path.name})" in asked["cpp_sources"][0]
     assert [cpp_extension.CUDA_HOME, asked["home"]] == homes, "while it compiles"
     assert re.findall(",code=([a-z0-9_]+)", " ".join(asked["extra_cuda_cflags"])) == ["sm_80", "sm_90a"]
+    assert "-DLAYERNORM_WITH_EPILOGUE" not in asked["extra_cuda_cflags"] + asked["extra_cflags"]
     with pytest.raises(RuntimeError, match=why):
         layernorm_inline._compile(str(tmp_path), ["sm_120"])
+
+
+def test_the_second_library_is_of_the_same_text_with_a_macro(monkeypatch, tmp_path, capsys, toolkit):
+    asked = {}
+    monkeypatch.setattr(cpp_extension, "load_inline", lambda name, **options: asked.update(options, name=name))
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    toolkit("12.4", "nvidia/cu12")
+    folder = tmp_path / "sources_epilogue" / "key"
+    folder.mkdir(parents=True)
+    layernorm_inline._compile(str(folder), ["sm_90a"])
+    assert asked["name"] == "sources_epilogue" and asked["cuda_sources"] == layernorm_inline.CUDA_SOURCE
+    assert (
+        "-DLAYERNORM_WITH_EPILOGUE" in asked["extra_cuda_cflags"]
+        and "-DLAYERNORM_WITH_EPILOGUE" in asked["extra_cflags"]
+    )
+    assert "compiling CUDA kernels of activations and scale for sm_90a" in capsys.readouterr().err
 
 
 def with_toolkit(home, code):
@@ -453,12 +488,15 @@ def test_pytorchs_warning_that_no_cuda_is_found_is_not_shown(tmp_path, toolkit):
 
 @can_build
 def test_one_of_many_processes_builds(tmp_path):
-    processes = [start(tmp_path, "import layernorm_inline; assert layernorm_inline._ops") for _ in range(8)]
+    code = "import layernorm_inline; assert layernorm_inline._ops; layernorm_inline._load_epilogue()"
+    processes = [start(tmp_path, code) for _ in range(8)]
     ends = [end(process) for process in processes]
     messages = "".join(err for _, _, err in ends)
     assert not any(status for status, _, _ in ends), messages
-    assert messages.count("compiling CUDA kernels") == 1 and messages.count("waiting for another process") <= 7
-    timed = "import torch, time; t = time.time(); import layernorm_inline; print(time.time() - t)"
+    for what in ("CUDA kernels for", "CUDA kernels of activations and scale for"):
+        assert messages.count(f"compiling {what}") == 1
+    assert messages.count("compiling") == 2 and messages.count("waiting for another process") <= 14
+    timed = f"import torch, time; t = time.time(); {code}; print(time.time() - t)"
     status, out, err = end(start(tmp_path, timed))
     assert (status, err) == (0, "") and float(out) < 2, "a warm import takes a fraction of a second"
 
@@ -546,6 +584,9 @@ def test_where_there_is_nothing_to_compile_for(tmp_path, cuda, arch_list, why):
         import layernorm_inline
         assert layernorm_inline._ops is None
         assert layernorm_inline.ModelNew(4)(torch.randn(2, 4)).shape == (2, 4)
+        assert layernorm_inline.layer_norm(torch.randn(2, 4), (4,), activation="gelu", scale=2).shape == (2, 4)
+        model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(1, 4, 1, 1, 0)
+        assert model(torch.randn(1, 1, 2, 3, 4)).shape == (1, 4, 2, 3, 4)
         from torch._subclasses.fake_tensor import FakeTensorMode
         with FakeTensorMode():
             layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))

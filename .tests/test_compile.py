@@ -43,13 +43,41 @@ def test_torch_compile_in_one_graph(backend, training):
                 torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
+def compile_the_first_use(name):
+    """The second library is loaded while Dynamo traces."""
+    from conftest import Backend
+
+    backend = Backend(name)
+
+    def function(x, activation):
+        return backend.layer_norm(x, (64,), activation=activation, scale=0.5).sin()
+
+    with backend.on():
+        x = torch.randn(5, 64, device=backend.device, requires_grad=True)
+        compiled = torch.compile(function, fullgraph=True, dynamic=True)
+        assert not hasattr(backend.module._epilogue_ops, "layer_norm")
+        for rows in (x, x[:3]):
+            for activation in (None, "gelu", "gelu_tanh"):
+                results = []
+                for f in (compiled, function):
+                    y = f(rows, activation)
+                    results.append([y, *torch.autograd.grad(y.square().sum(), x)])
+                torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.vmap(function, (0, None))(x, "gelu"), function(x, "gelu"))
+
+
+def test_first_use_of_an_activation_in_torch_compile(backend):
+    """In a process of its own, which has not loaded the second library."""
+    done = run_here(f"import test_compile; test_compile.compile_the_first_use({backend.name!r})")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason="this PyTorch has no opcheck")
 @pytest.mark.parametrize("affine", ["both", "weight", "none"])
 def test_opcheck(backend, affine):
     x, weight, bias, dy = random_case(6, 40, torch.float32, affine, seed=0, device=backend.device)
-    ops = backend.ops
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
-    for activation, scale in ((0, 1.0), (1, 2.0)):
+    for ops, activation, scale in ((backend.ops, 0, 1.0), (backend.epilogue_ops, 1, 2.0)):
         torch.library.opcheck(ops.layer_norm.default, (leaves[0], [40], *leaves[1:], EPS, activation, scale))
         forward = (x, [40], weight, bias, EPS, activation, scale)
         torch.library.opcheck(ops.forward.default, forward)

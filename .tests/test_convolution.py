@@ -182,7 +182,7 @@ def test_conv_without_parameters_or_with_others(backend, affine, precision):
     weight, bias = (None, None) if affine == "none" else (norm.weight.float(), norm.bias.float())
     conv_bias = None if affine == "none" else conv.bias
     with torch.no_grad():
-        op = backend.ops.conv_transpose3d_layer_norm_gelu
+        op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu
         y = op(x, conv.weight, conv_bias, weight, bias, 0.1, -0.5)
         as_double = [t if t is None else t.double() for t in (x, conv.weight, conv_bias, weight, bias)]
         z = nn.functional.conv_transpose3d(*as_double[:3], stride=2, padding=1)
@@ -351,7 +351,7 @@ def test_conv_opcheck(backend):
     conv, norm = ours.conv_transpose, ours.layer_norm
     arguments = (x, conv.weight, conv.bias, norm.weight, norm.bias, 1e-5, 0.5)
     with convolutions_in_tf32(False):
-        op = backend.ops.conv_transpose3d_layer_norm_gelu.default
+        op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu.default
         torch.library.opcheck(op, arguments, atol=1e-3, rtol=1e-3)
 
 
@@ -489,7 +489,7 @@ def test_conv_fused_conditions(dtype, grad, restored):
         if grad:
             assert y.grad_fn.name() == "ConvTranspose3dLayerNormGELUBackward"
             inputs = (x, *model.parameters())
-            grads = layernorm_inline._ops.convolution_backward(y, *inputs, 1e-5, 1.0, [True] * 5)
+            grads = layernorm_inline._epilogue_ops.convolution_backward(y, *inputs, 1e-5, 1.0, [True] * 5)
             assert all(g.shape == t.shape and g.dtype == dtype for g, t in zip(grads, inputs))
         for other in (x[:, :, :, :, :31], x[0], x.double()):
             assert not model._in_one_kernel(other)
@@ -516,7 +516,7 @@ def test_conv_refuses(backend, words, change, device):
     dtype, device = change.get("dtype", torch.float32), device or backend.device
     tensors = [torch.empty(change.get(k, v), device=device, dtype=dtype) for k, v in shapes.items()]
     with pytest.raises(RuntimeError, match=words):
-        backend.ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
+        backend.epilogue_ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
 
 
 def test_conv_scaled_by_a_parameter(backend):
