@@ -4334,7 +4334,7 @@ struct Plan {
 __host__ __device__ inline int stages_of(int packs) { return (packs + kStageSize - 1) / kStageSize; }
 
 // Packs of weight, or bias, of a slice that have no room in registers.
-__host__ __device__ inline int rest_of(int packs, int in_registers) {
+__host__ __device__ inline int shared_packs(int packs, int in_registers) {
   return max(0, packs + (kStages - stages_of(packs)) * kStageSize - in_registers * kThreads);
 }
 
@@ -4413,26 +4413,26 @@ struct Fetch {
 template <int N>
 struct Affine {
   Vec<float, V> packs[N];
-  Packed* rest;
+  Packed* shared;
 
-  __device__ Affine(const Block& block, const void* tensor, float absent, Packed* shared) {
-    rest = shared + block.thread;
+  __device__ Affine(const Block& block, const void* tensor, float fallback, Packed* first) {
+    shared = first + block.thread;
     UNROLL(i, kStages * kStagePacks) {
       const int pack = i * kThreads - (kStages - block.stages) * kStageSize + block.thread;
       if (pack < 0 || pack >= block.packs) continue;
       const int col = block.first_col + pack * V;
       if (i < N) {
-        load_affine<float, V>(packs[i < N ? i : 0].at, tensor, true, col, absent);
+        load_affine<float, V>(packs[i < N ? i : 0].at, tensor, true, col, fallback);
       } else if (tensor != nullptr) {
-        copy_async(rest + (i - N) * kThreads, static_cast<const float*>(tensor) + col, block.policy);
+        copy_async(shared + (i - N) * kThreads, static_cast<const float*>(tensor) + col, block.policy);
       } else {
-        rest[(i - N) * kThreads] = {absent, absent, absent, absent};
+        shared[(i - N) * kThreads] = {fallback, fallback, fallback, fallback};
       }
     }
   }
   __device__ Vec<float, V> at(int i, bool exists) const {
     if (i < N) return packs[i < N ? i : 0];
-    return exists ? widened(rest[(i - N) * kThreads]) : Vec<float, V>();
+    return exists ? widened(shared[(i - N) * kThreads]) : Vec<float, V>();
   }
 };
 
@@ -4456,7 +4456,7 @@ __device__ void measure_stage(Moments<float>& moments, const StagePart& x, bool 
 }
 
 // A row is measured: the last warp tells the group what this block has of it.
-__device__ void publish_row(Moments<float>& moments, int row, int odd, const Block& block) {
+__device__ void publish_row(Moments<float>& moments, int row, int parity, const Block& block) {
   const int warp = block.thread / 32, lane = block.thread % 32;
   Moments<float> total = combine_means(moments, 32);
   moments = {};
@@ -4465,7 +4465,7 @@ __device__ void publish_row(Moments<float>& moments, int row, int odd, const Blo
     barrier_arrive(&block.control.measured);
   }
   if (warp != kWarps - 1) return;
-  barrier_wait(&block.control.measured, odd);
+  barrier_wait(&block.control.measured, parity);
   total = combine_means(block.control.moments[lane % kWarps], kWarps);
   uint64_t* mailbox = block.mailboxes + row * words_per_row(gridDim.x) + block.rank;
   if (lane == 0) publish(mailbox, {total.mean, total.m2});
@@ -4538,16 +4538,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   Fetch fetch = {block};
   fetch.begin();
   begin_unpublished(mailboxes, gridDim.x, blockIdx.x, blockIdx.y, rows, groups);
-  Packed* rest = reinterpret_cast<Packed*>(ring + plan.ring * kStageBytes);
-  const Affine<kBiases> bias(block, call.bias, 0, rest);
-  const Affine<kWeights> weight(block, call.weight, 1, rest + rest_of(block.packs, kBiases));
+  Packed* affine = reinterpret_cast<Packed*>(ring + plan.ring * kStageBytes);
+  const Affine<kBiases> bias(block, call.bias, 0, affine);
+  const Affine<kWeights> weight(block, call.weight, 1, affine + shared_packs(block.packs, kBiases));
   Moments<float> moments = {};  // this thread's columns of the row that is measured
   measure_first_row(moments, block);
   wait_for_copies();
 
   Slot slot;
   int row = blockIdx.y;
-  for (int odd = 0; row < rows; row += groups, odd ^= 1) {
+  for (int parity = 0; row < rows; row += groups, parity ^= 1) {
     gather_row(row, block);
     __syncthreads();
     const float2 row_stats = control.row_stats;
@@ -4561,10 +4561,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         const Slot measuring = block.after(slot, block.stages + kAhead);
         const StagePart x = block.load(slot.index);
         if (measures) barrier_wait(&control.full[measuring.index], measuring.parity);
-        const StagePart later = block.load(measuring.index);
+        const StagePart x_ahead = block.load(measuring.index);
         apply_stage(output, x, stage, row_stats, weight, bias, block);
-        if (measures || !measures_last) measure_stage(moments, later, measures_last, block);
-        if (measures && measures_last) publish_row(moments, row + groups, odd ^ 1, block);
+        if (measures || !measures_last) measure_stage(moments, x_ahead, measures_last, block);
+        if (measures && measures_last) publish_row(moments, row + groups, parity ^ 1, block);
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(&control.empty[slot.index]);
         slot.advance(plan.ring);
@@ -4585,15 +4585,15 @@ Plan plan(const Forward& call, const Device& device) {
   const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMostSharers);
   const int lines = ceil_div(call.cols, 32);
   Plan p = {blocks_per_row, int(groups), lines / blocks_per_row, lines % blocks_per_row};
-  int most_stages = 0, rest = 0;
+  int most_stages = 0, affine_packs = 0;
   for (const int rank : {0, p.more, blocks_per_row - 1}) {  // blocks of all lengths
     const int packs = p.columns(call.cols, rank) / V, stages = stages_of(packs);
     if (stages < kStages / 2 || stages > kStages) return {};
     most_stages = std::max(most_stages, stages);
-    rest = std::max(rest, rest_of(packs, kBiases) + rest_of(packs, kWeights));
+    affine_packs = std::max(affine_packs, shared_packs(packs, kBiases) + shared_packs(packs, kWeights));
   }
-  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * rest) / kStageBytes);
-  p.shared_bytes = p.ring * kStageBytes + 16 * rest;
+  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * affine_packs) / kStageBytes);
+  p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
   return blocks_per_row > 1 && p.ring >= most_stages + kAhead + 2 ? p : Plan();
 }
 
