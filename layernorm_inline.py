@@ -1764,6 +1764,7 @@ __device__ void store_gradients(const Backward& call, int64_t col, const float (
 // ---- Elements: vectors of numbers ----
 
 #define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
+#define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
 
 // V numbers, with arithmetic element by element.
 template <typename A, int V>
@@ -2961,16 +2962,16 @@ struct RowSlots {
 };
 
 // Means of ROWS rows from each thread's sums over its `count` columns. MOST: upper bound of cols.
-template <typename T, int MOST, bool IN_WARP, int ROWS>
+template <typename T, int MOST, bool IN_WARP, int ROWS, int WARPS>
 __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int count, int cols, float per_col,
-                          RowSlots<T, ROWS>& slots) {
+                          RowSlots<T, ROWS, WARPS>& slots) {
   UNROLL(r, ROWS) mean[r] = sum[r];
-  combine_row<IN_WARP>(mean, slots.sum);
+  combine_row<IN_WARP, WARPS>(mean, slots.sum);
   UNROLL(r, ROWS) mean[r] = quotient(mean[r], float(cols), per_col);
   if (!sum_is_rounded<T, MOST>(cols)) return;
   float off[ROWS];
   UNROLL(r, ROWS) off[r] = fma(-float(count), mean[r], sum[r]);
-  combine_row<IN_WARP>(off, slots.off);
+  combine_row<IN_WARP, WARPS>(off, slots.off);
   UNROLL(r, ROWS) mean[r] += off[r] * per_col;
 }
 
@@ -3596,8 +3597,9 @@ namespace shared {
 // ---- Rows in shared memory, forward (sm_80 and up) ----
 // Takes aligned rows that are too long for registers and of which an SM's shared memory holds several; longer
 // ones go to the pipeline. A thread loads all its packs of the row at once, so that as much is in flight as
-// fits an SM, however few threads it has, and only reads what it has copied itself. Shared memory, unlike
-// registers, lets a thread have many loads of a long row.
+// fits an SM, and only reads what it has copied itself.
+//
+// Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
 // Threads of a row, at most (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
@@ -3635,68 +3637,54 @@ template <typename T>
 __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  using Spread = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
-  constexpr int V = 16 / sizeof(T), kWarps = kMostThreads / 32;
-  extern __shared__ __align__(128) unsigned char held[];
-  __shared__ float sum_slots[kWarps][1], off_slots[kWarps][1];
-  __shared__ Spread spread_slots[kWarps][1];
-  const int cols = call.cols, first_col = int(threadIdx.x) * V, pack_step = blockDim.x * V;
+  constexpr int V = 16 / sizeof(T);
+  extern __shared__ __align__(128) unsigned char row_bytes[];
+  __shared__ RowSlots<T, 1, kMostThreads / 32> slots;
+  const int cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + int64_t(blockIdx.x) * cols;
-  T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
-  T* x = reinterpret_cast<T*>(held);
+  const Columns<T, false, false> columns(input, cols);
+  T* x = reinterpret_cast<T*>(row_bytes);
 
+  // Load.
   const uint64_t policy = l2_policy(constants.priority);
-  for (int col = first_col; col < cols; col += pack_step) copy_async(x + col, input + col, policy);
+  for (int col = columns.first; col < cols; col += columns.stride) copy_async(x + col, input + col, policy);
   if (prefetches()) prefetch_later_rows(later, policy);
   wait_for_copies();
 
-  const int packs = (cols - first_col + pack_step - 1) / pack_step;  // of this thread
-  float sum[1] = {}, off[1];
+  // Measure: the mean first, then distances from it.
+  const int packs = (cols - columns.first + columns.stride - 1) / columns.stride;  // of this thread
+  float sum[1] = {}, mean[1];
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) {
-    float values[V], here = 0;  // short sums first, independent of one another
-    unpack(load<T, V>(x + first_col + i * pack_step), values);
-#pragma unroll
-    for (int v = 0; v < V; ++v) here += values[v];
+    const auto values = widened(load<T, V>(x + columns.at(i)));
+    float here = 0;  // short sums first, independent of one another
+    UNROLL(v, V) here += values[v];
     sum[0] += here;
   }
-  off[0] = sum[0];
-  combine_row<false, kWarps>(sum, sum_slots);
-  float mean = quotient(sum[0], float(cols), constants.per_col);
-  if (sum_is_rounded<T, INT_MAX>(cols)) {
-    off[0] = fma(float(-packs * V), mean, off[0]);
-    combine_row<false, kWarps>(off, off_slots);
-    mean += off[0] * constants.per_col;
-  }
-  Spread spread[1] = {};
+  row_means<T, INT_MAX, false>(mean, sum, packs * V, cols, constants.per_col, slots);
+  DistanceSums<T> distances[1] = {};
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) {
-    float values[V];
-    Spread here = {};
-    unpack(load<T, V>(x + first_col + i * pack_step), values);
-#pragma unroll
-    for (int v = 0; v < V; ++v) add_distance(here, values[v] - mean);
-    spread[0] = combine(spread[0], here);
+    const auto from_mean = widened(load<T, V>(x + columns.at(i))) - mean[0];
+    DistanceSums<T> here = {};
+    UNROLL(v, V) add_distance(here, from_mean[v]);
+    distances[0] = combine(distances[0], here);
   }
-  combine_row<false, kWarps>(spread, spread_slots);
-  const float m2 = settle(spread[0], mean, constants.per_col);
+  combine_row<false, kMostThreads / 32>(distances, slots.distances);
+  const float m2 = settle(distances[0], mean[0], constants.per_col);
   const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
-  if (call.mean != nullptr && threadIdx.x == 0) {
-    static_cast<float*>(call.mean)[blockIdx.x] = mean;
-    static_cast<float*>(call.rstd)[blockIdx.x] = rstd;
-  }
+  if (threadIdx.x == 0) save_statistics(call, blockIdx.x, mean[0], rstd);
 
-  const RowStats<float> stats = {mean, 0, rstd};
-  with_same_dtype<T>(call, [&](auto usual_affine) {
+  // Write.
+  T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
+  with_same_dtype<T>(call, [&](auto same_dtype) {
 #pragma unroll(kAtOnce<T>)
     for (int i = 0; i < packs; ++i) {
-      const int col = first_col + i * pack_step;
-      float weight[V], bias[V], y[V];
-      load_affine_pair<T, V, false, decltype(usual_affine)::value>(weight, bias, call, col, 0);
-      unpack(load<T, V>(x + col), y);
-#pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[v] + bias[v];
-      store<T, V>(output + col, y);
+      const int col = columns.at(i);
+      Vec<float, V> weight, bias;
+      load_affine_pair<T, V, false, same_dtype.value>(weight.at, bias.at, call, col, 0);
+      const auto y = (widened(load<T, V>(x + col)) - mean[0]) * rstd * weight + bias;
+      store<T, V>(output + col, y.at);
     }
   });
 #else
@@ -4304,284 +4292,274 @@ _JOINT = r"""
 namespace joint {
 
 // ---- Rows that many SMs hold together, forward, float32 (sm_90 and up) ----
-// Takes rows too long for the pipeline (on 132 SMs more than 1081344 columns). The kernel is persistent: a
-// group of blocks, one on each SM, shares a row, and each block keeps its slice, up to 128 KB, in shared
-// memory until the group knows the row's statistics. weight and bias of the slice stay in registers and
-// shared memory for the whole run: each byte moves once (the main shape, 16 rows of 4194304: 0.176 ms, 0.216
-// with input read twice). For 16 bits, twice the elements to a byte, the few warps that have the registers
-// for weight and bias are slower than reading twice (bf16: 0.146 ms, 0.118).
-//
-// A slice comes in stages, into a ring with room for some more. Warps apply a stage and measure the one a
-// slice and kAhead stages further on: the next row's exchange is under way before this row is done.
+// Takes aligned rows too long for the pipeline (on 132 SMs more than 1081344 columns). A group of blocks, one
+// on each SM, shares a row; each keeps its slice in shared memory until the group knows the row's statistics,
+// so that each byte moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16, with twice
+// the weight and bias to a byte, would be slower: 0.146 ms, 0.118). A slice moves in stages through a ring.
+// Warps apply a stage and measure the one a slice and kAhead stages further on: the next row's exchange is
+// under way before this row is done.
+// Example: those 16 rows on 132 SMs. One group; a slice of 31776 columns is 16 stages of 8 KB; a ring has 22.
+// A thread has 31 packs of weight and 20 of bias in registers; shared memory has the other 44 KB.
 
-// Stages that are measured ahead (2: 0.184 ms, 3: 0.177, 4: 0.182, as fewer are left to load into), and
-// further ones on their way to L2 (3: 0.175 ms, 4: 0.177, 6: 0.183).
+// Stages that are measured ahead (2: 0.184 ms, 3: 0.177, 4: 0.182), and on their way to L2 (4: 2 us more).
 [[maybe_unused]] constexpr int kAhead = 3, kPrefetch = 3;
-constexpr int kThreads = 256;  // of 255 registers each, as weight and bias need them
-// 16-byte packs of a thread in a stage, of a block in a stage, and stages of a slice, at most.
-constexpr int kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16;
-constexpr int kRing = 28;  // stages, at most
+constexpr int kThreads = 256, kWarps = kThreads / 32;  // of 255 registers each, as weight and bias need them
+// 16-byte packs of a thread in a stage, of a block in a stage; stages of a slice and of a ring, at most.
+constexpr int V = 4, kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16, kRing = 28;
+constexpr int kStageBytes = 16 * kStageSize, kStageColumns = kStageSize * V;
 // Packs of weight, and of bias, in a thread's registers; the rest are in shared memory. A slice of fewer
 // stages takes the last places, so that only the last stage, known when unrolling, may be incomplete.
 constexpr int kWeights = 31, kBiases = 20;
-// Rows of a group, at least: of fewer, too few load while one is applied (rows of 4194304, one: 0.80 of copy
-// speed, spread 0.89; three: 0.73 and 0.74; sixteen: 0.78 and 0.64).
-constexpr int kLeastRows = 4;
+constexpr int kLeastRows = 4;        // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
 constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weight and bias
 
-struct Slices {
-  int lines, more;  // 128-byte lines of a block; the first `more` blocks have one more
-  int ring;         // stages
-};
+struct Plan {
+  int blocks_per_row, groups;  // blocks_per_row 0: another room takes the call
+  int lines, more;             // 128-byte lines of a slice; the first `more` blocks have one more
+  int ring, shared_bytes;      // ring: stages
 
-// The first column of block `rank`.
-__host__ __device__ inline int begin_of(const Slices& slices, int64_t cols, int rank) {
-  const int begin = 32 * (slices.lines * rank + (rank < slices.more ? rank : slices.more));
-  return begin < cols ? begin : int(cols);
-}
+  __host__ __device__ int first_col(int64_t cols, int rank) const {
+    return min(int(cols), 32 * (lines * rank + min(rank, more)));
+  }
+  __host__ __device__ int columns(int64_t cols, int rank) const {
+    return first_col(cols, rank + 1) - first_col(cols, rank);
+  }
+};
 
 __host__ __device__ inline int stages_of(int packs) { return (packs + kStageSize - 1) / kStageSize; }
 
 // Packs of weight, or bias, of a slice that have no room in registers.
-__host__ __device__ inline int rest_of(int packs, int in_registers) {
-  const int skipped = (kStages - stages_of(packs)) * kStagePacks;
-  const int rest = packs - (in_registers - skipped) * kThreads;
-  return rest > 0 ? rest : 0;
+__host__ __device__ inline int shared_packs(int packs, int in_registers) {
+  return max(0, packs + (kStages - stages_of(packs)) * kStageSize - in_registers * kThreads);
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
-    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Slices slices, uint64_t* words) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  constexpr int V = 4, kWarps = kThreads / 32, kStageBytes = 16 * kStageSize;
-  using Packed = Pack<float, V>;
-  extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ uint64_t loaded[kRing], applied[kRing], measured, rest_loaded;
-  __shared__ Moments<float> partials[kWarps];
-  __shared__ float2 row_stats[2];  // of this row and the next
+struct Control {
+  uint64_t full[kRing], empty[kRing], measured;  // barriers
+  Moments<float> moments[kWarps];
+  float2 row_stats;  // mean, rstd
+};
+static_assert(sizeof(Control) <= kControlBytes, "the host leaves too little shared memory");
 
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int rank = blockIdx.x, groups = gridDim.y, rows = int(call.rows);
-  const int first_col = begin_of(slices, call.cols, rank);
-  const int packs = (begin_of(slices, call.cols, rank + 1) - first_col) / V, stages = stages_of(packs);
-  const int skipped = kStages - stages, last_packs = packs - (stages - 1) * kStageSize;
-  auto offset = [&](int row, int stage) { return row * call.cols + first_col + stage * (kStageSize * V); };
-  auto stage_at = [&](int slot) {
-    return reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
-  };
+using Packed = Pack<float, V>;
+using StagePart = Vec<Packed, kStagePacks>;  // of a thread
 
-  if (thread == 0) {
-    for (int i = 0; i < slices.ring; ++i) {
-      barrier_init(&loaded[i], 1);
-      barrier_init(&applied[i], kWarps);
+// A block's slice of its group's rows.
+struct Block {
+  const Forward& call;
+  const RowConstants<float>& constants;
+  const Plan& plan;
+  unsigned char* ring;
+  Control& control;
+  uint64_t* mailboxes;
+  int rank = blockIdx.x, thread = threadIdx.x;
+  int first_col = plan.first_col(call.cols, rank), packs = plan.columns(call.cols, rank) / V;
+  int stages = stages_of(packs), last_packs = packs - (stages - 1) * kStageSize;
+  uint64_t policy = l2_policy(constants.priority);
+
+  __device__ int64_t offset(int row, int stage) const {
+    return row * call.cols + first_col + stage * kStageColumns;
+  }
+  __device__ StagePart load(int slot) const {
+    const auto* from = reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
+    return {from[0], from[kThreads]};
+  }
+  __device__ RingPosition after(const RingPosition& slot, int steps) const {
+    const int index = slot.index + steps;
+    return index < plan.ring ? RingPosition{index, slot.parity}
+                             : RingPosition{index - plan.ring, slot.parity ^ 1};
+  }
+};
+
+// Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier. Their warps are
+// the slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
+struct Fetch {
+  const Block& block;
+  const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
+  int row = blockIdx.y, stage = 0;
+
+  __device__ void next(int slot) {
+    if (row < block.call.rows) {
+      const float* from = static_cast<const float*>(block.call.input) + block.offset(row, stage);
+      const int bytes = 16 * (stage == block.stages - 1 ? block.last_packs : kStageSize);
+      if (loads) {
+        barrier_arrive_expecting(&block.control.full[slot], bytes);
+        bulk_copy(block.ring + slot * kStageBytes, from, bytes, &block.control.full[slot], block.policy);
+      } else {
+        prefetch_to_l2(from, bytes, block.policy);
+      }
     }
-    barrier_init(&measured, kWarps);
-    barrier_init(&rest_loaded, 1);
+    if (++stage == block.stages) stage = 0, row += gridDim.y;
+  }
+  __device__ void begin() {
+    const int ring = block.plan.ring, count = loads ? ring - 1 : prefetches ? kPrefetch - 1 : 0;
+    if (prefetches) row += ring / block.stages * gridDim.y, stage = ring % block.stages;
+    for (int slot = 0; slot < count; ++slot) next(slot);
+  }
+  // Into the slot before this one, which all warps have applied, or are about to.
+  __device__ void next_before(const RingPosition& slot) {
+    if (!loads && !prefetches) return;
+    const RingPosition into = block.after(slot, block.plan.ring - 1);
+    if (loads) barrier_wait(&block.control.empty[into.index], into.parity ^ 1);
+    next(into.index);
+  }
+};
+
+// weight or bias of a slice: N packs in a thread's registers, the rest in shared memory, copied meanwhile.
+template <int N>
+struct Affine {
+  Vec<float, V> packs[N];
+  Packed* shared;
+
+  __device__ Affine(const Block& block, const void* tensor, float fallback, Packed* first) {
+    shared = first + block.thread;
+    UNROLL(i, kStages * kStagePacks) {
+      const int pack = i * kThreads - (kStages - block.stages) * kStageSize + block.thread;
+      if (pack < 0 || pack >= block.packs) continue;
+      const int col = block.first_col + pack * V;
+      if (i < N) {
+        load_affine<float, V>(packs[i < N ? i : 0].at, tensor, true, col, fallback);
+      } else if (tensor != nullptr) {
+        copy_async(shared + (i - N) * kThreads, static_cast<const float*>(tensor) + col, block.policy);
+      } else {
+        shared[(i - N) * kThreads] = {fallback, fallback, fallback, fallback};
+      }
+    }
+  }
+  __device__ Vec<float, V> at(int i, bool exists) const {
+    if (i < N) return packs[i < N ? i : 0];
+    return exists ? widened(shared[(i - N) * kThreads]) : Vec<float, V>();
+  }
+};
+
+__device__ float sum_of_pack(const Vec<float, V>& x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+
+// Adds a stage to this thread's moments of a row, measured from its own mean.
+__device__ void measure_stage(Moments<float>& moments, const StagePart& x, bool is_last, const Block& block) {
+  const int last_packs = opaque(block.last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
+  auto exists = [&](int i) { return !is_last || i * kThreads + block.thread < last_packs; };
+  float sum = 0, squares = 0, count = 0;
+  UNROLL(i, kStagePacks) {
+    sum += exists(i) ? sum_of_pack(widened(x[i])) : 0;
+    count += exists(i) ? V : 0;
+  }
+  const float mean = sum * (count > V ? 1.f / (kStagePacks * V) : 1.f / V);
+  UNROLL(i, kStagePacks) {
+    const auto distances = widened(x[i]) - mean;
+    squares += exists(i) ? sum_of_pack(distances * distances) : 0;
+  }
+  if (!is_last || count > 0) add_moments(moments, count, mean, squares);
+}
+
+// A row is measured: the last warp tells the group what this block has of it.
+__device__ void publish_row(Moments<float>& moments, int row, int parity, const Block& block) {
+  const int warp = block.thread / 32, lane = block.thread % 32;
+  Moments<float> total = combine_means(moments, 32);
+  moments = {};
+  if (lane == 0) {
+    block.control.moments[warp] = total;
+    barrier_arrive(&block.control.measured);
+  }
+  if (warp != kWarps - 1) return;
+  barrier_wait(&block.control.measured, parity);
+  total = combine_means(block.control.moments[lane % kWarps], kWarps);
+  if (lane == 0) publish(mailbox_of(block.mailboxes, row, block.rank), {total.mean, total.m2});
+  __syncwarp();
+}
+
+// The last warp makes statistics of what the group has published. Those of the row before have been read:
+// this block's moments were published after that.
+__device__ void gather_row(int row, const Block& block) {
+  if (block.thread / 32 != kWarps - 1) return;
+  const int first_peer = opaque(block.thread % 32);
+  float2 pairs[kPeers];
+  Moments<float> moments[kPeers];
+  UNROLL(i, kPeers) moments[i].count = block.plan.columns(block.call.cols, first_peer + i * 32);
+  while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
+  }
+  UNROLL(i, kPeers) moments[i].mean = pairs[i].x, moments[i].m2 = pairs[i].y;
+  const float first = __shfl_sync(~0u, pairs[0].x, 0);
+  const Moments<float> total = combine_means(moments, first, float(block.call.cols), 32);
+  const float rstd = inverse_root(total.m2 * block.constants.per_col + block.constants.eps);
+  if (first_peer != 0) return;
+  block.control.row_stats = {total.mean, rstd};
+  if (block.rank == 0) save_statistics(block.call, row, total.mean, rstd);
+}
+
+// The group's first row, and the beginning of the second.
+__device__ void measure_first_row(Moments<float>& moments, const Block& block) {
+  ROLLED(i, block.stages + kAhead) {
+    const bool is_last = i == block.stages - 1;
+    if (i >= block.stages && blockIdx.y + gridDim.y >= block.call.rows) break;
+    barrier_wait(&block.control.full[i], 0);
+    measure_stage(moments, block.load(i), is_last, block);
+    if (is_last) publish_row(moments, blockIdx.y, 0, block);
+  }
+}
+
+// `stage` counts from the places of the longest slice.
+__device__ void apply_stage(float* output, const StagePart& x, int stage, float2 row_stats,
+                            const Affine<kWeights>& weight, const Affine<kBiases>& bias, const Block& block) {
+  UNROLL(j, kStagePacks) {
+    const int i = stage * kStagePacks + j;
+    const bool exists = stage < kStages - 1 || j * kThreads + block.thread < block.last_packs;
+    const auto xhat = (widened(x[j]) - row_stats.x) * row_stats.y;
+    const auto y = xhat * weight.at(i, exists) + bias.at(i, exists);
+    if (exists) store<float, V, true>(output + j * kThreads * V, y.at);
+  }
+}
+#endif
+
+__global__ void __launch_bounds__(kThreads, 1)
+    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Plan plan, uint64_t* mailboxes) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Control control;
+  const Block block = {call, constants, plan, ring, control, mailboxes};
+  const int rows = int(call.rows), groups = gridDim.y, skipped = kStages - block.stages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < plan.ring; ++i) barrier_init(&control.full[i], 1);
+    for (int i = 0; i < plan.ring; ++i) barrier_init(&control.empty[i], kWarps);
+    barrier_init(&control.measured, kWarps);
     barriers_initialized();
   }
   __syncthreads();
 
-  // One thread loads stage after stage, another brings those to L2 that come kPrefetch later. The loading
-  // warp is the slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
-  const bool loads = thread == 0, prefetches = thread == 32;
-  const uint64_t policy = l2_policy(constants.priority);
-  int next_row = blockIdx.y, next_stage = 0;
-  auto fetch = [&](int slot) {
-    if (next_row < rows) {
-      const float* input = static_cast<const float*>(call.input) + offset(next_row, next_stage);
-      const int bytes = 16 * (next_stage == stages - 1 ? last_packs : kStageSize);
-      if (loads) {
-        barrier_arrive_expecting(&loaded[slot], bytes);
-        bulk_copy(ring + slot * kStageBytes, input, bytes, &loaded[slot], policy);
-      } else {
-        prefetch_to_l2(input, bytes, policy);
-      }
-    }
-    if (++next_stage == stages) next_stage = 0, next_row += groups;
-  };
-  if (loads) {
-    for (int slot = 0; slot < slices.ring - 1; ++slot) fetch(slot);
-  }
-  if (prefetches) {
-    next_row += slices.ring / stages * groups;
-    next_stage = slices.ring % stages;
-    for (int i = 1; i < kPrefetch; ++i) fetch(0);
-  }
-
-  empty_mailboxes(words, rows);
-
-  const int biases = rest_of(packs, kBiases), weights = rest_of(packs, kWeights);
-  Packed* rest_bias = reinterpret_cast<Packed*>(ring + slices.ring * kStageBytes);
-  Packed* rest_weight = rest_bias + biases;
-  auto load_rest = [&](Packed* rest, const void* tensor, int count, float absent) {
-    if (tensor == nullptr) {
-      for (int i = thread; i < count; i += kThreads) rest[i] = {absent, absent, absent, absent};
-    } else if (loads && count > 0) {
-      const float* from = static_cast<const float*>(tensor) + first_col + (packs - count) * V;
-      bulk_copy(rest, from, 16 * count, &rest_loaded, policy);
-    }
-  };
-  if (loads) {
-    barrier_arrive_expecting(&rest_loaded, 16 * ((call.bias ? biases : 0) + (call.weight ? weights : 0)));
-  }
-  load_rest(rest_bias, call.bias, biases, 0);
-  load_rest(rest_weight, call.weight, weights, 1);
-
-  Packed weight[kWeights], bias[kBiases];
-  auto affine = [&](const void* tensor, int pack, float absent) {
-    if (tensor == nullptr) return Packed{absent, absent, absent, absent};
-    return load<float, V>(static_cast<const float*>(tensor) + first_col + pack * V);
-  };
-#pragma unroll
-  for (int i = 0; i < kWeights; ++i) {
-    const int pack = i * kThreads - skipped * kStageSize + thread;
-    if (pack < 0 || pack >= packs) continue;
-    weight[i] = affine(call.weight, pack, 1);
-    if (i < kBiases) bias[i < kBiases ? i : 0] = affine(call.bias, pack, 0);
-  }
-
-  // Measures a stage, in order, from its own mean.
-  Moments<float> measured_part = {};  // this thread's columns of a row
-  auto measure = [&](const Packed(&x)[kStagePacks], auto is_last) {
-    constexpr bool kLast = decltype(is_last)::value;
-    const int last = opaque(last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
-    float values[kStagePacks][V], sum = 0, squares = 0, here = 0;
-#pragma unroll
-    for (int i = 0; i < kStagePacks; ++i) {
-      unpack(x[i], values[i]);
-      const bool has = !kLast || i * kThreads + thread < last;
-      sum += has ? (values[i][0] + values[i][1]) + (values[i][2] + values[i][3]) : 0;
-      here += has ? V : 0;
-    }
-    const float stage_mean = sum * (here > V ? 1.f / (kStagePacks * V) : 1.f / V);
-#pragma unroll
-    for (int i = 0; i < kStagePacks; ++i) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) values[i][v] -= stage_mean;
-      const bool has = !kLast || i * kThreads + thread < last;
-      squares += has ? (values[i][0] * values[i][0] + values[i][1] * values[i][1]) +
-                           (values[i][2] * values[i][2] + values[i][3] * values[i][3])
-                     : 0;
-    }
-    if (!kLast || here > 0) add_moments(measured_part, here, stage_mean, squares);
-  };
-
-  // A row is measured: the last warp tells the group what this block has of it,
-  auto tell = [&](int row, int odd) {
-    Moments<float> moments = combine_means(measured_part, 32);
-    measured_part = {};
-    if (lane == 0) {
-      partials[warp] = moments;
-      barrier_arrive(&measured);
-    }
-    if (warp != kWarps - 1) return;
-    barrier_wait(&measured, odd);
-    moments = combine_means(partials[lane % kWarps], kWarps);
-    if (lane == 0) publish(mailbox_of(words, row, rank), {moments.mean, moments.m2});
-    __syncwarp();
-  };
-
-  // and gathers what the group has.
-  auto gather = [&](int row, int odd) {
-    if (warp != kWarps - 1) return;
-    const int first_peer = opaque(lane);
-    float2 pairs[kPeers];
-    Moments<float> of_peers[kPeers];
-#pragma unroll
-    for (int i = 0; i < kPeers; ++i) {
-      const int peer = first_peer + i * 32;
-      of_peers[i].count = begin_of(slices, call.cols, peer + 1) - begin_of(slices, call.cols, peer);
-    }
-    while (!try_read(mailbox_of(words, row, 0), first_peer, pairs)) {
-    }
-#pragma unroll
-    for (int i = 0; i < kPeers; ++i) of_peers[i].mean = pairs[i].x, of_peers[i].m2 = pairs[i].y;
-    const float first = __shfl_sync(~0u, pairs[0].x, 0);
-    const Moments<float> total = combine_means(of_peers, first, float(call.cols), 32);
-    const float rstd = inverse_root(total.m2 * constants.per_col + constants.eps);
-    if (first_peer != 0) return;
-    row_stats[odd] = {total.mean, rstd};
-    if (void* means = opaque(call.mean); rank == 0 && means != nullptr) {
-      static_cast<float*>(means)[row] = total.mean;
-      static_cast<float*>(call.rstd)[row] = rstd;
-    }
-  };
-
-  // The first row, and the beginning of the second.
-  int row = blockIdx.y, odd = 0;  // odd: of every other row
-#pragma unroll 1
-  for (int i = 0; i < stages + kAhead; ++i) {
-    if (i >= stages && row + groups >= rows) break;
-    barrier_wait(&loaded[i], 0);
-    const Packed x[kStagePacks] = {stage_at(i)[0], stage_at(i)[kThreads]};
-    if (i == stages - 1) {
-      measure(x, std::true_type());
-      tell(row, odd);
-    } else {
-      measure(x, std::false_type());
-    }
-  }
-  barrier_wait(&rest_loaded, 0);
+  Fetch fetch = {block};
+  fetch.begin();
+  empty_mailboxes(mailboxes, rows);
+  Packed* affine = reinterpret_cast<Packed*>(ring + plan.ring * kStageBytes);
+  const Affine<kBiases> bias(block, call.bias, 0, affine);
+  const Affine<kWeights> weight(block, call.weight, 1, affine + shared_packs(block.packs, kBiases));
+  Moments<float> moments = {};  // this thread's columns of the row that is measured
+  measure_first_row(moments, block);
+  wait_for_copies();
 
   RingPosition slot;
-  auto slot_after = [&](int steps) {
-    RingPosition after = {slot.index + steps, slot.parity};
-    if (after.index >= slices.ring) after.index -= slices.ring, after.parity ^= 1;
-    return after;
-  };
-#pragma unroll 1
-  for (; row < rows; row += groups, odd ^= 1) {
-    gather(row, odd);
+  int row = blockIdx.y;
+  for (int parity = 0; row < rows; row += groups, parity ^= 1) {
+    gather_row(row, block);
     __syncthreads();
-    const float row_mean = row_stats[odd].x, rstd = row_stats[odd].y;
-    float* output = static_cast<float*>(call.output) + offset(row, -skipped) + thread * V;
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage, output += kStageSize * V) {
-      if (stage < skipped) continue;
-      if (loads || prefetches) {
-        // Into the slot before this one, which all warps have applied or are about to.
-        const RingPosition into = slot_after(slices.ring - 1);
-        if (loads) barrier_wait(&applied[into.index], into.parity ^ 1);
-        fetch(into.index);
+    const float2 row_stats = control.row_stats;
+    float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
+    UNROLL(stage, kStages) {
+      if (stage >= skipped) {
+        fetch.next_before(slot);
+        const int ahead = stage + kAhead;
+        const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
+        const bool measures_last = ahead % kStages == kStages - 1;
+        const RingPosition measuring = block.after(slot, block.stages + kAhead);
+        const StagePart x = block.load(slot.index);
+        if (measures) barrier_wait(&control.full[measuring.index], measuring.parity);
+        const StagePart x_ahead = block.load(measuring.index);
+        apply_stage(output, x, stage, row_stats, weight, bias, block);
+        if (measures || !measures_last) measure_stage(moments, x_ahead, measures_last, block);
+        if (measures && measures_last) publish_row(moments, row + groups, parity ^ 1, block);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(&control.empty[slot.index]);
+        slot.advance(plan.ring);
       }
-
-      const int ahead = stage + kAhead;
-      const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
-      const RingPosition measuring = slot_after(stages + kAhead);
-      const Packed* at = stage_at(slot.index);
-      const Packed x[kStagePacks] = {at[0], at[kThreads]};
-      if (measures) barrier_wait(&loaded[measuring.index], measuring.parity);
-      at = stage_at(measuring.index);
-      const Packed later[kStagePacks] = {at[0], at[kThreads]};
-
-#pragma unroll
-      for (int j = 0; j < kStagePacks; ++j) {
-        const int i = stage * kStagePacks + j;
-        const bool has = stage < kStages - 1 || j * kThreads + thread < last_packs;
-        float y[V], w[V], b[V];
-        unpack(x[j], y);
-        if (i < kWeights) {
-          unpack(weight[i < kWeights ? i : 0], w);
-        } else if (has) {
-          unpack(rest_weight[(i - kWeights) * kThreads + thread], w);
-        }
-        if (i < kBiases) {
-          unpack(bias[i < kBiases ? i : 0], b);
-        } else if (has) {
-          unpack(rest_bias[(i - kBiases) * kThreads + thread], b);
-        }
-#pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = (y[v] - row_mean) * rstd * w[v] + b[v];
-        if (has) store<float, V, true>(output + j * kThreads * V, y);
-      }
-      if (ahead % kStages != kStages - 1) {
-        measure(later, std::false_type());
-      } else if (measures) {
-        measure(later, std::true_type());
-        tell(row + groups, odd ^ 1);
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&applied[slot.index]);
-      slot.advance(slices.ring);
+      output += kStageColumns;
     }
   }
 #else
@@ -4589,38 +4567,31 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-struct Plan {
-  Slices slices;
-  int sharers, groups;  // blocks that share a row (0: another room takes it), and groups of them
-  int shared;           // bytes of dynamic shared memory
-};
-
 // As many groups as can each hold a row, with all blocks in them.
 Plan plan(const Forward& call, const Device& device) {
-  constexpr int V = 4;
-  if (device.code < 90) return {};
   const int64_t least_group = ceil_div(call.cols / V, kStages * kStageSize);
   const int64_t groups = std::min(call.rows, device.sms / least_group);
-  if (groups == 0 || call.rows < kLeastRows * groups) return {};
-  const int sharers = std::min<int64_t>(device.sms / groups, kMostSharers), lines = ceil_div(call.cols, 32);
-  Slices slices = {lines / sharers, lines % sharers};
-  int stages = 0, rest = 0;
-  for (const int rank : {0, slices.more, sharers - 1}) {  // blocks of all lengths
-    const int begin = begin_of(slices, call.cols, rank);
-    const int packs = (begin_of(slices, call.cols, rank + 1) - begin) / V;
-    if (stages_of(packs) < kStages / 2) return {};
-    stages = std::max(stages, stages_of(packs));
-    rest = std::max(rest, rest_of(packs, kBiases) + rest_of(packs, kWeights));
+  if (device.code < 90 || groups == 0 || call.rows < kLeastRows * groups) return {};
+  const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMostSharers);
+  const int lines = ceil_div(call.cols, 32);
+  Plan p = {blocks_per_row, int(groups), lines / blocks_per_row, lines % blocks_per_row};
+  int most_stages = 0, affine_packs = 0;
+  for (const int rank : {0, p.more, blocks_per_row - 1}) {  // blocks of all lengths
+    const int packs = p.columns(call.cols, rank) / V, stages = stages_of(packs);
+    if (stages < kStages / 2 || stages > kStages) return {};
+    most_stages = std::max(most_stages, stages);
+    affine_packs = std::max(affine_packs, shared_packs(packs, kBiases) + shared_packs(packs, kWeights));
   }
-  slices.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * rest) / (16 * kStageSize));
-  if (sharers == 1 || stages > kStages || slices.ring < stages + kAhead + 2) return {};
-  return {slices, sharers, int(groups), 16 * (slices.ring * kStageSize + rest)};
+  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * affine_packs) / kStageBytes);
+  p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
+  return blocks_per_row > 1 && p.ring >= most_stages + kAhead + 2 ? p : Plan();
 }
 
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
-  auto* words = static_cast<uint64_t*>(context.allocate(8 * call.rows * mailboxes_per_row(p.sharers)));
-  return launch_kernel(layer_norm_joint_rows, {dim3(p.sharers, p.groups), kThreads, kCooperative, p.shared},
-                       context, call, row_constants<float>(call, context.device), p.slices, words);
+  const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, kCooperative, p.shared_bytes};
+  void* mailboxes = context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row));
+  return launch_kernel(layer_norm_joint_rows, launch, context, call,
+                       row_constants<float>(call, context.device), p, static_cast<uint64_t*>(mailboxes));
 }
 
 }  // namespace joint
@@ -4632,75 +4603,78 @@ namespace spread {
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and leaves the moments
 // of each piece of a row (every `pieces`-th of what a block loads at once); a second makes statistics of
-// them. A third goes down the rows with weight and bias of its columns in registers: read again for each of
-// 16 long rows they would be as many bytes as input and output together. Input is read twice, and
-// grad_output.
+// them; a third goes down the rows with weight and bias of its columns in registers. Input is read twice, and
+// grad_output; weight, as many bytes as a long row, once for many rows.
+// Example: 16 float32 rows of 4194304 on 132 SMs. 33 blocks measure a row, 4096 columns at once; another
+// makes its statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
-// Blocks of the first kernel that an SM holds at once. 16 rows of 4194304 have no more: a second wave would
-// cost 1%, blocks of 8192 elements each 8%, as a block's start and end show.
+constexpr int kThreads = 256;  // of the first two kernels
+// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%).
 constexpr int kMeasuringBlocks = 4;
-// Columns of a block that goes down the rows, one 16-byte load a thread: of more loads, fewer threads fit an
-// SM (16 rows of 4194304: 0.223 ms with two, 0.216 with one).
+// Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
 constexpr int kTileColumns = 2048;
 template <int V>
 constexpr int kTilePacks = V < 4 ? 4 / V : 1;
 template <int V>
 constexpr int kTileThreads = kTileColumns / (kTilePacks<V> * V);
-constexpr int kMeasuringThreads = 256, kFinishingThreads = 256;
-constexpr int64_t kLeastPiece = 8192;        // elements
+constexpr int64_t kLeastPiece = 8192;        // columns: a block's start and end show
 constexpr int64_t kBlocksPerSm = 8;          // of the third kernel: blocks share rows to have so many
 constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight and grad_bias
+
+// A thread's packs of V columns, one after all of the block's threads have one.
+template <int V, int THREADS>
+struct Packs {
+  int64_t first, cols;
+
+  __device__ int64_t at(int i) const { return first + i * V * THREADS; }
+  __device__ bool has(int i) const { return at(i) < cols; }
+};
+
+// Those of its block's tile: from the last columns back, which L2 still holds.
+template <int V>
+__device__ Packs<V, kTileThreads<V>> packs_of_tile(int64_t cols) {
+  return {int64_t(gridDim.x - 1 - blockIdx.x) * kTileColumns + threadIdx.x * V, cols};
+}
+
+// Returns how many columns a thread has.
+template <typename T, int V, int PACKS, typename Packs>
+__device__ int load_packs(Pack<T, V> (&x)[PACKS], const T* row, const Packs& packs) {
+  int count = 0;
+  UNROLL(i, PACKS) {
+    if (packs.has(i)) x[i] = load<T, V>(row + packs.at(i)), count += V;
+  }
+  return count;
+}
 
 // ---- Spread: forward ----
 
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
+__global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
     partial_moments(Forward call, int pieces, Moments<float>* moments_of_pieces, RowStats<float>* row_stats) {
   let_next_start();
-  constexpr int kWarps = kMeasuringThreads / 32;
+  constexpr int kWarps = kThreads / 32;
   __shared__ Moments<float> of_warps[kWarps];
-  const int64_t row = blockIdx.x % call.rows;
+  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
   const int piece = blockIdx.x / call.rows;
-  const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + row * cols;
-
   auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
-  const float reference = reference_of(sampled(0), sampled(1), sampled(2));  // means are distances from it
+  const float reference = reference_of(sampled(0), sampled(1), sampled(2));
   if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
-  Moments<float> moments = {0, 0, 0};
+  Moments<float> moments = {};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Pack<T, V> x[PACKS];
-    int count = 0;
-    float sums[PACKS] = {};
-    Distances<float> spread = {};
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
-      if (col < cols) x[i] = load<T, V>(input + col), count += V;
-    }
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (i * V < count) {
-        float values[V];
-        unpack(x[i], values);
-        sums[i] = sum_of<T>(values);
-      }
-    }
-    float off = 0;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) off += i * V < count ? fma(float(-V), reference, sums[i]) : float(0);
-    const float per_count = float(1) / float(max(count, 1)), mean = reference + off * per_count;
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      if (i * V < count) {
-        float values[V];
-        unpack(x[i], values);
-#pragma unroll
-        for (int v = 0; v < V; ++v) add_distance(spread, values[v] - mean);
-      }
+    const int count = load_packs(x, input, Packs<V, kThreads>{first + threadIdx.x * V, cols});
+    float off = 0;  // of the mean, from the reference
+    UNROLL(i, PACKS) off += i * V < count ? fma(float(-V), reference, sum_of<T>(widened(x[i]).at)) : 0;
+    const float per_count = 1 / float(max(count, 1)), mean = reference + off * per_count;
+    Distances<float> distances = {};
+    UNROLL(i, PACKS) {
+      if (i * V >= count) continue;
+      const auto from_mean = widened(x[i]) - mean;
+      UNROLL(v, V) add_distance(distances, from_mean[v]);
     }
     off = mean - reference;
-    const float m2 = settle(spread, off, per_count);
+    const float m2 = settle(distances, off, per_count);
     if (count > 0) add_moments(moments, float(count), off, m2);
   }
   moments = combine_means(moments, 32);
@@ -4710,119 +4684,98 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
   if (threadIdx.x == 0) moments_of_pieces[row * pieces + piece] = moments;
 }
 
-template <typename A>
-__global__ void __launch_bounds__(kFinishingThreads)
-    finish_moments(Forward call, int pieces, const Moments<A>* moments_of_pieces, RowStats<A>* row_stats) {
-  __shared__ A slots[2][kMaxWarps][1];
+// As combine_means, of any number of pieces.
+__global__ void __launch_bounds__(kThreads)
+    finish_moments(Forward call, int pieces, const Moments<float>* moments, RowStats<float>* row_stats) {
+  __shared__ float slots[2][kMaxWarps][1];
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
-  const Moments<A>* moments = moments_of_pieces + row * pieces;
-  // As combine_means, of any number of pieces.
-  const A reference = row_stats[row].mean;
-  A sum = 0, m2 = 0;
-  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    sum += moments[piece].count * moments[piece].mean;
-  }
-  const A off = combine_row(sum, slots[0]) / A(call.cols);
-  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    const A delta = moments[piece].mean - off;
-    m2 += moments[piece].m2 + moments[piece].count * delta * delta;
+  const float reference = row_stats[row].mean;
+  moments += row * pieces;
+  float sum = 0, m2 = 0;
+  for (int i = threadIdx.x; i < pieces; i += blockDim.x) sum += moments[i].count * moments[i].mean;
+  const float off = combine_row(sum, slots[0]) / float(call.cols);
+  for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
+    const float delta = moments[i].mean - off;
+    m2 += moments[i].m2 + moments[i].count * delta * delta;
   }
   m2 = combine_row(m2, slots[1]);
   if (threadIdx.x != 0) return;
-  const A rstd = inverse_root(m2 / A(call.cols) + A(call.eps));
+  const float rstd = inverse_root(m2 / float(call.cols) + float(call.eps));
   row_stats[row] = row_stats_of(reference, off, rstd);
-  if (call.mean != nullptr) {
-    static_cast<A*>(call.mean)[row] = reference + off;
-    static_cast<A*>(call.rstd)[row] = rstd;
-  }
+  save_statistics(call, row, reference + off, rstd);
 }
 
 template <typename T, int V, int PACKS, bool FUSED>
 __global__ void __launch_bounds__(512)
     normalize_columns(Forward call, const RowStats<float>* row_stats, int64_t rows_per_block) {
-  const int64_t cols = call.cols;
-  const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
-  const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
-
-  float weight[PACKS][V], bias[PACKS][V];
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int64_t col = first_col + i * V * blockDim.x;
-    if (col < cols) {
-      load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
-      load_affine<T, V>(bias[i], call.bias, call.affine_float32, col, 0);
-    }
+  const auto packs = packs_of_tile<V>(call.cols);
+  Vec<float, V> weight[PACKS], bias[PACKS];
+  UNROLL(i, PACKS) {
+    if (!packs.has(i)) continue;
+    load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
+    load_affine<T, V>(bias[i].at, call.bias, call.affine_float32, packs.at(i), 0);
   }
 
   wait_for_previous();
-  const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
-#pragma unroll 1  // unrolled, fewer blocks fit an SM, and with them fewer loads in flight
-  for (int64_t row = first_row; row < end_row; ++row) {
-    const RowStats<float> stats = row_stats[row];
-    const T* input = static_cast<const T*>(call.input) + row * cols;
-    T* output = static_cast<T*>(call.output) + row * cols;
+  const int64_t first_row = blockIdx.y * rows_per_block;
+  ROLLED(r, min(rows_per_block, call.rows - first_row)) {  // unrolled, fewer blocks fit an SM
+    const RowStats<float> stats = row_stats[first_row + r];
+    T* output = static_cast<T*>(call.output) + (first_row + r) * call.cols;
     Pack<T, V> x[PACKS];
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first_col + i * V * blockDim.x;
-      if (col < cols) x[i] = load<T, V>(input + col);
-    }
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first_col + i * V * blockDim.x;
-      if (col >= cols) continue;
-      float y[V];
-      unpack(x[i], y);
-#pragma unroll
-      for (int v = 0; v < V; ++v) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y, asked_anew<FUSED>(Epilogue<float>{call.activation, float(call.scale)}));
-      store<T, V, true>(output + col, y);
+    load_packs(x, static_cast<const T*>(call.input) + (first_row + r) * call.cols, packs);
+    UNROLL(i, PACKS) {
+      if (!packs.has(i)) continue;
+      auto y = widened(x[i]);
+      UNROLL(v, V) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+      apply_epilogue<T, FUSED>(y.at, asked_anew<FUSED>(Epilogue<float>{call.activation, float(call.scale)}));
+      store<T, V, true>(output + packs.at(i), y.at);
     }
   }
 }
 
 // ---- Spread: backward ----
+
+// grad_output, or what the epilogue's derivative makes of it.
+template <typename T, bool FUSED, int V>
+__device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V>& xhat,
+                                     const Vec<float, V>& weight, const Backward& call, int64_t col) {
+  if constexpr (FUSED) {
+    Vec<float, V> bias;
+    load_affine<T, V>(bias.at, call.bias, call.affine_float32, col, 0);
+    apply_derivative<T>(grad_output, xhat.at, weight.at, bias.at, call);
+  }
+  return widened(grad_output);
+}
+
 // First the two sums of each piece of a row,
 template <typename T, int V, int PACKS, bool FUSED>
-__global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
+__global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
     backward_partial_sums(Backward call, int pieces, Sums<float>* sums_of_pieces) {
   __shared__ Sums<float> slots[kMaxWarps][1];
   let_next_start();
-  const int64_t row = blockIdx.x % call.rows;
+  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
   const int piece = blockIdx.x / call.rows;
-  const int64_t step = PACKS * V * blockDim.x, cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   const T* grad_output = static_cast<const T*>(call.grad_output) + row * cols;
-  const float mean = static_cast<const float*>(call.mean)[row],
-              rstd = static_cast<const float*>(call.rstd)[row];
-
-  Sums<float> sums = {0, 0};
+  const float mean = static_cast<const float*>(call.mean)[row];
+  const float rstd = static_cast<const float*>(call.rstd)[row];
+  Sums<float> sums = {};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
-    Sums<float> here = {0, 0};  // short sums first: thousands of terms one by one would lose digits
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first + (i * blockDim.x + threadIdx.x) * V;
-      if (col < cols) {
-        float xhat[V], grad[V], weight[V];
-        unpack(load<T, V>(input + col), xhat);
-        Pack<T, V> dy = load<T, V>(grad_output + col);
-        load_affine<T, V>(weight, call.weight, call.affine_float32, col, 1);
-#pragma unroll
-        for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-        if constexpr (FUSED) {
-          float bias[V];
-          load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
-          apply_derivative<T>(dy, xhat, weight, bias, call);
-        }
-        unpack(dy, grad);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const float wdy = product(weight[v], grad[v]);
-          here.wdy += wdy;
-          here.wdy_xhat += wdy * xhat[v];
-        }
+    const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
+    Sums<float> here = {};  // short sums first: thousands of terms one by one would lose digits
+    UNROLL(i, PACKS) {
+      const int64_t col = packs.at(i);
+      if (col >= cols) continue;
+      Vec<float, V> weight;
+      const auto xhat = (widened(load<T, V>(input + col)) - mean) * rstd;
+      Pack<T, V> dy = load<T, V>(grad_output + col);
+      load_affine<T, V>(weight.at, call.weight, call.affine_float32, col, 1);
+      const auto grad = gradient_of<T, FUSED>(dy, xhat, weight, call, col);
+      UNROLL(v, V) {
+        const float wdy = product(weight[v], grad[v]);
+        here.wdy += wdy, here.wdy_xhat += wdy * xhat[v];
       }
     }
     sums = combine(sums, here);
@@ -4832,19 +4785,17 @@ __global__ void __launch_bounds__(kMeasuringThreads, kMeasuringBlocks)
 }
 
 // then their means over the row,
-template <typename A>
-__global__ void __launch_bounds__(kFinishingThreads)
-    finish_sums(Backward call, int pieces, const Sums<A>* sums_of_pieces, Sums<A>* row_means) {
-  __shared__ Sums<A> slots[kMaxWarps][1];
+__global__ void __launch_bounds__(kThreads)
+    finish_sums(Backward call, int pieces, const Sums<float>* sums_of_pieces, Sums<float>* row_means) {
+  __shared__ Sums<float> slots[kMaxWarps][1];
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
-  Sums<A> sums = {0, 0};
-  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-    sums = combine(sums, sums_of_pieces[row * pieces + piece]);
-  }
+  sums_of_pieces += row * pieces;
+  Sums<float> sums = {};
+  for (int i = threadIdx.x; i < pieces; i += blockDim.x) sums = combine(sums, sums_of_pieces[i]);
   sums = combine_row(sums, slots);
-  if (threadIdx.x == 0) row_means[row] = {sums.wdy / A(call.cols), sums.wdy_xhat / A(call.cols)};
+  if (threadIdx.x == 0) row_means[row] = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
 }
 
 // then the gradients, with the columns' weight, grad_weight and grad_bias in registers: the totals of a
@@ -4854,67 +4805,43 @@ __global__ void __launch_bounds__(512)
     backward_columns(Backward call, const Sums<float>* row_means, int64_t rows_per_block, float* partials) {
   // Also for weight: where grad_input is not wanted, its writer may be the previous kernel.
   wait_for_previous();
-  const int64_t cols = call.cols;
-  const int64_t tile = gridDim.x - 1 - blockIdx.x;  // from the last columns back: L2 still holds them
-  const int64_t first_col = tile * PACKS * V * blockDim.x + threadIdx.x * V;
-
-  float weight[PACKS][V], grad_weight[PACKS][V] = {}, grad_bias[PACKS][V] = {};
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int64_t col = first_col + i * V * blockDim.x;
-    if (col < cols) load_affine<T, V>(weight[i], call.weight, call.affine_float32, col, 1);
+  const auto packs = packs_of_tile<V>(call.cols);
+  Vec<float, V> weight[PACKS], grad_weight[PACKS] = {}, grad_bias[PACKS] = {};
+  UNROLL(i, PACKS) {
+    if (packs.has(i)) load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
   }
 
-  const int64_t first_row = blockIdx.y * rows_per_block, end_row = min(call.rows, first_row + rows_per_block);
-#pragma unroll 1
-  for (int64_t row = first_row; row < end_row; ++row) {
-    const float mean = static_cast<const float*>(call.mean)[row],
-                rstd = static_cast<const float*>(call.rstd)[row];
-    Sums<float> means = {0, 0};
-    if (call.grad_input != nullptr) means = row_means[row];
+  const int64_t first_row = blockIdx.y * rows_per_block;
+  ROLLED(r, min(rows_per_block, call.rows - first_row)) {
+    const int64_t row = first_row + r;
+    const float mean = static_cast<const float*>(call.mean)[row];
+    const float rstd = static_cast<const float*>(call.rstd)[row];
+    const Sums<float> means = call.grad_input != nullptr ? row_means[row] : Sums<float>{};
+    T* grad_input = static_cast<T*>(call.grad_input) + row * call.cols;
     Pack<T, V> x[PACKS], dy[PACKS];
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first_col + i * V * blockDim.x;
-      if (col < cols) {
-        x[i] = load<T, V>(static_cast<const T*>(call.input) + row * cols + col);
-        dy[i] = load<T, V>(static_cast<const T*>(call.grad_output) + row * cols + col);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < PACKS; ++i) {
-      const int64_t col = first_col + i * V * blockDim.x;
-      if (col >= cols) continue;
-      float xhat[V], grad[V], dx[V];
-      unpack(x[i], xhat);
-#pragma unroll
-      for (int v = 0; v < V; ++v) xhat[v] = (xhat[v] - mean) * rstd;
-      if constexpr (FUSED) {
-        float bias[V];
-        load_affine<T, V>(bias, call.bias, call.affine_float32, col, 0);
-        apply_derivative<T>(dy[i], xhat, weight[i], bias, call);
-      }
-      unpack(dy[i], grad);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
+    load_packs(x, static_cast<const T*>(call.input) + row * call.cols, packs);
+    load_packs(dy, static_cast<const T*>(call.grad_output) + row * call.cols, packs);
+    UNROLL(i, PACKS) {
+      if (!packs.has(i)) continue;
+      const auto xhat = (widened(x[i]) - mean) * rstd;
+      const auto grad = gradient_of<T, FUSED>(dy[i], xhat, weight[i], call, packs.at(i));
+      Vec<float, V> dx;
+      UNROLL(v, V) {
         dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
-        grad_weight[i][v] += grad[v] * xhat[v];
-        grad_bias[i][v] += grad[v];
+        grad_weight[i][v] += grad[v] * xhat[v], grad_bias[i][v] += grad[v];
       }
-      if (call.grad_input != nullptr)
-        store<T, V, true>(static_cast<T*>(call.grad_input) + row * cols + col, dx);
+      if (call.grad_input != nullptr) store<T, V, true>(grad_input + packs.at(i), dx.at);
     }
   }
 
-#pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const int64_t col = first_col + i * V * blockDim.x;
-    if (col >= cols) continue;
+  UNROLL(i, PACKS) {
+    if (!packs.has(i)) continue;
     if (gridDim.y > 1) {
-      store_sums(partials + blockIdx.y * cols + col, grad_weight[i]);
-      store_sums(partials + (gridDim.y + blockIdx.y) * cols + col, grad_bias[i]);
+      float* to = partials + blockIdx.y * call.cols + packs.at(i);
+      store_sums(to, grad_weight[i].at);
+      store_sums(to + gridDim.y * call.cols, grad_bias[i].at);
     } else {
-      store_gradients<T>(call, col, grad_weight[i], grad_bias[i]);
+      store_gradients<T>(call, packs.at(i), grad_weight[i].at, grad_bias[i].at);
     }
   }
 }
@@ -4940,11 +4867,10 @@ cudaError_t launch(const Forward& call, const Context& context) {
   auto* row_stats = static_cast<RowStats<float>*>(
       context.allocate(call.rows * (sizeof(RowStats<float>) + p.pieces * sizeof(Moments<float>))));
   auto* moments = reinterpret_cast<Moments<float>*>(row_stats + call.rows);
-  constexpr int kPacks = V > 1 ? 4 : 8;
-  partial_moments<T, V, kPacks>
-      <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
-  launch_kernel(finish_moments<float>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
-                moments, row_stats);
+  partial_moments<T, V, V == 1 ? 8 : 4>
+      <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
+  launch_kernel(finish_moments, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, moments,
+                row_stats);
   launch_kernel(normalize_columns<T, V, kTilePacks<V>, FUSED>,
                 {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
                 ceil_div(call.rows, p.row_blocks));
@@ -4959,13 +4885,12 @@ cudaError_t launch(const Backward& call, const Context& context) {
   const int64_t partial_rows = partials_of(p.row_blocks), sums_of_columns = 2 * partial_rows * call.cols;
   auto* partials = static_cast<float*>(
       context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums<float>)));
-  auto* sums = reinterpret_cast<Sums<float>*>(partials + sums_of_columns);
-  Sums<float>* row_means = sums + call.rows * p.pieces;
+  auto *row_means = reinterpret_cast<Sums<float>*>(partials + sums_of_columns), *sums = row_means + call.rows;
   if (call.grad_input != nullptr) {
     backward_partial_sums<T, V, kTilePacks<V>, FUSED>
-        <<<call.rows * p.pieces, kMeasuringThreads, 0, context.stream>>>(call, p.pieces, sums);
-    launch_kernel(finish_sums<float>, {call.rows, kFinishingThreads, kProgrammatic}, context, call, p.pieces,
-                  sums, row_means);
+        <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
+    launch_kernel(finish_sums, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, sums,
+                  row_means);
   }
   launch_kernel(backward_columns<T, V, kTilePacks<V>, FUSED>,
                 {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
@@ -4990,8 +4915,6 @@ namespace convolution {
 // apart in height, and in the next round those at the next depth: one of the two depths that they read is
 // there already. Four lanes hold a row of LayerNorm, 64 columns of one channel, in registers. T is of 16 bits
 // or float; float is rounded to TF32 or, if SPLIT, keeps its digits.
-
-#define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
 
 constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
 constexpr int kLines = 4;                        // of a round
@@ -5577,7 +5500,7 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
       if (!cannot_cooperate(error)) return error;
     }
     if constexpr (std::is_same_v<T, float>) {
-      if (const joint::Plan plan = joint::plan(call, device); plan.sharers > 0) {
+      if (const joint::Plan plan = joint::plan(call, device); plan.blocks_per_row > 0) {
         const cudaError_t error = joint::launch(call, plan, context);
         if (!cannot_cooperate(error)) return error;
       }

@@ -112,9 +112,9 @@ MUTANTS = [
     Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * cols;", "input_row = static_cast<const T*>(call.input) + int(row * cols);", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "rsqrt(m2 * constants.per_col + constants.eps)", "rsqrt(m2 * constants.per_col)", SHARED),
-    Mutant("shared memory: RMS norm in 16 bits", "float mean = quotient(sum[0], float(cols), constants.per_col)", "float mean = 0", SHARED),
-    Mutant("shared memory: last pack of some threads left out", "(cols - first_col + pack_step - 1) / pack_step", "(cols - first_col) / pack_step", SHARED),
-    Mutant("shared memory: copy not waited for", "wait_for_copies(); const int packs", "const int packs", SHARED),
+    Mutant("shared memory: distances from 0", "widened(load<T, V>(x + columns.at(i))) - mean[0];", "widened(load<T, V>(x + columns.at(i)));", SHARED),
+    Mutant("shared memory: last pack of some threads left out", "(cols - columns.first + columns.stride - 1) / columns.stride", "(cols - columns.first) / columns.stride", SHARED),
+    Mutant("shared memory: copy not waited for", "prefetch_later_rows(later, policy); wait_for_copies();", "prefetch_later_rows(later, policy);", SHARED),
     # ---- Long rows in a pipeline ----
     Mutant("pipeline: parity kept where the ring wraps", "index = 0, parity ^= 1;", "index = 0;", PIPELINE),
     Mutant("pipeline: loader does not wait for a free stage", "barrier_wait(&control.empty[stage.index], stage.parity ^ 1);", ";", PIPELINE),
@@ -138,16 +138,16 @@ MUTANTS = [
     Mutant("mailboxes: of an earlier call", "*mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;", ";", REPEATED),
     Mutant("mailboxes: rows overlap where more than 16 blocks share one", "(blocks + 15) / 16 * 16", "16", PIPELINE),
     # ---- Rows that many SMs hold together ----
-    Mutant("joint: last pack of a slice not written", "j * kThreads + thread < last_packs", "j * kThreads + thread < last_packs - 1", TOGETHER),
-    Mutant("joint: measures the stage before", "measuring = slot_after(stages + kAhead)", "measuring = slot_after(stages + kAhead - 1)", TOGETHER),
-    Mutant("joint: statistics of the group's first row", "try_read(mailbox_of(words, row, 0), first_peer, pairs)", "try_read(mailbox_of(words, blockIdx.y, 0), first_peer, pairs)", TOGETHER),
-    Mutant("joint: statistics begin with those of the row before", "measured_part = {}; if (lane == 0)", "if (lane == 0)", TOGETHER),
+    Mutant("joint: last pack of a slice not written", "j * kThreads + block.thread < block.last_packs", "j * kThreads + block.thread < block.last_packs - 1", TOGETHER),
+    Mutant("joint: measures the stage before", "block.after(slot, block.stages + kAhead)", "block.after(slot, block.stages + kAhead - 1)", TOGETHER),
+    Mutant("joint: statistics of the group's first row", "try_read(mailbox_of(block.mailboxes, row, 0)", "try_read(mailbox_of(block.mailboxes, blockIdx.y, 0)", TOGETHER),
+    Mutant("joint: statistics begin with those of the row before", "moments = {}; if (lane == 0)", "if (lane == 0)", TOGETHER),
     # ---- Rows spread over the GPU ----
-    Mutant("spread: eps dropped", "m2 / A(call.cols) + A(call.eps)", "m2 / A(call.cols)", SPREAD),
-    Mutant("spread: distances between pieces left out", "m2 += moments[piece].m2 + moments[piece].count * delta * delta;", "m2 += moments[piece].m2;", SPREAD),
+    Mutant("spread: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", SPREAD),
+    Mutant("spread: distances between pieces left out", "m2 += moments[i].m2 + moments[i].count * delta * delta;", "m2 += moments[i].m2;", SPREAD),
     Mutant("spread: count where a row ends", "add_moments(moments, float(count), off, m2)", "add_moments(moments, float(V * PACKS), off, m2)", SPREAD),
-    Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const Moments<A>*", "const int64_t row = blockIdx.x; const Moments<A>*", SPREAD),
-    Mutant("spread: statistics of a block's first row", "RowStats<float> stats = row_stats[row];", "RowStats<A> stats = row_stats[first_row];", SPREAD),
+    Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const float reference", "const int64_t row = blockIdx.x; const float reference", SPREAD),
+    Mutant("spread: statistics of a block's first row", "stats = row_stats[first_row + r];", "stats = row_stats[first_row];", SPREAD),
     Mutant("spread, backward: mean(wdy) dropped", "dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);", "dx[v] = rstd * (product(weight[i][v], grad[v]) - xhat[v] * means.wdy_xhat);", SPREAD),
     # ---- Backward: rows in registers, sums over rows ----
     Mutant("backward: mean(wdy) dropped, 16 bits", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
