@@ -1732,15 +1732,15 @@ __device__ void load_affine(float (&w)[V], const void* affine, bool affine_float
 }
 
 // 16 bytes a store: each sum would be an L2 transaction (bf16 rows of 8192, backward: 0.126 ms -> 0.107).
-template <typename A, int V>
-__device__ void store_sums(A* p, const A (&x)[V]) {
-  constexpr int F = V < int(16 / sizeof(A)) ? V : 16 / sizeof(A);
+template <int V>
+__device__ void store_sums(float* p, const float (&x)[V]) {
+  constexpr int F = V < 4 ? V : 4;
 #pragma unroll
   for (int f = 0; f < V; f += F) {
-    A part[F];
+    float part[F];
 #pragma unroll
     for (int v = 0; v < F; ++v) part[v] = x[f + v];
-    store<A, F>(p + f, part);
+    store<float, F>(p + f, part);
   }
 }
 
@@ -1939,9 +1939,9 @@ _STATISTICS = r"""
 //     (1979): m2 grows by the squared distances between the means.
 
 // Exact for N equal numbers, N a power of two; 16 bits without the tree, which costs bf16 rows of 50257 1%.
-template <typename T, typename A, int N>
-__device__ A sum_of(const A (&x)[N]) {
-  A sums[N];
+template <typename T, int N>
+__device__ float sum_of(const float (&x)[N]) {
+  float sums[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) sums[n] = x[n];
   if constexpr (sizeof(T) == 2) {
@@ -1958,9 +1958,8 @@ __device__ A sum_of(const A (&x)[N]) {
 }
 
 // Rounds as a division would.
-template <typename A>
-__device__ A quotient(A sum, A count, A per_count) {
-  const A near = sum * per_count;
+__device__ inline float quotient(float sum, float count, float per_count) {
+  const float near = sum * per_count;
   return fma(fma(-near, count, sum), per_count, near);
 }
 
@@ -1974,13 +1973,11 @@ __device__ bool sum_is_rounded(int cols) {
 
 // Distances from a mean: the sum of their squares and, for float32, their own sum, which tells how
 // far off rounding put the mean.
-template <typename A>
 struct Distances {
-  A squares, sum;
+  float squares, sum;
 };
 
-template <typename A>
-__device__ void add_distance(Distances<A>& d, A distance) {
+__device__ inline void add_distance(Distances& d, float distance) {
   d.squares += distance * distance;
   d.sum += distance;
 }
@@ -1988,29 +1985,25 @@ __device__ inline void add_distance(float& squares, float distance) { squares +=
 
 // The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0, nor does an
 // infinite sum become NaN and so 0: the product is not rounded.
-template <typename A>
-__device__ A settle(const Distances<A>& d, A& mean, A per_col) {
-  const A off = d.sum * per_col, squares = fma(-off, d.sum, d.squares);
+__device__ inline float settle(const Distances& d, float& mean, float per_col) {
+  const float off = d.sum * per_col, squares = fma(-off, d.sum, d.squares);
   mean += off;
-  return max(A(0), squares);
+  return max(0.0f, squares);
 }
 __device__ inline float settle(float squares, float&, float) { return squares; }
 
-template <typename A>
-__device__ Distances<A> combine(const Distances<A>& a, const Distances<A>& b) {
+__device__ inline Distances combine(const Distances& a, const Distances& b) {
   return {a.squares + b.squares, a.sum + b.sum};
 }
 
-template <typename A>
 struct Moments {
-  A count, mean, m2;  // count: as a float exact to 2^24, then to 1 part in 2^24
+  float count, mean, m2;  // count: as a float exact to 2^24, then to 1 part in 2^24
 };
 
 // Adds the moments of more numbers, at least one.
-template <typename A>
-__device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
+__device__ inline void add_moments(Moments& all, float count, float mean, float m2) {
   // The share of what came before: 0 of nothing, which keeps the first mean to the bit.
-  const A share = all.count * fast_reciprocal(all.count + count), delta = mean - all.mean;
+  const float share = all.count * fast_reciprocal(all.count + count), delta = mean - all.mean;
   // delta is not squared alone: of a first mean of 1e20 that would be infinity, times 0.
   all.m2 += m2 + delta * (delta * (count * share));
   all.mean = mean - delta * share;
@@ -2023,39 +2016,32 @@ __device__ void add_moments(Moments<A>& all, A count, A mean, A m2) {
 // row's ends, where padding is, nor as far from each other as outliers at even distances are (with the ends
 // for two of them, and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
-template <typename A>
-__device__ A reference_of(A a, A b, A c) {
-  return max(min(a, b), min(max(a, b), c));
-}
+__device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
 // The two sums over a row that grad_input needs.
-template <typename A>
 struct Sums {
-  A wdy, wdy_xhat;  // of weight * grad_output, and of that times the normalized input
+  float wdy, wdy_xhat;  // of weight * grad_output, and of that times the normalized input
 };
 
-template <typename A>
-__device__ Sums<A> combine(const Sums<A>& a, const Sums<A>& b) {
+__device__ inline Sums combine(const Sums& a, const Sums& b) {
   return {a.wdy + b.wdy, a.wdy_xhat + b.wdy_xhat};
 }
 
 // What a row is normalized with. mean + rest is its mean to 1/20 of a unit in the last place; mean alone
 // is off by half a unit (float32 row of 26157 columns: 2.7 times PyTorch's error). Aligned for one load.
-template <typename A>
-struct alignas(4 * sizeof(A)) RowStats {
-  A mean, rest, rstd;
+struct alignas(16) RowStats {
+  float mean, rest, rstd;
 };
 
-template <typename A>
-__device__ RowStats<A> row_stats_of(A first, A off, A rstd) {
-  const A mean = first + off;
+__device__ inline RowStats row_stats_of(float first, float off, float rstd) {
+  const float mean = first + off;
   return {mean, off - (mean - first), rstd};
 }
 
 // 16 bits do without the rest, which is less than their rounding.
-template <typename T, typename A>
-__device__ A normalized(A x, const RowStats<A>& row) {
-  const A distance = x - row.mean;
+template <typename T>
+__device__ float normalized(float x, const RowStats& row) {
+  const float distance = x - row.mean;
   return (sizeof(T) == 2 ? distance : distance - row.rest) * row.rstd;
 }
 
@@ -2064,12 +2050,10 @@ __device__ A normalized(A x, const RowStats<A>& row) {
 __device__ inline float combine(float a, float b) { return a + b; }
 
 __device__ inline float exchange(float x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
-template <typename A>
-__device__ Distances<A> exchange(const Distances<A>& x, int offset) {
+__device__ inline Distances exchange(const Distances& x, int offset) {
   return {exchange(x.squares, offset), exchange(x.sum, offset)};
 }
-template <typename A>
-__device__ Sums<A> exchange(const Sums<A>& x, int offset) {
+__device__ inline Sums exchange(const Sums& x, int offset) {
   return {exchange(x.wdy, offset), exchange(x.wdy_xhat, offset)};
 }
 
@@ -2102,46 +2086,36 @@ __device__ auto sum_of_terms(F term) {
 
 // Combines N moments a lane over `width` lanes: their mean, then distances from it, a shorter chain than two
 // by two. Means are taken from `first`, one of them: at 10^7 times the spread plain ones are off by more.
-template <int N, typename A>
-__device__ Moments<A> combine_means(const Moments<A> (&moments)[N], A first, A count, int width) {
-  const A sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
-  const A off = combine_lanes(sum, width) * fast_reciprocal(count);
-  const A m2 = sum_of_terms<N>([&](int n) {
-    const A delta = moments[n].mean - first - off;
+template <int N>
+__device__ Moments combine_means(const Moments (&moments)[N], float first, float count, int width) {
+  const float sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
+  const float off = combine_lanes(sum, width) * fast_reciprocal(count);
+  const float m2 = sum_of_terms<N>([&](int n) {
+    const float delta = moments[n].mean - first - off;
     return moments[n].m2 + moments[n].count * delta * delta;
   });
   return {count, first + off, combine_lanes(m2, width)};
 }
 
 // One a lane; the first lane's is empty only if all are.
-template <typename A>
-__device__ Moments<A> combine_means(const Moments<A>& moments, int width) {
-  const Moments<A> one[1] = {moments};
-  const A count = combine_lanes(moments.count, width), first = __shfl_sync(~0u, moments.mean, 0, width);
-  const Moments<A> all = combine_means(one, first, max(count, A(1)), width);
+__device__ inline Moments combine_means(const Moments& moments, int width) {
+  const Moments one[1] = {moments};
+  const float count = combine_lanes(moments.count, width), first = __shfl_sync(~0u, moments.mean, 0, width);
+  const Moments all = combine_means(one, first, max(count, 1.0f), width);
   return {count, all.mean, all.m2};  // of nothing: count 0
 }
 
-template <typename X>
-struct NumberOf {
-  using Type = X;
-};
-template <template <typename> class X, typename A>
-struct NumberOf<X<A>> {
-  using Type = A;
-};
-
 // Sums N numbers, a power of two, over a warp; lane l gets the sum of number l / (32 / N). Each exchange
 // halves what is left to add: four sums take 6 exchanges, one after the other 20.
-template <typename A, int N>
-__device__ A sum_lanes(A (&x)[N]) {
+template <int N>
+__device__ float sum_lanes(float (&x)[N]) {
   int offset = 16;
 #pragma unroll
   for (int left = N / 2; left > 0; left /= 2, offset /= 2) {
     const bool upper = threadIdx.x & offset;
 #pragma unroll
     for (int n = 0; n < left; ++n) {
-      const A kept = upper ? x[left + n] : x[n], given = upper ? x[n] : x[left + n];
+      const float kept = upper ? x[left + n] : x[n], given = upper ? x[n] : x[left + n];
       x[n] = kept + exchange(given, offset);
     }
   }
@@ -2159,21 +2133,20 @@ constexpr int kMaxWarps = 16;  // of a block, unless said otherwise
 template <bool IN_WARP = false, int WARPS = kMaxWarps, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
   if (IN_WARP) return combine_lanes(x, 32);
-  using A = typename NumberOf<X>::Type;
-  constexpr int N = sizeof(x) / sizeof(A), kLanes = 32 / N;
+  constexpr int N = sizeof(x) / sizeof(float), kLanes = 32 / N;
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
   X(*row_slots)[R] = slots + threadIdx.y * warps;
   if (N > 1 && warps > 0) {
-    A numbers[N];
+    float numbers[N];
     memcpy(numbers, x, sizeof(numbers));
-    const A sum = sum_lanes(numbers);
+    const float sum = sum_lanes(numbers);
     if (warps == 1) {
 #pragma unroll
       for (int n = 0; n < N; ++n) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
       memcpy(x, numbers, sizeof(numbers));
       return;
     }
-    if (lane % kLanes == 0) reinterpret_cast<A*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
+    if (lane % kLanes == 0) reinterpret_cast<float*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
   } else {
     if (N == 1 && warps > 0) {
       combine_lanes(x, 32);  // unrolled, as 32 is a constant (bf16 rows of 768: 0.93 of copy speed -> 0.95)
@@ -2209,10 +2182,9 @@ _EPILOGUE = r"""
 // gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel: Gaussian
 // Error Linear Units, 2016, arXiv:1606.08415).
 
-template <typename A>
 struct Epilogue {
   Activation activation;
-  A scale;
+  float scale;
 };
 
 // 2 to the power of a polynomial of t, highest power first.
@@ -2310,8 +2282,8 @@ __device__ void with_activation(Activation activation, F f) {
 
 // HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every
 // combination that its loops ask about (float32 rows: 6455 instructions -> 1463).
-template <bool HIDDEN, typename A>
-__device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
+template <bool HIDDEN>
+__device__ Epilogue asked_anew(Epilogue epilogue) {
   if constexpr (HIDDEN) {
     int activation = int(epilogue.activation);
     asm volatile("" : "+r"(activation));
@@ -2320,9 +2292,9 @@ __device__ Epilogue<A> asked_anew(Epilogue<A> epilogue) {
   return epilogue;
 }
 
-template <typename T, bool FUSED, int V>
-__device__ void apply_epilogue(float (&z)[V], const Epilogue<float>& epilogue) {
-  if constexpr (FUSED) {
+template <typename T, int V>
+__device__ void apply_epilogue(float (&z)[V], const Epilogue& epilogue) {
+  if constexpr (kFused) {
     with_activation<T>(epilogue.activation, [&](auto activation) {
       UNROLL(v, V) z[v] = activation.value(z[v]);
     });
@@ -2338,7 +2310,7 @@ __device__ void apply_epilogue(float (&z)[V], const Epilogue<float>& epilogue) {
 template <typename T, int V>
 __device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V], const float (&weight)[V],
                                  const float (&bias)[V], const Backward& call) {
-  const Epilogue<float> epilogue = asked_anew<true>(Epilogue<float>{call.activation, float(call.scale)});
+  const Epilogue epilogue = asked_anew<true>(Epilogue{call.activation, float(call.scale)});
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
   float grad[V];
   unpack(grad_output, grad);
@@ -2447,8 +2419,8 @@ struct Copy {
   int bytes;  // of whole 16-byte units
 };
 
-// Starts N copies, by kCopyThreads threads: from sm_90 on one asks for all of a copy. `full` expects 1 +
-// kCopyThreads arrivals: one with the bulk copies, and of each thread with what it has copied itself.
+// Starts N copies, by kCopyThreads threads: from sm_90 on one asks for all of a copy. `full` expects one
+// arrival with them, and where threads copy themselves one of each when its copies are there.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr int kCopyThreads = 1;
 #else
@@ -2473,7 +2445,6 @@ __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread
   }
   if (thread == 0) barrier_arrive(full);
 #endif
-  barrier_arrive_with_copies(full);
 }
 #endif
 
@@ -2571,10 +2542,9 @@ constexpr int kRowBlocks = 3;
 #endif
 
 // The same for all rows, computed once on the host.
-template <typename A>
 struct RowConstants {
-  A eps, per_col;  // per_col: 1 / cols
-  Epilogue<A> epilogue;
+  float eps, per_col;  // per_col: 1 / cols
+  Epilogue epilogue;
   L2Priority priority;  // of input
 };
 
@@ -2774,10 +2744,11 @@ bool cannot_cooperate(cudaError_t error) {
   return true;
 }
 
-template <typename A>
-RowConstants<A> row_constants(const Forward& call, const Device& device) {
-  return {
-      A(call.eps), A(1) / A(call.cols), {call.activation, A(call.scale)}, input_priority(call, 2, device)};
+RowConstants row_constants(const Forward& call, const Device& device) {
+  return {float(call.eps),
+          1.0f / float(call.cols),
+          {call.activation, float(call.scale)},
+          input_priority(call, 2, device)};
 }
 
 // How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
@@ -2828,8 +2799,7 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
       float terms[kTerms];
 #pragma unroll
-      for (int i = 0; i < kTerms; ++i)
-        terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : float(0);
+      for (int i = 0; i < kTerms; ++i) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : 0.0f;
       sum += sum_of<float>(terms);  // not one by one: there can be thousands
     }
   }
@@ -2860,7 +2830,7 @@ _ROWS = r"""
 // summed with the other threads of the row, and writes the result. Statistics are the textbook ones.
 
 template <typename T>
-using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances<float>>;
+using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances>;
 
 // A thread's columns: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are not
 // aligned (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
@@ -3004,27 +2974,26 @@ __device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const Forward& 
 }
 
 // Normalizes and writes V columns of each row, `offset` elements after rows.first.
-template <bool FUSED, typename T, int V, int ROWS>
+template <typename T, int V, int ROWS>
 __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T, V> (&x)[ROWS],
                               const float (&mean)[ROWS], const float (&rstd)[ROWS],
                               const Vec<float, V>& weight, const Vec<float, V>& bias,
-                              const Epilogue<float>& epilogue) {
-  constexpr bool kAsksAnew = FUSED && ROWS == 1;  // several rows ask once for all
-  const Epilogue<float> asked = asked_anew<kAsksAnew>(epilogue);
+                              const Epilogue& epilogue) {
+  constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows ask once for all
+  const Epilogue asked = asked_anew<kAsksAnew>(epilogue);
   UNROLL(r, ROWS) {
     auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
-    apply_epilogue<T, FUSED>(y.at, asked);
+    apply_epilogue<T>(y.at, asked);
     if (r < rows.count) store<T, V>(rows.first + (offset + r * rows.row_stride), y.at);
   }
 }
 
 // Writes a thread's columns of its rows. EARLY: `affine` holds weight and bias already.
-template <bool FUSED, bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED,
-          bool IN_WARP>
+template <bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const RowParts<T, PACKS, ROWS>& x,
                            const Columns<T, SHIFTED, IN_WARP>& columns, const AffinePacks<T, PACKS>& affine,
                            const float (&mean)[ROWS], const float (&rstd)[ROWS],
-                           const RowConstants<float>& constants) {
+                           const RowConstants& constants) {
   constexpr int V = 16 / sizeof(T);
   UNROLL(i, PACKS) {
     if (!columns.has(i)) continue;
@@ -3034,12 +3003,12 @@ __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const 
     } else {
       load_affine_pair<T, V, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.at(i), columns.begin);
     }
-    write_columns<FUSED>(rows, i * columns.stride, x.packs[i], mean, rstd, weight, bias, constants.epilogue);
+    write_columns(rows, i * columns.stride, x.packs[i], mean, rstd, weight, bias, constants.epilogue);
   }
   if (columns.has_extra()) {
     Vec<float, 1> weight, bias;
     load_affine_pair<T, 1, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.extra, columns.begin);
-    write_columns<FUSED>(rows, columns.extra_offset(), x.extra, mean, rstd, weight, bias, constants.epilogue);
+    write_columns(rows, columns.extra_offset(), x.extra, mean, rstd, weight, bias, constants.epilogue);
   }
 }
 """
@@ -3103,10 +3072,10 @@ constexpr int row_blocks() {
   return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
 }
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP, bool FUSED>
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_WARP>(),
                                   row_blocks<T, PACKS, ROWS, SHIFTED, IN_WARP>())
-    layer_norm_rows(Forward call, RowConstants<float> constants, Later later, int step_log2) {
+    layer_norm_rows(Forward call, RowConstants constants, Later later, int step_log2) {
   constexpr int V = 16 / sizeof(T);
   constexpr bool kEarly = loads_affine_early<PACKS, ROWS, SHIFTED, IN_WARP>;
   __shared__ RowSlots<T, ROWS> slots;
@@ -3151,7 +3120,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
 
   // Write, with weight and bias for all of the thread's rows.
   with_same_dtype<T, kEarly>(call, [&](auto same_dtype) {
-    write_rows<FUSED, same_dtype.value, kEarly>(call, output, x, columns, affine, mean, rstd, constants);
+    write_rows<same_dtype.value, kEarly>(call, output, x, columns, affine, mean, rstd, constants);
   });
 }
 
@@ -3205,27 +3174,27 @@ ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
   return p;
 }
 
-template <typename T, bool SHIFTED, bool FUSED>
+template <typename T, bool SHIFTED>
 cudaError_t launch(const Forward& call, const Context& context) {
   const ForwardPlan p = plan(call, SHIFTED, context.device);
-  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, false, FUSED>;
-  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, false, FUSED>;
-  if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, false, FUSED>;
-  if constexpr (SHIFTED && !FUSED) {
-    if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, false, FUSED>;
+  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, false>;
+  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, false>;
+  if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, false>;
+  if constexpr (SHIFTED && !kFused) {
+    if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, false>;
   }
   if constexpr (!SHIFTED && sizeof(T) == 2) {
-    if (p.in_warp) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true, FUSED>;
+    if (p.in_warp) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true>;
   }
-  if constexpr (!SHIFTED && sizeof(T) == 4 && !FUSED) {
-    if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false, FUSED>;
+  if constexpr (!SHIFTED && sizeof(T) == 4 && !kFused) {
+    if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false>;
   }
   const int64_t step = int64_t(1) << p.step_log2;
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
   const dim3 block(p.threads_per_row, p.rows_per_block);
   kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
-      call, row_constants<float>(call, context.device),
-      later_rows(call, p.rows * p.rows_per_block, context.device), p.step_log2);
+      call, row_constants(call, context.device), later_rows(call, p.rows * p.rows_per_block, context.device),
+      p.step_log2);
   return cudaGetLastError();
 }
 
@@ -3262,8 +3231,8 @@ constexpr bool is_in_words = sizeof(T) == 2 && V == 2;
 template <typename T, int V>
 constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
 // Words outside of a row take part as zeros: branches round each would take as long as their arithmetic.
-template <typename T, int V, bool FUSED>
-constexpr bool kAddsZeros = is_in_words<T, V> && !FUSED;
+template <typename T, int V>
+constexpr bool kAddsZeros = is_in_words<T, V> && !kFused;
 
 // A thread's columns: packs of V at first + i * stride, and an extra one.
 template <typename T, int V, int PACKS>
@@ -3311,11 +3280,11 @@ __device__ Vec<float, V> load_affine_columns(const Backward& call, const void* a
   return w;
 }
 
-template <typename T, bool FUSED, int V, int PACKS>
+template <typename T, int V, int PACKS>
 __device__ void load_weight(ColumnSums<V, PACKS>& own, const Backward& call,
                             const BackwardColumns<T, V, PACKS>& columns) {
   UNROLL(i, PACKS) {
-    if (kAddsZeros<T, V, FUSED>) own.weight[i] = {};
+    if (kAddsZeros<T, V>) own.weight[i] = {};
     if (columns.live[i]) own.weight[i] = load_affine_columns<T, V>(call, call.weight, columns.at(i), 1);
   }
   if (columns.has_extra) own.extra_weight = load_affine_columns<T, 1>(call, call.weight, columns.extra, 1);
@@ -3371,13 +3340,12 @@ __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t 
 }
 
 // N columns of a row: their xhat, and their shares of the row's sums and of the columns' gradients.
-template <typename T, bool FUSED, int N>
+template <typename T, int N>
 __device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, Pack<T, N>& dy, float mean,
                                      float rstd, const float* bias_at, const Vec<float, N>& weight,
-                                     Sums<float>& sums, Vec<float, N>& grad_weight,
-                                     Vec<float, N>& grad_bias) {
+                                     Sums& sums, Vec<float, N>& grad_weight, Vec<float, N>& grad_bias) {
   const Vec<float, N> xhat = (widened(x) - mean) * rstd;
-  if constexpr (FUSED) {
+  if constexpr (kFused) {
     float bias[N];
     load_affine<T, N>(bias, bias_at, true, 0, 0);
     apply_derivative<T>(dy, xhat.at, weight.at, bias, call);
@@ -3396,7 +3364,7 @@ __device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, 
 // grad_input of N columns; means: the row's sums over its columns.
 template <typename T, int N>
 __device__ void write_grad_input(T* to, const Pack<T, N>& dy, const Vec<float, N>& xhat,
-                                 const Vec<float, N>& weight, float rstd, const Sums<float>& means) {
+                                 const Vec<float, N>& weight, float rstd, const Sums& means) {
   const Vec<float, N> grad = widened(dy);
   float dx[N];
   UNROLL(v, N) {
@@ -3437,13 +3405,13 @@ __device__ void write_partial(float* partial, float* share, const Vec<float, V> 
   }
 }
 
-template <typename T, int V, int PACKS, int ROWS, bool FUSED>
+template <typename T, int V, int PACKS, int ROWS>
 __global__ void __launch_bounds__(kBackwardThreads)
     layer_norm_backward_rows(Backward call, float* partials, L2Priority priority) {
   // First bias, then sums: columns times rows of a block with several rows.
-  constexpr int kShared = (FUSED ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS;
+  constexpr int kShared = (kFused ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS;
   constexpr int kApart = kRowsApart<T, V>;
-  __shared__ Sums<float> slots[2][kMaxWarps][ROWS];
+  __shared__ Sums slots[2][kMaxWarps][ROWS];
   __shared__ __align__(16) float share[kShared];
   const int cols = call.cols, first_row = threadIdx.y * kApart, next_row = blockDim.y * kApart;
   const float per_col = 1.0f / cols;
@@ -3454,12 +3422,12 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS;
   const BackwardColumns<T, V, PACKS> columns(row, cols);
   ColumnSums<V, PACKS> own;
-  load_weight<T, FUSED>(own, call, columns);
-  if constexpr (FUSED) share_bias(share, call, columns);
+  load_weight<T>(own, call, columns);
+  if constexpr (kFused) share_bias(share, call, columns);
   RowsInFlight<T, V, PACKS, ROWS> next;
   auto start_turn = [&](int64_t row) {
     load_rows(next, call, columns, row, next_row, policy);
-    if constexpr (sizeof(T) == 2 && V > 2 && !FUSED)
+    if constexpr (sizeof(T) == 2 && V > 2 && !kFused)
       prefetch_rows<T, ROWS>(call, row - first_row + row_stride, policy);
   };
 
@@ -3471,26 +3439,26 @@ __global__ void __launch_bounds__(kBackwardThreads)
     Vec<float, 1> extra_xhat[ROWS];
     Pack<T, V> dy[ROWS][PACKS];
     Pack<T, 1> extra_dy[ROWS];
-    Sums<float> sums[ROWS] = {};
+    Sums sums[ROWS] = {};
     float rstd[ROWS];
     UNROLL(r, ROWS) {
       rstd[r] = next.rstd[r];
       if (row + r * next_row >= call.rows) continue;
       UNROLL(i, PACKS) {
-        constexpr bool kZeros = kAddsZeros<T, V, FUSED>;
+        constexpr bool kZeros = kAddsZeros<T, V>;
         if (!kZeros && !columns.live[i]) continue;
         dy[r][i] = next.dy[r][i];
         // Without a mean, as that of bf16 rows can exceed 1e36, and its product with rstd float32.
         const float mean = kZeros ? next.mean[r] * float(columns.live[i]) : next.mean[r];
-        xhat[r][i] = add_columns<T, FUSED>(call, next.x[r][i], dy[r][i], mean, rstd[r],
-                                           share + columns.slot + i * columns.stride, own.weight[i], sums[r],
-                                           own.grad_weight[i], own.grad_bias[i]);
+        xhat[r][i] = add_columns<T>(call, next.x[r][i], dy[r][i], mean, rstd[r],
+                                    share + columns.slot + i * columns.stride, own.weight[i], sums[r],
+                                    own.grad_weight[i], own.grad_bias[i]);
       }
       if (columns.has_extra) {
         extra_dy[r] = next.extra_dy[r];
         extra_xhat[r] =
-            add_columns<T, FUSED>(call, next.extra_x[r], extra_dy[r], next.mean[r], rstd[r], share + cols - 1,
-                                  own.extra_weight, sums[r], own.extra_grad_weight, own.extra_grad_bias);
+            add_columns<T>(call, next.extra_x[r], extra_dy[r], next.mean[r], rstd[r], share + cols - 1,
+                           own.extra_weight, sums[r], own.extra_grad_weight, own.extra_grad_bias);
       }
     }
     start_turn(row + row_stride);
@@ -3501,7 +3469,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + columns.first);
     UNROLL(r, ROWS) {
       if (row + r * next_row >= call.rows) continue;
-      const Sums<float> means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
+      const Sums means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
       T* to = keep_pointer(grad_input + r * (next_row * cols));
       UNROLL(i, PACKS) {
         if (columns.live[i])
@@ -3551,17 +3519,17 @@ BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const 
   return p;
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T, int V>
 cudaError_t launch(Backward call, const Context& context) {
   constexpr int kColumns = std::min<int>(kBackwardBytes / sizeof(T), kBackwardColumns);
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V;
   constexpr int kRows = kPack > 1 ? 2 : 1;
-  auto kernel = layer_norm_backward_rows<T, kPack, kColumns / kPack, kRows, FUSED>;
+  auto kernel = layer_norm_backward_rows<T, kPack, kColumns / kPack, kRows>;
   BackwardPlan p = plan(call, kColumns, kRows, kRowsApart<T, kPack>, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
     const BackwardPlan one_row = plan(call, 2 * V, 1, 1, context.device);
     if (call.cols > kColumns * kBackwardThreads || one_row.held > p.held) {
-      kernel = layer_norm_backward_rows<T, V, 2, 1, FUSED>;
+      kernel = layer_norm_backward_rows<T, V, 2, 1>;
       p = one_row;
     }
   }
@@ -3635,7 +3603,7 @@ constexpr int kAtOnce = 2;
 
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
-    layer_norm_shared_rows(Forward call, RowConstants<float> constants, Later later) {
+    layer_norm_shared_rows(Forward call, RowConstants constants, Later later) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int V = 16 / sizeof(T);
   extern __shared__ __align__(128) unsigned char row_bytes[];
@@ -3706,7 +3674,7 @@ cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t bytes = call.cols * sizeof(T);
   const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
   return launch_kernel(layer_norm_shared_rows<T>, {call.rows, threads, kPlain, int(bytes)}, context, call,
-                       row_constants<float>(call, context.device), later_rows(call, 1, context.device));
+                       row_constants(call, context.device), later_rows(call, 1, context.device));
 }
 
 }  // namespace shared
@@ -3787,7 +3755,7 @@ template <typename T>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  using ForRow = RowStats<float>;
+  using ForRow = RowStats;
   static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 1;
   // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89). float32 has
   // time, but no room. Its row_scalars are three elements.
@@ -3841,9 +3809,9 @@ struct ForwardPass {
   template <int N, int M>
   static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], float first,
                                    int columns, int width) {
-    Moments<float> parts[N];
+    Moments parts[N];
     UNROLL(n, N) parts[n] = {counts[n], pairs[n].x - first, pairs[n].y};
-    const Moments<float> all = combine_means(parts, 0.f, float(columns), width);
+    const Moments all = combine_means(parts, 0.f, float(columns), width);
     return {all.mean, all.m2};
   }
 
@@ -3897,7 +3865,7 @@ struct BackwardPass {
 
   __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) {
     const float mean = row_scalars.x, rstd = row_scalars.y;
-    Sums<float> sums = {0, 0};
+    Sums sums = {0, 0};
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto xhat = (slice.pack(slice.x, i) - mean) * rstd, dy = slice.pack(slice.dy, i);
@@ -3917,7 +3885,7 @@ struct BackwardPass {
   static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], float, int, int width) {
     const float wdy = sum_of_terms<N>([&](int n) { return pairs[n].x; });
     const float wdy_xhat = sum_of_terms<N>([&](int n) { return pairs[n].y; });
-    const auto all = combine_lanes(Sums<float>{wdy, wdy_xhat}, width);
+    const auto all = combine_lanes(Sums{wdy, wdy_xhat}, width);
     return {all.wdy, all.wdy_xhat};
   }
 
@@ -3986,6 +3954,9 @@ struct Control {
 // 50257: 0.912 of copy speed -> 0.946), and before Hopper (backward of bf16 rows of 8192: 0.84 -> 0.94).
 template <typename Pass>
 constexpr bool kCopiesScalars = Pass::kScalars > 0 && (Pass::kForward || kCopyThreads > 1);
+// Not more than must arrive (backward of bf16 rows of 8192: 0.963 of copy speed, 0.952 with one always).
+template <typename Pass>
+constexpr int kCopiers = kCopiesScalars<Pass> || kCopyThreads > 1 ? kCopyThreads : 0;
 
 // A block's share of the work: in each turn, its slice of the row that its group has.
 template <typename Pass>
@@ -4054,6 +4025,7 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
     }
     UNROLL(i, 2 * kLoadsScalars) row_scalars[i] = scalars[i];
     start_copies(copies, &control.full[stage.index], thread, policy);
+    if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.full[stage.index]);
   }
 }
 
@@ -4101,7 +4073,10 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
     if (!complete) complete = try_read(mailboxes, peer, pairs);
     const unsigned missing = __ballot_sync(~0u, !complete);
     const int rows = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // complete ones
-    if (rows == 0) continue;
+    if (rows == 0) {  // polled all the time, mailboxes would fill late (backward of float32 rows of 1048576)
+      __nanosleep(32);
+      continue;
+    }
     const float first = Pass::kForward ? __shfl_sync(~0u, pairs[0].x, 0, pipe.lanes) : 0;
     float2 total = pipe.blocks_per_row <= 32
                        ? Pass::template combine<1>(pairs, counts, first, cols, pipe.lanes)
@@ -4171,7 +4146,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // A warp for each stage, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
   if (lane == 0 && warp < pipe.stages) {
-    barrier_init(&control.full[warp], 1 + kCopyThreads);
+    barrier_init(&control.full[warp], 1 + kCopiers<Pass>);
     barrier_init(&control.measured[warp], control.kParts);
     barrier_init(&control.stats_ready[warp], 1);
     barrier_init(&control.empty[warp], kWarps);
@@ -4336,7 +4311,7 @@ __host__ __device__ inline int shared_packs(int packs, int in_registers) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 struct Control {
   uint64_t full[kRing], empty[kRing], measured;  // barriers
-  Moments<float> moments[kWarps];
+  Moments moments[kWarps];
   float2 row_stats;  // mean, rstd
 };
 static_assert(sizeof(Control) <= kControlBytes, "the host leaves too little shared memory");
@@ -4347,7 +4322,7 @@ using StagePart = Vec<Packed, kStagePacks>;  // of a thread
 // A block's slice of its group's rows.
 struct Block {
   const Forward& call;
-  const RowConstants<float>& constants;
+  const RowConstants& constants;
   const Plan& plan;
   unsigned char* ring;
   Control& control;
@@ -4435,7 +4410,7 @@ struct Affine {
 __device__ float sum_of_pack(const Vec<float, V>& x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
 // Adds a stage to this thread's moments of a row, measured from its own mean.
-__device__ void measure_stage(Moments<float>& moments, const StagePart& x, bool is_last, const Block& block) {
+__device__ void measure_stage(Moments& moments, const StagePart& x, bool is_last, const Block& block) {
   const int last_packs = opaque(block.last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
   auto exists = [&](int i) { return !is_last || i * kThreads + block.thread < last_packs; };
   float sum = 0, squares = 0, count = 0;
@@ -4452,9 +4427,9 @@ __device__ void measure_stage(Moments<float>& moments, const StagePart& x, bool 
 }
 
 // A row is measured: the last warp tells the group what this block has of it.
-__device__ void publish_row(Moments<float>& moments, int row, int parity, const Block& block) {
+__device__ void publish_row(Moments& moments, int row, int parity, const Block& block) {
   const int warp = block.thread / 32, lane = block.thread % 32;
-  Moments<float> total = combine_means(moments, 32);
+  Moments total = combine_means(moments, 32);
   moments = {};
   if (lane == 0) {
     block.control.moments[warp] = total;
@@ -4473,13 +4448,13 @@ __device__ void gather_row(int row, const Block& block) {
   if (block.thread / 32 != kWarps - 1) return;
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
-  Moments<float> moments[kPeers];
+  Moments moments[kPeers];
   UNROLL(i, kPeers) moments[i].count = block.plan.columns(block.call.cols, first_peer + i * 32);
   while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
   }
   UNROLL(i, kPeers) moments[i].mean = pairs[i].x, moments[i].m2 = pairs[i].y;
   const float first = __shfl_sync(~0u, pairs[0].x, 0);
-  const Moments<float> total = combine_means(moments, first, float(block.call.cols), 32);
+  const Moments total = combine_means(moments, first, float(block.call.cols), 32);
   const float rstd = inverse_root(total.m2 * block.constants.per_col + block.constants.eps);
   if (first_peer != 0) return;
   block.control.row_stats = {total.mean, rstd};
@@ -4487,7 +4462,7 @@ __device__ void gather_row(int row, const Block& block) {
 }
 
 // The group's first row, and the beginning of the second.
-__device__ void measure_first_row(Moments<float>& moments, const Block& block) {
+__device__ void measure_first_row(Moments& moments, const Block& block) {
   ROLLED(i, block.stages + kAhead) {
     const bool is_last = i == block.stages - 1;
     if (i >= block.stages && blockIdx.y + gridDim.y >= block.call.rows) break;
@@ -4510,8 +4485,9 @@ __device__ void apply_stage(float* output, const StagePart& x, int stage, float2
 }
 #endif
 
+template <typename T>  // float: as a template it is compiled only where it is launched
 __global__ void __launch_bounds__(kThreads, 1)
-    layer_norm_joint_rows(Forward call, RowConstants<float> constants, Plan plan, uint64_t* mailboxes) {
+    layer_norm_joint_rows(Forward call, RowConstants constants, Plan plan, uint64_t* mailboxes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Control control;
@@ -4531,7 +4507,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Packed* affine = reinterpret_cast<Packed*>(ring + plan.ring * kStageBytes);
   const Affine<kBiases> bias(block, call.bias, 0, affine);
   const Affine<kWeights> weight(block, call.weight, 1, affine + shared_packs(block.packs, kBiases));
-  Moments<float> moments = {};  // this thread's columns of the row that is measured
+  Moments moments = {};  // this thread's columns of the row that is measured
   measure_first_row(moments, block);
   wait_for_copies();
 
@@ -4587,11 +4563,12 @@ Plan plan(const Forward& call, const Device& device) {
   return blocks_per_row > 1 && p.ring >= most_stages + kAhead + 2 ? p : Plan();
 }
 
+template <typename T>
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, kCooperative, p.shared_bytes};
   void* mailboxes = context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row));
-  return launch_kernel(layer_norm_joint_rows, launch, context, call,
-                       row_constants<float>(call, context.device), p, static_cast<uint64_t*>(mailboxes));
+  return launch_kernel(layer_norm_joint_rows<T>, launch, context, call, row_constants(call, context.device),
+                       p, static_cast<uint64_t*>(mailboxes));
 }
 
 }  // namespace joint
@@ -4650,24 +4627,24 @@ __device__ int load_packs(Pack<T, V> (&x)[PACKS], const T* row, const Packs& pac
 
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments<float>* moments_of_pieces, RowStats<float>* row_stats) {
+    partial_moments(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
   let_next_start();
   constexpr int kWarps = kThreads / 32;
-  __shared__ Moments<float> of_warps[kWarps];
+  __shared__ Moments of_warps[kWarps];
   const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
   const float reference = reference_of(sampled(0), sampled(1), sampled(2));
   if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
-  Moments<float> moments = {};
+  Moments moments = {};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     Pack<T, V> x[PACKS];
     const int count = load_packs(x, input, Packs<V, kThreads>{first + threadIdx.x * V, cols});
     float off = 0;  // of the mean, from the reference
     UNROLL(i, PACKS) off += i * V < count ? fma(float(-V), reference, sum_of<T>(widened(x[i]).at)) : 0;
     const float per_count = 1 / float(max(count, 1)), mean = reference + off * per_count;
-    Distances<float> distances = {};
+    Distances distances = {};
     UNROLL(i, PACKS) {
       if (i * V >= count) continue;
       const auto from_mean = widened(x[i]) - mean;
@@ -4686,7 +4663,7 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
 
 // As combine_means, of any number of pieces.
 __global__ void __launch_bounds__(kThreads)
-    finish_moments(Forward call, int pieces, const Moments<float>* moments, RowStats<float>* row_stats) {
+    finish_moments(Forward call, int pieces, const Moments* moments, RowStats* row_stats) {
   __shared__ float slots[2][kMaxWarps][1];
   let_next_start();
   wait_for_previous();
@@ -4707,9 +4684,9 @@ __global__ void __launch_bounds__(kThreads)
   save_statistics(call, row, reference + off, rstd);
 }
 
-template <typename T, int V, int PACKS, bool FUSED>
+template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(512)
-    normalize_columns(Forward call, const RowStats<float>* row_stats, int64_t rows_per_block) {
+    normalize_columns(Forward call, const RowStats* row_stats, int64_t rows_per_block) {
   const auto packs = packs_of_tile<V>(call.cols);
   Vec<float, V> weight[PACKS], bias[PACKS];
   UNROLL(i, PACKS) {
@@ -4721,7 +4698,7 @@ __global__ void __launch_bounds__(512)
   wait_for_previous();
   const int64_t first_row = blockIdx.y * rows_per_block;
   ROLLED(r, min(rows_per_block, call.rows - first_row)) {  // unrolled, fewer blocks fit an SM
-    const RowStats<float> stats = row_stats[first_row + r];
+    const RowStats stats = row_stats[first_row + r];
     T* output = static_cast<T*>(call.output) + (first_row + r) * call.cols;
     Pack<T, V> x[PACKS];
     load_packs(x, static_cast<const T*>(call.input) + (first_row + r) * call.cols, packs);
@@ -4729,7 +4706,7 @@ __global__ void __launch_bounds__(512)
       if (!packs.has(i)) continue;
       auto y = widened(x[i]);
       UNROLL(v, V) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      apply_epilogue<T, FUSED>(y.at, asked_anew<FUSED>(Epilogue<float>{call.activation, float(call.scale)}));
+      apply_epilogue<T>(y.at, asked_anew<kFused>(Epilogue{call.activation, float(call.scale)}));
       store<T, V, true>(output + packs.at(i), y.at);
     }
   }
@@ -4738,10 +4715,10 @@ __global__ void __launch_bounds__(512)
 // ---- Spread: backward ----
 
 // grad_output, or what the epilogue's derivative makes of it.
-template <typename T, bool FUSED, int V>
+template <typename T, int V>
 __device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V>& xhat,
                                      const Vec<float, V>& weight, const Backward& call, int64_t col) {
-  if constexpr (FUSED) {
+  if constexpr (kFused) {
     Vec<float, V> bias;
     load_affine<T, V>(bias.at, call.bias, call.affine_float32, col, 0);
     apply_derivative<T>(grad_output, xhat.at, weight.at, bias.at, call);
@@ -4750,10 +4727,10 @@ __device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V
 }
 
 // First the two sums of each piece of a row,
-template <typename T, int V, int PACKS, bool FUSED>
+template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
-    backward_partial_sums(Backward call, int pieces, Sums<float>* sums_of_pieces) {
-  __shared__ Sums<float> slots[kMaxWarps][1];
+    backward_partial_sums(Backward call, int pieces, Sums* sums_of_pieces) {
+  __shared__ Sums slots[kMaxWarps][1];
   let_next_start();
   const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
   const int piece = blockIdx.x / call.rows;
@@ -4761,10 +4738,10 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
   const T* grad_output = static_cast<const T*>(call.grad_output) + row * cols;
   const float mean = static_cast<const float*>(call.mean)[row];
   const float rstd = static_cast<const float*>(call.rstd)[row];
-  Sums<float> sums = {};
+  Sums sums = {};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
-    Sums<float> here = {};  // short sums first: thousands of terms one by one would lose digits
+    Sums here = {};  // short sums first: thousands of terms one by one would lose digits
     UNROLL(i, PACKS) {
       const int64_t col = packs.at(i);
       if (col >= cols) continue;
@@ -4772,7 +4749,7 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
       const auto xhat = (widened(load<T, V>(input + col)) - mean) * rstd;
       Pack<T, V> dy = load<T, V>(grad_output + col);
       load_affine<T, V>(weight.at, call.weight, call.affine_float32, col, 1);
-      const auto grad = gradient_of<T, FUSED>(dy, xhat, weight, call, col);
+      const auto grad = gradient_of<T>(dy, xhat, weight, call, col);
       UNROLL(v, V) {
         const float wdy = product(weight[v], grad[v]);
         here.wdy += wdy, here.wdy_xhat += wdy * xhat[v];
@@ -4786,13 +4763,13 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
 
 // then their means over the row,
 __global__ void __launch_bounds__(kThreads)
-    finish_sums(Backward call, int pieces, const Sums<float>* sums_of_pieces, Sums<float>* row_means) {
-  __shared__ Sums<float> slots[kMaxWarps][1];
+    finish_sums(Backward call, int pieces, const Sums* sums_of_pieces, Sums* row_means) {
+  __shared__ Sums slots[kMaxWarps][1];
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
   sums_of_pieces += row * pieces;
-  Sums<float> sums = {};
+  Sums sums = {};
   for (int i = threadIdx.x; i < pieces; i += blockDim.x) sums = combine(sums, sums_of_pieces[i]);
   sums = combine_row(sums, slots);
   if (threadIdx.x == 0) row_means[row] = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
@@ -4800,9 +4777,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // then the gradients, with the columns' weight, grad_weight and grad_bias in registers: the totals of a
 // single block for a column (gridDim.y == 1), else partials, (2, gridDim.y, cols), for sum_partials.
-template <typename T, int V, int PACKS, bool FUSED>
+template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(512)
-    backward_columns(Backward call, const Sums<float>* row_means, int64_t rows_per_block, float* partials) {
+    backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
   // Also for weight: where grad_input is not wanted, its writer may be the previous kernel.
   wait_for_previous();
   const auto packs = packs_of_tile<V>(call.cols);
@@ -4816,7 +4793,7 @@ __global__ void __launch_bounds__(512)
     const int64_t row = first_row + r;
     const float mean = static_cast<const float*>(call.mean)[row];
     const float rstd = static_cast<const float*>(call.rstd)[row];
-    const Sums<float> means = call.grad_input != nullptr ? row_means[row] : Sums<float>{};
+    const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
     T* grad_input = static_cast<T*>(call.grad_input) + row * call.cols;
     Pack<T, V> x[PACKS], dy[PACKS];
     load_packs(x, static_cast<const T*>(call.input) + row * call.cols, packs);
@@ -4824,7 +4801,7 @@ __global__ void __launch_bounds__(512)
     UNROLL(i, PACKS) {
       if (!packs.has(i)) continue;
       const auto xhat = (widened(x[i]) - mean) * rstd;
-      const auto grad = gradient_of<T, FUSED>(dy[i], xhat, weight[i], call, packs.at(i));
+      const auto grad = gradient_of<T>(dy[i], xhat, weight[i], call, packs.at(i));
       Vec<float, V> dx;
       UNROLL(v, V) {
         dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
@@ -4861,38 +4838,38 @@ Plan plan(int64_t rows, int64_t cols, const Device& device) {
   return {int(pieces), tiles, std::min(rows, ceil_div(kBlocksPerSm * device.sms, tiles))};
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T, int V>
 cudaError_t launch(const Forward& call, const Context& context) {
   const Plan p = plan(call.rows, call.cols, context.device);
-  auto* row_stats = static_cast<RowStats<float>*>(
-      context.allocate(call.rows * (sizeof(RowStats<float>) + p.pieces * sizeof(Moments<float>))));
-  auto* moments = reinterpret_cast<Moments<float>*>(row_stats + call.rows);
+  auto* row_stats =
+      static_cast<RowStats*>(context.allocate(call.rows * (sizeof(RowStats) + p.pieces * sizeof(Moments))));
+  auto* moments = reinterpret_cast<Moments*>(row_stats + call.rows);
   partial_moments<T, V, V == 1 ? 8 : 4>
       <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
   launch_kernel(finish_moments, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, moments,
                 row_stats);
-  launch_kernel(normalize_columns<T, V, kTilePacks<V>, FUSED>,
+  launch_kernel(normalize_columns<T, V, kTilePacks<V>>,
                 {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
                 ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
-template <typename T, int V, bool FUSED>
+template <typename T, int V>
 cudaError_t launch(const Backward& call, const Context& context) {
   Plan p = plan(call.rows, call.cols, context.device);
   const int64_t fit = kPartialBytes / (2 * sizeof(float) * call.cols);
   p.row_blocks = std::max(ceil_div(call.rows, kRowsPerSum), std::min(p.row_blocks, fit));
   const int64_t partial_rows = partials_of(p.row_blocks), sums_of_columns = 2 * partial_rows * call.cols;
   auto* partials = static_cast<float*>(
-      context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums<float>)));
-  auto *row_means = reinterpret_cast<Sums<float>*>(partials + sums_of_columns), *sums = row_means + call.rows;
+      context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums)));
+  auto *row_means = reinterpret_cast<Sums*>(partials + sums_of_columns), *sums = row_means + call.rows;
   if (call.grad_input != nullptr) {
-    backward_partial_sums<T, V, kTilePacks<V>, FUSED>
+    backward_partial_sums<T, V, kTilePacks<V>>
         <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
     launch_kernel(finish_sums, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, sums,
                   row_means);
   }
-  launch_kernel(backward_columns<T, V, kTilePacks<V>, FUSED>,
+  launch_kernel(backward_columns<T, V, kTilePacks<V>>,
                 {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
                 ceil_div(call.rows, p.row_blocks), partials);
   const cudaError_t error = cudaGetLastError();
@@ -5492,7 +5469,7 @@ template <typename T, int V>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
   constexpr bool kAligned = V > 1;
-  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned, kFused>(call, context);
+  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned>(call, context);
   if constexpr (kAligned && !kFused) {
     if (shared::takes(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
@@ -5501,12 +5478,12 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
     }
     if constexpr (std::is_same_v<T, float>) {
       if (const joint::Plan plan = joint::plan(call, device); plan.blocks_per_row > 0) {
-        const cudaError_t error = joint::launch(call, plan, context);
+        const cudaError_t error = joint::launch<T>(call, plan, context);
         if (!cannot_cooperate(error)) return error;
       }
     }
   }
-  return spread::launch<T, V, kFused>(call, context);
+  return spread::launch<T, V>(call, context);
 }
 
 // Long aligned rows go to the pipeline, where there is one, even if registers could hold them.
@@ -5521,8 +5498,8 @@ cudaError_t dispatch(const Backward& call, const Context& context) {
       if (!cannot_cooperate(error)) return error;
     }
   }
-  if (in_registers) return registers::launch<T, V, kFused>(call, context);
-  return spread::launch<T, V, kFused>(call, context);
+  if (in_registers) return registers::launch<T, V>(call, context);
+  return spread::launch<T, V>(call, context);
 }
 
 // No rows: the gradients of weight and bias are sums of nothing.

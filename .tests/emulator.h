@@ -795,6 +795,7 @@ inline void __stcs(T* p, T x) {
   *p = x;
 }
 
+inline void __nanosleep(unsigned) {}
 inline void __syncthreads() { emulator::wait(emulator::current->block->barrier); }
 inline void __syncwarp() { emulator::wait(emulator::warp()); }
 template <typename T>

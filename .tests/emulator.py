@@ -291,7 +291,7 @@ def split_arguments(text):
 
 
 FLAGS = [
-    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-w", "-DTORCH_EXTENSION_NAME=emulated",
+    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-gnu-unique", "-w", "-DTORCH_EXTENSION_NAME=emulated",
     "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
     "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error",
     "-U_FORTIFY_SOURCE",  # it takes a jump to another fiber for an error
@@ -573,4 +573,5 @@ def on(gpu, seed=0, dry=False):
 
 def kernels(libraries, every=False):
     """Names of the kernels that ran on what on() gave, as "room::name<template arguments>", or of all there are."""
-    return {name for loaded in libraries.values() for name in loaded.emulated_kernels(every).decode().splitlines()}
+    names = {macros: loaded.emulated_kernels(every).decode().splitlines() for macros, loaded in libraries.items()}
+    return {f"{'epilogue::' if macros else ''}{name}" for macros in names for name in names[macros]}

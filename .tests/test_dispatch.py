@@ -24,7 +24,7 @@ def room_of(kernel):
 
 
 def demangled(names):
-    """Names of kernels as C++ writes them, from the room on and without arguments."""
+    """Names of kernels as C++ writes them, from the room on (in the second library after "epilogue::"), without arguments."""
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p
     for name in names:
@@ -32,7 +32,7 @@ def demangled(names):
             status = ctypes.c_int()
             text = demangle(name.encode(), None, None, ctypes.byref(status))
             name = ctypes.string_at(text).decode()
-        name = re.sub(r"\(anonymous namespace\)::|^void |\blayernorm_inline_\w+::", "", name)
+        name = re.sub(r"\(anonymous namespace\)::|^void |\blayernorm_inline_[0-9a-f]+(_|::)", "", name)
         while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:  # arguments, also those of types in them
             name = shorter
         yield name.replace(" >", ">")
