@@ -1711,13 +1711,13 @@ __device__ void store(T* p, const float (&x)[V]) {
   }
 }
 
-// weight[col .. col + V) or bias[...]; `absent` where the tensor is null.
+// weight[col .. col + V) or bias[...]; `fallback` where the tensor is null.
 template <typename T, int V>
 __device__ void load_affine(float (&w)[V], const void* affine, bool affine_float32, int64_t col,
-                            float absent) {
+                            float fallback) {
   if (affine == nullptr) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) w[v] = absent;
+    for (int v = 0; v < V; ++v) w[v] = fallback;
   } else if (sizeof(T) == 2 && affine_float32) {
     constexpr int F = V < 4 ? V : 4;  // 16 bytes of float32
 #pragma unroll
@@ -1798,23 +1798,6 @@ __device__ Vec<float, V> widened(const Pack<T, V>& pack) {
 }
 
 // ---- Elements: rows that do not all start on a 16-byte boundary ----
-// A row is stored as whole packs from a 16-byte boundary of output on, the first at a boundary of `unit`
-// elements, and as single elements before and after them, one for each of its first unit + V threads.
-
-struct Cut {
-  int begin, end;  // columns of the whole packs
-  int extra;       // column of this thread's single element, or -1
-
-  // misalignment: elements from a boundary to the row's start.
-  __device__ Cut(int misalignment, int cols, int V, int unit) {
-    begin = min(cols, misalignment == 0 ? 0 : unit - misalignment);
-    end = begin + (cols - begin) / V * V;
-    const int thread = threadIdx.x;
-    extra = thread < unit ? (thread < begin ? thread : -1)
-                          : (end + thread - unit < cols ? end + thread - unit : -1);
-  }
-};
-
 // V elements at any address, as the words that hold them. get() joins these later, so that loads can overlap.
 template <typename T, int V>
 struct Unaligned {
@@ -1824,12 +1807,12 @@ struct Unaligned {
   Word words[kWords + 1];
 
   // 1 where elements at p start in the middle of a word: the same for all packs of a row.
-  static __device__ int odd(const T* p) {
+  static __device__ int starts_mid_word(const T* p) {
     return kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
   }
 
-  __device__ void load(const T* p, int odd) {
-    const Word* from = reinterpret_cast<const Word*>(p - odd);
+  __device__ void load(const T* p, int mid_word) {
+    const Word* from = reinterpret_cast<const Word*>(p - mid_word);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = from[w];
     // The last element alone, as the rest of its word may lie outside the tensor. Unconditional, or loads
@@ -1837,12 +1820,12 @@ struct Unaligned {
     if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
-  __device__ Pack<T, V> get(int odd) const {
+  __device__ Pack<T, V> get(int mid_word) const {
     Pack<T, V> pack;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       if constexpr (kPairs) {
-        pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * odd);
+        pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * mid_word);
       } else {
         pack.at[w] = words[w];
       }
@@ -1867,24 +1850,25 @@ __device__ void with_same_dtype(const Forward& call, F f) {
 }
 
 // weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
-template <typename T, int V, bool SHIFTED, bool USUAL>
+template <typename T, int V, bool SHIFTED, bool SAME_DTYPE>
 __device__ void load_affine_pair(float (&weight)[V], float (&bias)[V], const Forward& call, int col,
                                  int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
-  if constexpr (USUAL && SHIFTED && V > 1) {
+  if constexpr (SAME_DTYPE && SHIFTED && V > 1) {
     // Aligned where only input is not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
     const auto bits = reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin);
     if (bits % 16 != 0) {
       Unaligned<T, V> weight_words, bias_words;
-      const int odd_weight = weight_words.odd(w + begin), odd_bias = bias_words.odd(b + begin);
-      weight_words.load(w + col, odd_weight);
-      bias_words.load(b + col, odd_bias);
-      unpack(weight_words.get(odd_weight), weight);
-      unpack(bias_words.get(odd_bias), bias);
+      const int weight_mid_word = weight_words.starts_mid_word(w + begin),
+                bias_mid_word = bias_words.starts_mid_word(b + begin);
+      weight_words.load(w + col, weight_mid_word);
+      bias_words.load(b + col, bias_mid_word);
+      unpack(weight_words.get(weight_mid_word), weight);
+      unpack(bias_words.get(bias_mid_word), bias);
       return;
     }
   }
-  if constexpr (USUAL) {
+  if constexpr (SAME_DTYPE) {
     unpack(load<T, V>(w + col), weight);
     unpack(load<T, V>(b + col), bias);
   } else {
@@ -1985,12 +1969,12 @@ __device__ inline void add_distance(float& squares, float distance) { squares +=
 
 // The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0, nor does an
 // infinite sum become NaN and so 0: the product is not rounded.
-__device__ inline float settle(const Distances& d, float& mean, float per_col) {
+__device__ inline float correct_mean(const Distances& d, float& mean, float per_col) {
   const float off = d.sum * per_col, squares = fma(-off, d.sum, d.squares);
   mean += off;
   return max(0.0f, squares);
 }
-__device__ inline float settle(float squares, float&, float) { return squares; }
+__device__ inline float correct_mean(float squares, float&, float) { return squares; }
 
 __device__ inline Distances combine(const Distances& a, const Distances& b) {
   return {a.squares + b.squares, a.sum + b.sum};
@@ -2115,8 +2099,8 @@ __device__ float sum_lanes(float (&x)[N]) {
     const bool upper = threadIdx.x & offset;
 #pragma unroll
     for (int n = 0; n < left; ++n) {
-      const float kept = upper ? x[left + n] : x[n], given = upper ? x[n] : x[left + n];
-      x[n] = kept + exchange(given, offset);
+      const float kept = upper ? x[left + n] : x[n], sent = upper ? x[n] : x[left + n];
+      x[n] = kept + exchange(sent, offset);
     }
   }
 #pragma unroll
@@ -2283,7 +2267,7 @@ __device__ void with_activation(Activation activation, F f) {
 // HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every
 // combination that its loops ask about (float32 rows: 6455 instructions -> 1463).
 template <bool HIDDEN>
-__device__ Epilogue asked_anew(Epilogue epilogue) {
+__device__ Epilogue opaque(Epilogue epilogue) {
   if constexpr (HIDDEN) {
     int activation = int(epilogue.activation);
     asm volatile("" : "+r"(activation));
@@ -2310,7 +2294,7 @@ __device__ void apply_epilogue(float (&z)[V], const Epilogue& epilogue) {
 template <typename T, int V>
 __device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V], const float (&weight)[V],
                                  const float (&bias)[V], const Backward& call) {
-  const Epilogue epilogue = asked_anew<true>(Epilogue{call.activation, float(call.scale)});
+  const Epilogue epilogue = opaque<true>(Epilogue{call.activation, float(call.scale)});
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
   float grad[V];
   unpack(grad_output, grad);
@@ -2476,7 +2460,7 @@ __device__ inline void wait_for_previous() {
 // row, 8 bytes, and reads the others' until none is empty.
 
 constexpr int kPeers = 5;  // mailboxes that a lane reads at once
-constexpr int kMostSharers = 32 * kPeers;
+constexpr int kMaxBlocksPerRow = 32 * kPeers;
 
 // Rows share no 128-byte line, which both would poll and write.
 __host__ __device__ inline int64_t mailboxes_per_row(int blocks) {
@@ -2579,16 +2563,16 @@ __device__ inline void prefetch_units(const void* global, int bytes, uint64_t po
 // Each block prefetches to L2 the rows of a block that starts later: an SM has registers for few blocks, and
 // they wait for their rows (bf16 rows of 2041: 0.92 of copy speed -> 0.97, of 6001: 0.75 -> 0.88; code for
 // sm_80, float32 rows of 16384: 0.87 -> 0.955, bf16 rows of 12288: 0.82 -> 0.94).
-struct Later {
+struct PrefetchWindow {
   const char* begin;     // of what block 0 prefetches, on a 16-byte boundary
   const char* end;       // of input
   unsigned block_bytes;  // of a block's rows
 };
 
-__device__ inline void prefetch_later_rows(const Later& later, uint64_t policy) {
-  const char* begin = later.begin + uint64_t(blockIdx.x) * later.block_bytes / 16 * 16;
-  const unsigned bytes = (later.block_bytes + 31) / 16 * 16;  // its ends may be of other blocks' rows
-  if (begin + bytes <= later.end) prefetch_units(begin, bytes, policy);
+__device__ inline void prefetch_later_rows(const PrefetchWindow& window, uint64_t policy) {
+  const char* begin = window.begin + uint64_t(blockIdx.x) * window.block_bytes / 16 * 16;
+  const unsigned bytes = (window.block_bytes + 31) / 16 * 16;  // its ends may be of other blocks' rows
+  if (begin + bytes <= window.end) prefetch_units(begin, bytes, policy);
 }
 
 // Weight and bias come to L2 while blocks wait for input (L2 flushed, 4096 x 4096 bf16: 20.8 us -> 19.1).
@@ -2754,12 +2738,12 @@ RowConstants row_constants(const Forward& call, const Device& device) {
 // How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
 // of copy speed with 32 KB, 0.969 with 40, 0.951 with 80), and 48 KB make inputs of 12 to 64 MB 2% slower.
 // No more than an eighth of L2.
-constexpr int kLaterBytes = 40 << 10;
+constexpr int kPrefetchBytes = 40 << 10;
 
-Later later_rows(const Forward& call, int block_rows, const Device& device) {
+PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
   const int64_t row_bytes = call.cols * size_of(call.dtype);
   const char* input = static_cast<const char*>(call.input);
-  const char* begin = input + std::min<int64_t>(int64_t(kLaterBytes) * device.sms, device.l2_bytes / 8);
+  const char* begin = input + std::min<int64_t>(int64_t(kPrefetchBytes) * device.sms, device.l2_bytes / 8);
   return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
           unsigned(block_rows * row_bytes)};
 }
@@ -2777,8 +2761,8 @@ __device__ void add_sums(float* partials, const Vec<float, V>& sums, bool is_fir
   store<float, V>(partials, (widened(before) + sums).at);
 }
 
-// Rows of partial sums of `sharers` blocks with the same columns; a single one has the totals.
-int64_t partials_of(int64_t sharers) { return sharers > 1 ? sharers : 0; }
+// Rows of partial sums of blocks with the same columns; a single one has the totals.
+int64_t partials_of(int64_t blocks) { return blocks > 1 ? blocks : 0; }
 
 // partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
 constexpr int kSumThreads = 512, kSumRows = 16;
@@ -2816,9 +2800,10 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
                                 const Context& context) {
   if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
   // Threads of a column: no more than run at once (16 rows of 65536: 17 us -> 4).
-  int sharers = std::min(kSumRows, row_threads(partial_rows, 1));
-  while (sharers > 1 && 2 * call.cols * sharers > 2048 * context.device.sms) sharers /= 2;
-  const dim3 block(kSumThreads / sharers, sharers);
+  int threads_per_column = std::min(kSumRows, row_threads(partial_rows, 1));
+  while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 2048 * context.device.sms)
+    threads_per_column /= 2;
+  const dim3 block(kSumThreads / threads_per_column, threads_per_column);
   return launch_kernel(sum_partials<T>, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic},
                        context, call, partials, int(partial_rows));
 }
@@ -2886,11 +2871,11 @@ __device__ void load_rows(RowParts<T, PACKS, ROWS>& x, const RowPlaces<const T>&
       }
     } else {
       Unaligned<T, V> words[PACKS] = {};
-      const int odd = Unaligned<T, V>::odd(row);
+      const int mid_word = Unaligned<T, V>::starts_mid_word(row);
       UNROLL(i, PACKS) {
-        if (columns.has(i) & exists) words[i].load(row + i * columns.stride, odd);
+        if (columns.has(i) & exists) words[i].load(row + i * columns.stride, mid_word);
       }
-      UNROLL(i, PACKS) x.packs[i][r] = words[i].get(odd);
+      UNROLL(i, PACKS) x.packs[i][r] = words[i].get(mid_word);
     }
   }
   UNROLL(r, ROWS) {
@@ -2902,12 +2887,12 @@ __device__ void load_rows(RowParts<T, PACKS, ROWS>& x, const RowPlaces<const T>&
 template <typename T, int PACKS, int ROWS>
 __device__ float sum_of_row(const RowParts<T, PACKS, ROWS>& x, int r) {
   float sum = widen(x.extra[r].at[0]);
-  float odd = 0;  // a second chain of additions
+  float second = 0;  // chain of additions
   UNROLL(i, PACKS) {
     const auto values = widened(x.packs[i][r]);
-    UNROLL(v, values.kSize / 2) sum += values[2 * v], odd += values[2 * v + 1];
+    UNROLL(v, values.kSize / 2) sum += values[2 * v], second += values[2 * v + 1];
   }
-  return sum + odd;
+  return sum + second;
 }
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
@@ -2980,7 +2965,7 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
                               const Vec<float, V>& weight, const Vec<float, V>& bias,
                               const Epilogue& epilogue) {
   constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows ask once for all
-  const Epilogue asked = asked_anew<kAsksAnew>(epilogue);
+  const Epilogue asked = opaque<kAsksAnew>(epilogue);
   UNROLL(r, ROWS) {
     auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
     apply_epilogue<T>(y.at, asked);
@@ -3075,7 +3060,7 @@ constexpr int row_blocks() {
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_WARP>(),
                                   row_blocks<T, PACKS, ROWS, SHIFTED, IN_WARP>())
-    layer_norm_rows(Forward call, RowConstants constants, Later later, int step_log2) {
+    layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
   constexpr int V = 16 / sizeof(T);
   constexpr bool kEarly = loads_affine_early<PACKS, ROWS, SHIFTED, IN_WARP>;
   __shared__ RowSlots<T, ROWS> slots;
@@ -3103,7 +3088,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   load_rows(x, input, columns, aligned, policy);
   if (kEarly) load_affine_packs(affine, call, columns, policy);
-  if (later.begin < later.end && prefetches()) prefetch_later_rows(later, policy);
+  if (window.begin < window.end && prefetches()) prefetch_later_rows(window, policy);
 
   // Measure: the mean first, then distances from it.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
@@ -3114,7 +3099,8 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   UNROLL(r, ROWS) distances[r] = distances_of_row(x, columns, r, mean[r]);
   combine_row<IN_WARP>(distances, slots.distances);
   UNROLL(r, ROWS) {
-    rstd[r] = rsqrt(settle(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
+    rstd[r] =
+        rsqrt(correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
     if (threadIdx.x == 0 && r < count) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
 
@@ -3193,8 +3179,8 @@ cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
   const dim3 block(p.threads_per_row, p.rows_per_block);
   kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
-      call, row_constants(call, context.device), later_rows(call, p.rows * p.rows_per_block, context.device),
-      p.step_log2);
+      call, row_constants(call, context.device),
+      prefetch_window(call, p.rows * p.rows_per_block, context.device), p.step_log2);
   return cudaGetLastError();
 }
 
@@ -3242,9 +3228,9 @@ struct BackwardColumns {
   bool live[PACKS];
 
   __device__ BackwardColumns(int64_t row, int cols) {
-    const int odd = is_in_words<T, V> ? row * cols % 2 : 0;
+    const int mid_word = is_in_words<T, V> ? row * cols % 2 : 0;
     stride = blockDim.x * V, slot = threadIdx.x * V;
-    first = odd + slot, extra = odd ? 0 : cols - 1;
+    first = mid_word + slot, extra = mid_word ? 0 : cols - 1;
     // Computed once: the compiler would ask anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
     has_extra = is_in_words<T, V> ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
     UNROLL(i, PACKS) live[i] = at(i) + V <= cols;
@@ -3269,12 +3255,12 @@ struct RowsInFlight {
 
 template <typename T, int V>
 __device__ Vec<float, V> load_affine_columns(const Backward& call, const void* affine, int col,
-                                             float absent) {
+                                             float fallback) {
   constexpr int F = is_in_words<T, V> ? 1 : V;  // a word of input need not be one of weight
   Vec<float, V> w;
   UNROLL(n, V / F) {
     float part[F];
-    load_affine<T, F>(part, affine, call.affine_float32, col + n * F, absent);
+    load_affine<T, F>(part, affine, call.affine_float32, col + n * F, fallback);
     UNROLL(f, F) w[n * F + f] = part[f];
   }
   return w;
@@ -3495,7 +3481,7 @@ struct BackwardPlan {
   int columns, rows;                    // of a thread
   int threads_per_row, rows_per_block;  // rows side by side
   int64_t blocks;
-  int held;  // rows that an SM holds
+  int resident_rows;  // that an SM holds
 };
 
 int most_columns(DType dtype, int pack) {
@@ -3515,7 +3501,7 @@ BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const 
   p.blocks = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
   p.blocks *= ceil_div(call.rows, p.blocks * p.rows_per_block * kRowsPerSum);
   p.blocks = ceil_div(p.blocks, apart) * apart;
-  p.held = blocks * p.rows_per_block * rows;
+  p.resident_rows = blocks * p.rows_per_block * rows;
   return p;
 }
 
@@ -3528,7 +3514,7 @@ cudaError_t launch(Backward call, const Context& context) {
   BackwardPlan p = plan(call, kColumns, kRows, kRowsApart<T, kPack>, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
     const BackwardPlan one_row = plan(call, 2 * V, 1, 1, context.device);
-    if (call.cols > kColumns * kBackwardThreads || one_row.held > p.held) {
+    if (call.cols > kColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) {
       kernel = layer_norm_backward_rows<T, V, 2, 1>;
       p = one_row;
     }
@@ -3603,7 +3589,7 @@ constexpr int kAtOnce = 2;
 
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
-    layer_norm_shared_rows(Forward call, RowConstants constants, Later later) {
+    layer_norm_shared_rows(Forward call, RowConstants constants, PrefetchWindow window) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int V = 16 / sizeof(T);
   extern __shared__ __align__(128) unsigned char row_bytes[];
@@ -3616,7 +3602,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
   // Load.
   const uint64_t policy = l2_policy(constants.priority);
   for (int col = columns.first; col < cols; col += columns.stride) copy_async(x + col, input + col, policy);
-  if (prefetches()) prefetch_later_rows(later, policy);
+  if (prefetches()) prefetch_later_rows(window, policy);
   wait_for_copies();
 
   // Measure: the mean first, then distances from it.
@@ -3639,7 +3625,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     distances[0] = combine(distances[0], here);
   }
   combine_row<false, kMostThreads / 32>(distances, slots.distances);
-  const float m2 = settle(distances[0], mean[0], constants.per_col);
+  const float m2 = correct_mean(distances[0], mean[0], constants.per_col);
   const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
   if (threadIdx.x == 0) save_statistics(call, blockIdx.x, mean[0], rstd);
 
@@ -3674,7 +3660,7 @@ cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t bytes = call.cols * sizeof(T);
   const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
   return launch_kernel(layer_norm_shared_rows<T>, {call.rows, threads, kPlain, int(bytes)}, context, call,
-                       row_constants(call, context.device), later_rows(call, 1, context.device));
+                       row_constants(call, context.device), prefetch_window(call, 1, context.device));
 }
 
 }  // namespace shared
@@ -4189,7 +4175,7 @@ int64_t longest_slice(const Device& device) {
 template <typename T, typename Call>
 bool takes(const Call& call, const Device& device) {
   return device.code >= 80 &&
-         call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMostSharers);
+         call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
 // One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are few
@@ -4200,7 +4186,7 @@ int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
   const int64_t fewest = ceil_div(cols, longest_slice<Pass>(device));
   const int64_t worth_trying = std::max(Pass::kTensors * fewest, sms / std::min(rows, sms));
-  const int64_t most = std::min({worth_trying, sms, int64_t(kMostSharers), cols / kMinSlice});
+  const int64_t most = std::min({worth_trying, sms, int64_t(kMaxBlocksPerRow), cols / kMinSlice});
   int64_t fastest = fewest, min_time = INT64_MAX;
   for (int64_t blocks = fewest; blocks <= std::max(fewest, most); ++blocks) {
     const int64_t time = ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + kMinSlice);
@@ -4548,7 +4534,7 @@ Plan plan(const Forward& call, const Device& device) {
   const int64_t least_group = ceil_div(call.cols / V, kStages * kStageSize);
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (device.code < 90 || groups == 0 || call.rows < kLeastRows * groups) return {};
-  const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMostSharers);
+  const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
   const int lines = ceil_div(call.cols, 32);
   Plan p = {blocks_per_row, int(groups), lines / blocks_per_row, lines % blocks_per_row};
   int most_stages = 0, affine_packs = 0;
@@ -4651,7 +4637,7 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
       UNROLL(v, V) add_distance(distances, from_mean[v]);
     }
     off = mean - reference;
-    const float m2 = settle(distances, off, per_count);
+    const float m2 = correct_mean(distances, off, per_count);
     if (count > 0) add_moments(moments, float(count), off, m2);
   }
   moments = combine_means(moments, 32);
@@ -4706,7 +4692,7 @@ __global__ void __launch_bounds__(512)
       if (!packs.has(i)) continue;
       auto y = widened(x[i]);
       UNROLL(v, V) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      apply_epilogue<T>(y.at, asked_anew<kFused>(Epilogue{call.activation, float(call.scale)}));
+      apply_epilogue<T>(y.at, opaque<kFused>(Epilogue{call.activation, float(call.scale)}));
       store<T, V, true>(output + packs.at(i), y.at);
     }
   }

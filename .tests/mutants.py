@@ -84,9 +84,9 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # ---- Elements, and rows that do not start on 16-byte boundaries ----
-    Mutant("cut: element before the first boundary left out", "thread < begin ? thread : -1", "thread + 1 < begin ? thread : -1", VALUES),
-    Mutant("cut: last single element left out", "(end + thread - unit < cols ?", "(end + thread - unit < cols - 1 ?", VALUES),
-    Mutant("unaligned: odd start ignored", "words[w + 1], 16 * odd", "words[w + 1], 0 * odd", VALUES),
+    Mutant("columns: element before the first boundary left out", "(thread < V ? begin : cols)", "(thread < V ? begin - 1 : cols)", VALUES),
+    Mutant("columns: last single element left out", "(thread < V ? begin : cols)", "(thread < V ? begin : cols - 1)", VALUES),
+    Mutant("unaligned: odd start ignored", "words[w + 1], 16 * mid_word", "words[w + 1], 0 * mid_word", VALUES),
     Mutant("unaligned: bias taken to lie as weight does", "reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin)", "reinterpret_cast<uintptr_t>(w + begin)", VALUES),
     Mutant("pack size: bias not asked, forward", "{call.input, call.weight, call.bias, call.output}", "{call.input, call.weight, call.output}", VALUES),
     Mutant("pack size: bias not asked, backward", "call.weight, call.bias, call.grad_input}", "call.weight, call.grad_input}", VALUES),
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant("scale dropped, backward", "grad[v] *= epilogue.scale", "grad[v] *= 1", ACTIVATION),
     Mutant("derivative of GELU's tanh form without the factor 3", "0.21406444881780076f", "0.07135481627260025f", ACTIVATION),
     # ---- Rows in registers, forward ----
-    Mutant("registers: eps dropped", "settle(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "settle(distances[r], mean[r], constants.per_col) * constants.per_col", VALUES),
+    Mutant("registers: eps dropped", "correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col", VALUES),
     Mutant("registers: RMS norm in 16 bits", "mean[r] = quotient(mean[r], float(cols), per_col);", "mean[r] = 0;", VALUES),
     Mutant("registers: a thread's last row not written", "if (r < rows.count) store<T, V>(rows.first", "if (r == 0 || r + 1 < rows.count) store<T, V>(rows.first", VALUES),
     Mutant("registers: last incomplete group of rows left out", "ceil_div(call.rows, step * p.rows) * step", "std::max<int64_t>(1, call.rows / (step * p.rows)) * step", VALUES),
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant("shared memory: eps dropped", "rsqrt(m2 * constants.per_col + constants.eps)", "rsqrt(m2 * constants.per_col)", SHARED),
     Mutant("shared memory: distances from 0", "widened(load<T, V>(x + columns.at(i))) - mean[0];", "widened(load<T, V>(x + columns.at(i)));", SHARED),
     Mutant("shared memory: last pack of some threads left out", "(cols - columns.first + columns.stride - 1) / columns.stride", "(cols - columns.first) / columns.stride", SHARED),
-    Mutant("shared memory: copy not waited for", "prefetch_later_rows(later, policy); wait_for_copies();", "prefetch_later_rows(later, policy);", SHARED),
+    Mutant("shared memory: copy not waited for", "prefetch_later_rows(window, policy); wait_for_copies();", "prefetch_later_rows(window, policy);", SHARED),
     # ---- Long rows in a pipeline ----
     Mutant("pipeline: parity kept where the ring wraps", "index = 0, parity ^= 1;", "index = 0;", PIPELINE),
     Mutant("pipeline: loader does not wait for a free stage", "barrier_wait(&control.empty[stage.index], stage.parity ^ 1);", ";", PIPELINE),
@@ -123,7 +123,7 @@ MUTANTS = [
     Mutant("pipeline: last block's statistics left out", "counts[i] = block.columns_of(peer + i * 32)", "counts[i] = block.columns_of(peer + 1 + i * 32)", PIPELINE),
     Mutant("pipeline: last column left out", "min(int64_t(pipe.slice), call.cols - int64_t(rank) * pipe.slice)", "min(int64_t(pipe.slice), call.cols - 1 - int64_t(rank) * pipe.slice)", PIPELINE),
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
-    Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMostSharers);", "kMostSharers;", SPREAD),
+    Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMaxBlocksPerRow);", "kMaxBlocksPerRow;", SPREAD),
     Mutant("pipeline, backward on Hopper: mean and rstd of the group's first row", "*Pass::scalar_at(block.call, row, i)", "*Pass::scalar_at(block.call, blockIdx.y, i)", PIPELINE),
     Mutant("pipeline before Hopper: mean and rstd of the group's first row", "row_scalars + i, Pass::scalar_at(block.call, row, i)", "row_scalars + i, Pass::scalar_at(block.call, blockIdx.y, i)", BEFORE_HOPPER),
     Mutant("pipeline on Hopper: row_scalars are not waited for", "if (kCopiers<Pass> > 0) barrier_arrive_with_copies(", "if (kCopiers<Pass> > 0) barrier_arrive(", PIPELINE),
@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant("backward: mean(wdy) dropped, 16 bits", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
     Mutant("backward: mean(wdy) dropped, float32", "(product(weight[v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat)", "(product(weight[v], grad[v]) - xhat[v] * means.wdy_xhat)", VALUES),
     Mutant("backward: last row left out of grad_weight", "grad_weight[v] += grad[v] * xhat[v];", "if (row + r * next_row < call.rows - 1) grad_weight[v] += grad[v] * xhat[v];", VALUES),
-    Mutant("backward, words: a row's begin is not asked for", "odd = is_in_words<T, V> ? row * cols % 2 : 0", "odd = 0", VALUES),
+    Mutant("backward, words: a row's begin is not asked for", "mid_word = is_in_words<T, V> ? row * cols % 2 : 0", "mid_word = 0", VALUES),
     Mutant("backward, words: sums of the extra column lost", "if (columns.has_extra) gathered[columns.extra] = extra;", "", VALUES),
     Mutant("backward, words: both moved tensors in one place", "std::exchange(scratch, scratch + room)", "scratch", VALUES),
     Mutant("backward, words: weight of those that are not live", "if (kAddsZeros<T, V>) own.weight[i] = {};", "", SHORT_CONSTANT, emulated="a register seldom happens to hold NaN"),
