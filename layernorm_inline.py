@@ -1547,6 +1547,9 @@ _ELEMENTS = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
+#define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
+
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
@@ -1674,14 +1677,12 @@ __device__ uint32_t narrow_pair(float x, float y) {
 template <typename T, int V>
 __device__ void unpack(const Pack<T, V>& pack, float (&x)[V]) {
   if constexpr (Pack<T, V>::kPairs) {
-#pragma unroll
-    for (int v = 0; v < V; v += 2) {
-      const float2 two = widen_pair<T>(pack.at[v / 2]);
-      x[v] = two.x, x[v + 1] = two.y;
+    UNROLL(n, V / 2) {
+      const float2 two = widen_pair<T>(pack.at[n]);
+      x[2 * n] = two.x, x[2 * n + 1] = two.y;
     }
   } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v) x[v] = widen(pack.at[v]);
+    UNROLL(v, V) x[v] = widen(pack.at[v]);
   }
 }
 
@@ -1689,11 +1690,9 @@ template <typename T, int V>
 __device__ Pack<T, V> packed(const float (&x)[V]) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
-#pragma unroll
-    for (int v = 0; v < V; v += 2) pack.at[v / 2] = narrow_pair<T>(x[v], x[v + 1]);
+    UNROLL(n, V / 2) pack.at[n] = narrow_pair<T>(x[2 * n], x[2 * n + 1]);
   } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v) narrow(x[v], pack.at[v]);
+    UNROLL(v, V) narrow(x[v], pack.at[v]);
   }
   return pack;
 }
@@ -1716,15 +1715,12 @@ template <typename T, int V>
 __device__ void load_affine(float (&w)[V], const void* affine, bool affine_float32, int64_t col,
                             float fallback) {
   if (affine == nullptr) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) w[v] = fallback;
+    UNROLL(v, V) w[v] = fallback;
   } else if (sizeof(T) == 2 && affine_float32) {
     constexpr int F = V < 4 ? V : 4;  // 16 bytes of float32
-#pragma unroll
-    for (int f = 0; f < V; f += F) {
-      const Pack<float, F> pack = load<float, F>(static_cast<const float*>(affine) + col + f);
-#pragma unroll
-      for (int v = 0; v < F; ++v) w[f + v] = pack.at[v];
+    UNROLL(n, V / F) {
+      const Pack<float, F> pack = load<float, F>(static_cast<const float*>(affine) + col + n * F);
+      UNROLL(f, F) w[n * F + f] = pack.at[f];
     }
   } else {
     unpack(load<T, V>(static_cast<const T*>(affine) + col), w);
@@ -1735,12 +1731,10 @@ __device__ void load_affine(float (&w)[V], const void* affine, bool affine_float
 template <int V>
 __device__ void store_sums(float* p, const float (&x)[V]) {
   constexpr int F = V < 4 ? V : 4;
-#pragma unroll
-  for (int f = 0; f < V; f += F) {
+  UNROLL(n, V / F) {
     float part[F];
-#pragma unroll
-    for (int v = 0; v < F; ++v) part[v] = x[f + v];
-    store<float, F>(p + f, part);
+    UNROLL(f, F) part[f] = x[n * F + f];
+    store<float, F>(p + n * F, part);
   }
 }
 
@@ -1762,9 +1756,6 @@ __device__ void store_gradients(const Backward& call, int64_t col, const float (
 }
 
 // ---- Elements: vectors of numbers ----
-
-#define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
-#define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
 
 // V numbers, with arithmetic element by element.
 template <typename A, int V>
@@ -1813,8 +1804,7 @@ struct Unaligned {
 
   __device__ void load(const T* p, int mid_word) {
     const Word* from = reinterpret_cast<const Word*>(p - mid_word);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = from[w];
+    UNROLL(w, kWords) words[w] = from[w];
     // The last element alone, as the rest of its word may lie outside the tensor. Unconditional, or loads
     // would wait for one another (bf16, only input misaligned: 0.67 of copy speed -> 0.83).
     if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
@@ -1822,8 +1812,7 @@ struct Unaligned {
 
   __device__ Pack<T, V> get(int mid_word) const {
     Pack<T, V> pack;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
+    UNROLL(w, kWords) {
       if constexpr (kPairs) {
         pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * mid_word);
       } else {
@@ -1873,15 +1862,12 @@ __device__ void load_affine_pair(float (&weight)[V], float (&bias)[V], const For
     unpack(load<T, V>(b + col), bias);
   } else {
     constexpr int F = SHIFTED ? 1 : V;
-#pragma unroll
-    for (int v = 0; v < V; v += F) {
+    UNROLL(n, V / F) {
       float part[F];
-      load_affine<T, F>(part, call.weight, call.affine_float32, col + v, 1);
-#pragma unroll
-      for (int f = 0; f < F; ++f) weight[v + f] = part[f];
-      load_affine<T, F>(part, call.bias, call.affine_float32, col + v, 0);
-#pragma unroll
-      for (int f = 0; f < F; ++f) bias[v + f] = part[f];
+      load_affine<T, F>(part, call.weight, call.affine_float32, col + n * F, 1);
+      UNROLL(f, F) weight[n * F + f] = part[f];
+      load_affine<T, F>(part, call.bias, call.affine_float32, col + n * F, 0);
+      UNROLL(f, F) bias[n * F + f] = part[f];
     }
   }
 }
@@ -1926,16 +1912,12 @@ _STATISTICS = r"""
 template <typename T, int N>
 __device__ float sum_of(const float (&x)[N]) {
   float sums[N];
-#pragma unroll
-  for (int n = 0; n < N; ++n) sums[n] = x[n];
+  UNROLL(n, N) sums[n] = x[n];
   if constexpr (sizeof(T) == 2) {
-#pragma unroll
-    for (int n = 1; n < N; ++n) sums[0] += sums[n];
+    UNROLL(n, N - 1) sums[0] += sums[n + 1];
   } else {
-#pragma unroll
     for (int left = N / 2; left > 0; left /= 2) {
-#pragma unroll
-      for (int n = 0; n < left; ++n) sums[n] += sums[left + n];
+      UNROLL(n, left) sums[n] += sums[left + n];
     }
   }
   return sums[0];
@@ -2046,8 +2028,7 @@ __device__ inline Sums exchange(const Sums& x, int offset) {
 template <typename X, int R>
 __device__ void combine_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) x[r] = combine(x[r], exchange(x[r], offset));
+    UNROLL(r, R) x[r] = combine(x[r], exchange(x[r], offset));
   }
 }
 
@@ -2063,8 +2044,7 @@ __device__ X combine_lanes(X x, int width) {
 template <int N, typename F>
 __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
-#pragma unroll
-  for (int n = 0; n < N; ++n) sums[n % 4] += term(n);
+  UNROLL(n, N) sums[n % 4] += term(n);
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
@@ -2094,16 +2074,13 @@ __device__ inline Moments combine_means(const Moments& moments, int width) {
 template <int N>
 __device__ float sum_lanes(float (&x)[N]) {
   int offset = 16;
-#pragma unroll
   for (int left = N / 2; left > 0; left /= 2, offset /= 2) {
     const bool upper = threadIdx.x & offset;
-#pragma unroll
-    for (int n = 0; n < left; ++n) {
+    UNROLL(n, left) {
       const float kept = upper ? x[left + n] : x[n], sent = upper ? x[n] : x[left + n];
       x[n] = kept + exchange(sent, offset);
     }
   }
-#pragma unroll
   for (; offset > 0; offset /= 2) x[0] += exchange(x[0], offset);
   return x[0];
 }
@@ -2125,8 +2102,7 @@ __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
     memcpy(numbers, x, sizeof(numbers));
     const float sum = sum_lanes(numbers);
     if (warps == 1) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
+      UNROLL(n, N) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
       memcpy(x, numbers, sizeof(numbers));
       return;
     }
@@ -2139,14 +2115,12 @@ __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
     }
     if (warps <= 1) return;
     if (lane == 0) {
-#pragma unroll
-      for (int r = 0; r < R; ++r) row_slots[threadIdx.x / 32][r] = x[r];
+      UNROLL(r, R) row_slots[threadIdx.x / 32][r] = x[r];
     }
   }
   __syncthreads();
   const int slot = threadIdx.x % WARPS;
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
+  UNROLL(r, R) {
     x[r] = row_slots[min(slot, warps - 1)][r];
     if (slot >= warps) x[r] = X{};
   }
@@ -2782,8 +2756,7 @@ __global__ void __launch_bounds__(kSumThreads)
     const int64_t step = blockDim.y * call.cols;
     for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
       float terms[kTerms];
-#pragma unroll
-      for (int i = 0; i < kTerms; ++i) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : 0.0f;
+      UNROLL(i, kTerms) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : 0.0f;
       sum += sum_of<float>(terms);  // not one by one: there can be thousands
     }
   }
@@ -3049,6 +3022,7 @@ constexpr int row_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   if (__CUDA_ARCH__ == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
   if (PACKS == 2) return 1;
+  if (__CUDA_ARCH__ < 800 && is_four_16_bit_rows<T, PACKS, ROWS>) return 5;
 #endif
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
   if (IN_WARP) return kWarpRowBlocks;
@@ -4091,8 +4065,7 @@ __device__ void measure_and_apply(const Block<Pass>& block, float* partials, int
   Pass job(block.call, row_0);
   if (leads_part) control.part_columns[part] = job.count;
   RingPosition measuring, applying;
-#pragma unroll 1
-  for (int turn = 0; turn < turns + delay; ++turn) {
+  ROLLED(turn, turns + delay) {
     if (turn < turns) {
       const int stage = measuring.index;
       const auto slice = block.slice(stage, block.row(turn));
