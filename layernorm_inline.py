@@ -2241,7 +2241,7 @@ __device__ void with_activation(Activation activation, F f) {
 // HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every
 // combination that its loops ask about (float32 rows: 6455 instructions -> 1463).
 template <bool HIDDEN>
-__device__ Epilogue opaque(Epilogue epilogue) {
+__device__ Epilogue opaque_activation(Epilogue epilogue) {
   if constexpr (HIDDEN) {
     int activation = int(epilogue.activation);
     asm volatile("" : "+r"(activation));
@@ -2268,7 +2268,7 @@ __device__ void apply_epilogue(float (&z)[V], const Epilogue& epilogue) {
 template <typename T, int V>
 __device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V], const float (&weight)[V],
                                  const float (&bias)[V], const Backward& call) {
-  const Epilogue epilogue = opaque<true>(Epilogue{call.activation, float(call.scale)});
+  const Epilogue epilogue = opaque_activation<true>(Epilogue{call.activation, float(call.scale)});
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
   float grad[V];
   unpack(grad_output, grad);
@@ -2938,7 +2938,7 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
                               const Vec<float, V>& weight, const Vec<float, V>& bias,
                               const Epilogue& epilogue) {
   constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows ask once for all
-  const Epilogue asked = opaque<kAsksAnew>(epilogue);
+  const Epilogue asked = opaque_activation<kAsksAnew>(epilogue);
   UNROLL(r, ROWS) {
     auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
     apply_epilogue<T>(y.at, asked);
@@ -4665,7 +4665,7 @@ __global__ void __launch_bounds__(512)
       if (!packs.has(i)) continue;
       auto y = widened(x[i]);
       UNROLL(v, V) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
-      apply_epilogue<T>(y.at, opaque<kFused>(Epilogue{call.activation, float(call.scale)}));
+      apply_epilogue<T>(y.at, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
       store<T, V, true>(output + packs.at(i), y.at);
     }
   }

@@ -201,6 +201,7 @@ def of_each_kind(cases):
     smallest = {}
     for case in cases:
         kind = (
+            case.gpu.name == "cuda",
             case.gpu.code,
             case.forward,
             case.backward,
