@@ -5263,8 +5263,8 @@ __device__ void write_rows(const Round<L>& round, Sums& sums, const float (&rstd
     const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
     UNROLL(row, kRows) {
       auto z = sums.four(row, 4 * j) * rstd[row] * weight + bias;
-      UNROLL(i, 4) z[i] = gelu_of_tail(z[i], kTail(fabsf(z[i])));
-      if (exists(row)) store<T, 4, true>(output + at(row) + 16 * j, (z * float(call.scale)).at);
+      UNROLL(i, 4) z[i] = float(call.scale) * gelu_of_tail(z[i], kTail(fabsf(z[i])));
+      if (exists(row)) store<T, 4, true>(output + at(row) + 16 * j, z.at);
     }
   }
 }
