@@ -2995,11 +2995,13 @@ constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
-// Threads that an SM holds: so many loads all begin at once.
-constexpr int kSmThreads = 2048;
+// Threads that an SM holds: so many loads all begin at once. float32 rows have two a thread while SMs have no
+// more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 -> 0.97,
+// H100).
+constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
 // 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an
 // SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
-constexpr int kFourRowsThreads = 128, kWarpRowBlocks = 5;
+constexpr int kFourRowsThreads = 128;
 template <typename T, int PACKS, int ROWS>
 constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 
@@ -3021,11 +3023,11 @@ template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int row_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   if (__CUDA_ARCH__ == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
-  if (PACKS == 2) return 1;
+  if (PACKS == 2 && !IN_WARP) return 1;
   if (__CUDA_ARCH__ < 800 && is_four_16_bit_rows<T, PACKS, ROWS>) return 5;
 #endif
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
-  if (IN_WARP) return kWarpRowBlocks;
+  if (IN_WARP) return PACKS == kLoads ? 5 : 10 - PACKS;
   if (ROWS > 1) return 1;
   if (!SHIFTED && PACKS < kLoads) return kRowBlocks;
   return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
@@ -3102,16 +3104,18 @@ bool takes(const Forward& call, bool shifted) {
 
 // Loads and rows of a thread. Few bytes have a thread for each load; more would wait for places on an SM.
 void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
-  const int64_t loads = loads_of(call);
+  const int64_t loads = loads_of(call), places = int64_t(kSmThreads) * device.sms;
   const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
   const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
-  const bool has_places = call.rows * loads <= int64_t(kSmThreads) * device.sms && loads <= most_threads;
+  const bool fill_two = 4 * loads >= 3 * 2 * row_threads(loads, 2);  // a quarter of the threads idle, at most
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= kThreads && !kFused) {
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads && fill_two && !kFused &&
+      call.rows * loads <= kTwoLoadsTurns * places) {
     p.loads = 2;
   } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && loads_early) {
     p.in_warp = true;
-  } else if (has_places && loads_early) {
+    p.loads = ceil_div(loads, 32);
+  } else if (call.rows * loads <= places && loads <= most_threads && loads_early) {
     p.loads = 1;
   } else if (loads <= kFourRowsLoads && loads_early) {
     p.loads = 1, p.rows = kLoads;
@@ -3145,6 +3149,8 @@ cudaError_t launch(const Forward& call, const Context& context) {
   }
   if constexpr (!SHIFTED && sizeof(T) == 2) {
     if (p.in_warp) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true>;
+    if (p.in_warp && p.loads == 3) kernel = layer_norm_rows<T, 3, 1, SHIFTED, true>;
+    if (p.in_warp && p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, true>;
   }
   if constexpr (!SHIFTED && sizeof(T) == 4 && !kFused) {
     if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false>;
@@ -4189,7 +4195,7 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
   const bool many = p.blocks_per_row >= kManyBlocks;
   const int delay = p.blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
-  p.delay = std::min(p.stages - 2, delay);
+  p.delay = std::min(p.stages - (!kForward && many ? 1 : 2), delay);
   p.lanes = 4;
   while (p.lanes < std::min(p.blocks_per_row, 32)) p.lanes *= 2;
   p.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
@@ -4225,7 +4231,7 @@ cudaError_t launch(const Call& call, const Context& context) {
 _JOINT = r"""
 namespace joint {
 
-// ---- Rows that many SMs hold together, forward, float32 (sm_90 and up) ----
+// ---- Rows that many SMs hold together, forward, float32 (sm_90 to sm_110) ----
 // Takes aligned rows too long for the pipeline (on 132 SMs more than 1081344 columns). A group of blocks, one
 // on each SM, shares a row; each keeps its slice in shared memory until the group knows the row's statistics,
 // so that each byte moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16, with twice
@@ -4267,11 +4273,11 @@ __host__ __device__ inline int shared_packs(int packs, int in_registers) {
   return max(0, packs + (kStages - stages_of(packs)) * kStageSize - in_registers * kThreads);
 }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 struct Control {
   uint64_t full[kRing], empty[kRing], measured;  // barriers
   Moments moments[kWarps];
-  float2 row_stats;  // mean, rstd
+  float2 row_stats[2];  // mean, rstd; of rows in turns
 };
 static_assert(sizeof(Control) <= kControlBytes, "the host leaves too little shared memory");
 
@@ -4401,9 +4407,8 @@ __device__ void publish_row(Moments& moments, int row, int parity, const Block& 
   __syncwarp();
 }
 
-// The last warp makes statistics of what the group has published. Those of the row before have been read:
-// this block's moments were published after that.
-__device__ void gather_row(int row, const Block& block) {
+// The last warp makes statistics of what the group has published. Others may still read the row's before.
+__device__ void gather_row(int row, int parity, const Block& block) {
   if (block.thread / 32 != kWarps - 1) return;
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
@@ -4416,7 +4421,7 @@ __device__ void gather_row(int row, const Block& block) {
   const Moments total = combine_means(moments, first, float(block.call.cols), 32);
   const float rstd = inverse_root(total.m2 * block.constants.per_col + block.constants.eps);
   if (first_peer != 0) return;
-  block.control.row_stats = {total.mean, rstd};
+  block.control.row_stats[parity] = {total.mean, rstd};
   if (block.rank == 0) save_statistics(block.call, row, total.mean, rstd);
 }
 
@@ -4447,7 +4452,7 @@ __device__ void apply_stage(float* output, const StagePart& x, int stage, float2
 template <typename T>  // float: as a template it is compiled only where it is launched
 __global__ void __launch_bounds__(kThreads, 1)
     layer_norm_joint_rows(Forward call, RowConstants constants, Plan plan, uint64_t* mailboxes) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Control control;
   const Block block = {call, constants, plan, ring, control, mailboxes};
@@ -4473,9 +4478,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   RingPosition slot;
   int row = blockIdx.y;
   for (int parity = 0; row < rows; row += groups, parity ^= 1) {
-    gather_row(row, block);
+    gather_row(row, parity, block);
     __syncthreads();
-    const float2 row_stats = control.row_stats;
+    const float2 row_stats = control.row_stats[parity];
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
     UNROLL(stage, kStages) {
       if (stage >= skipped) {
@@ -4498,7 +4503,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 #else
-  __trap();  // plan() keeps calls away from code without these instructions
+  __trap();  // plan() keeps calls away: the ring would be too short
 #endif
 }
 
