@@ -55,6 +55,7 @@ BODIES = {
     "multiply_add": "emulator::multiply_add<T>(c, a, b);",
     "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
     "keep_in_registers": "",
+    "let_next_start": "",
     "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
     "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
@@ -70,7 +71,6 @@ STATEMENTS = {  # instructions inside of functions
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r'asm volatile\("and\.b32.*?\);': "high = first[i] & 0xffffe000u;",
-    r'asm volatile\("" : "\+r"\(activation\)\);': "",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
     r"uint64_t\(__float_as_uint\(pair.y\)\) << 32 \| __float_as_uint\(pair.x\)": (
         "uint64_t(emulator::bits_of_arithmetic(pair.y)) << 32 | emulator::bits_of_arithmetic(pair.x)"

@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant("rounded sum of equal float16 numbers", "std::is_same_v<T, __half> ? 8192 : 65536", "65536", CONSTANT),
     # ---- Epilogue ----
     Mutant("scale dropped, forward", "z[v] *= epilogue.scale", "z[v] *= 1", ACTIVATION),
-    Mutant("scale dropped, backward", "grad[v] *= epilogue.scale", "grad[v] *= 1", ACTIVATION),
+    Mutant("scale dropped, backward", "grad = grad * epilogue.scale", "grad = grad", ACTIVATION),
     Mutant("derivative of GELU's tanh form without the factor 3", "0.21406444881780076f", "0.07135481627260025f", ACTIVATION),
     # ---- Rows in registers, forward ----
     Mutant("registers: eps dropped", "correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col", VALUES),
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant("backward: barrier left out of the sum of a block's rows", "__syncthreads(); if (threadIdx.y >= half) continue;", "if (threadIdx.y >= half) continue;", VALUES),
     Mutant("backward: last block's sums left out", "terms[i] = row + i * blockDim.y < partial_rows", "terms[i] = row + i * blockDim.y < partial_rows - 1", VALUES),
     Mutant("backward: barrier left out of the sum of all blocks", "__syncthreads(); if (threadIdx.y != 0 || col >= call.cols) return;", "if (threadIdx.y != 0 || col >= call.cols) return;", VALUES),
-    Mutant("backward: gradients of no rows not written", "const cudaError_t error = cudaMemsetAsync(grad, 0, bytes, stream);", "const cudaError_t error = cudaSuccess;", "no_rows"),
+    Mutant("backward: gradients of no rows not written", "error = cudaMemsetAsync(grad, 0, bytes, stream);", "error = cudaSuccess;", "no_rows"),
     # ---- Convolution ----
     Mutant("convolution: taps in another order", "taps = 7 - i / 2 / L::kChunks", "taps = i / 2 / L::kChunks", CONVOLUTION),
     Mutant("convolution: no padding before the first depth", "d >= 0 && d < call.depth", "d < call.depth", CONVOLUTION),
