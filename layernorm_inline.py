@@ -1554,6 +1554,8 @@ _ELEMENTS = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
+// The architecture that is compiled for. Instructions that it lacks stand in functions that nothing calls
+// then.
 #ifdef __CUDA_ARCH__
 constexpr int kArch = __CUDA_ARCH__;
 #else
@@ -1710,7 +1712,7 @@ __device__ void load_affine(float (&w)[V], const void* affine, bool affine_float
   }
 }
 
-// 16 bytes a store: each sum would be an L2 transaction (bf16 rows of 8192, backward: 0.126 ms -> 0.107).
+// 16 bytes at a time: each sum would be an L2 transaction (bf16 rows of 8192, backward: 0.126 ms -> 0.107).
 template <int V>
 __device__ void store_sums(float* p, const float (&x)[V]) {
   store<float, V>(p, x);
@@ -1942,11 +1944,10 @@ __device__ inline void add_moments(Moments& all, float count, float mean, float 
   all.count += count;
 }
 
-// The number from which all blocks of a row count their means, so that what they exchange is small and exact:
-// as floats those means would put the row's off by 0.2 units in the last place (1 x 85994, mean 10^4: 0.1; so
-// 0.002). The middle one of three elements, so that one outlier among them is harmless. They are not at a
-// row's ends, where padding is, nor as far from each other as outliers at even distances are (with the ends
-// for two of them, and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
+// The number from which all blocks of a row count their means, so that what they exchange is small and exact
+// (1 x 85994, mean 10^4: off by 0.1 units in the last place without, 0.002 with). The middle one of three
+// elements, as one may be an outlier. They are not at a row's ends, where padding is, nor at even distances,
+// as outliers are (with two at the ends and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
@@ -2234,7 +2235,7 @@ __device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V]
 """
 
 _DEVICE = r"""
-// ---- Device: copies, barriers, dependent launches ----
+// ---- Device: copies and barriers (sm_80 and up, in bulk sm_90 and up), dependent launches ----
 
 constexpr int kLineBytes = 128;  // of a cache line
 
@@ -2597,9 +2598,9 @@ RowConstants row_constants(const Forward& call, const Device& device) {
           input_priority(call, 2, device)};
 }
 
-// How far ahead rows come to L2, for each SM. Too early, they leave it unread (32880 bf16 rows of 2041: 0.953
-// of copy speed with 32 KB, 0.969 with 40, 0.951 with 80), and 48 KB make inputs of 12 to 64 MB 2% slower.
-// No more than an eighth of L2.
+// How far ahead rows come to L2, for each SM, but for an eighth of L2 at most. Too early, they leave it
+// unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.951 with 80; 48 KB make
+// inputs of 12 to 64 MB 2% slower).
 constexpr int kPrefetchBytes = 40 << 10;
 
 PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
