@@ -2048,25 +2048,41 @@ __device__ auto sum_of_terms(F term) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Combines N moments a lane over `width` lanes: their mean, then distances from it, a shorter chain than two
-// by two. Means are taken from `first`, one of them: at 10^7 times the spread plain ones are off by more.
-template <int N>
-__device__ Moments combine_means(const Moments (&moments)[N], float first, float count, int width) {
-  const float sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
+// Combines {mean, m2} of N parts a lane over `width` lanes: their mean, then distances from it, a shorter
+// chain than two by two. Means are taken from the first: at 10^7 times the spread plain ones are off by more.
+template <int N, int M>
+__device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
+  const float first = __shfl_sync(~0u, parts[0].x, 0, width);
+  const float sum = sum_of_terms<N>([&](int n) { return counts[n] * (parts[n].x - first); });
   const float off = combine_lanes(sum, width) * fast_reciprocal(count);
   const float m2 = sum_of_terms<N>([&](int n) {
-    const float delta = moments[n].mean - first - off;
-    return moments[n].m2 + moments[n].count * delta * delta;
+    const float delta = parts[n].x - first - off;
+    return parts[n].y + counts[n] * delta * delta;
   });
-  return {count, first + off, combine_lanes(m2, width)};
+  return {first + off, combine_lanes(m2, width)};
 }
 
 // One a lane; the first lane's is empty only if all are.
 __device__ inline Moments combine_means(const Moments& moments, int width) {
-  const Moments one[1] = {moments};
-  const float count = combine_lanes(moments.count, width), first = __shfl_sync(~0u, moments.mean, 0, width);
-  const Moments all = combine_means(one, first, max(count, 1.0f), width);
-  return {count, all.mean, all.m2};  // of nothing: count 0
+  const float2 part[1] = {{moments.mean, moments.m2}};
+  const float count[1] = {moments.count}, all = combine_lanes(moments.count, width);
+  const float2 total = combine_means<1>(part, count, max(all, 1.0f), width);
+  return {all, total.x, total.y};  // of nothing: count 0
+}
+
+// {mean, m2} of N packs of a thread, or of LANES threads together, which have `count` columns in them.
+template <typename T, int LANES, int N, int V, typename Has>
+__device__ float2 measure_packs(const Vec<float, V> (&x)[N], Has has, float count, float per_count) {
+  float sum = 0, m2 = 0;
+  UNROLL(i, N) sum += has(i) ? sum_of<T>(x[i].at) : 0;
+  sum = combine_lanes(sum, LANES);
+  const float mean = sizeof(T) == 2 ? quotient(sum, count, per_count) : sum * per_count;
+  UNROLL(i, N) {
+    float here = 0;
+    UNROLL(v, V) add_distance(here, x[i][v] - mean);
+    if (has(i)) m2 += here;
+  }
+  return {mean, combine_lanes(m2, LANES)};
 }
 
 // Sums N numbers, a power of two, over a warp; lane l gets the sum of number l / (32 / N). Each exchange
@@ -3753,32 +3769,17 @@ struct ForwardPass {
   }
 
   __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) const {
-    const float from = reference(row_scalars);
     Vec<float, V> x[kPacks];
-    float sum = 0, m2 = 0;
-    UNROLL(i, kPacks) {
-      x[i] = slice.pack(slice.x, i) - from;
-      const float here = sum_of<T>(x[i].at);
-      sum += kScalars > 0 && !slice.has(i) ? 0 : here;
-    }
-    sum = combine_lanes(sum, kLanesPerPart);
-    const float mean = kScalars > 0 ? sum * per_count : quotient(sum, count, per_count);
-    UNROLL(i, kPacks) {
-      float here = 0;
-      UNROLL(v, V) add_distance(here, x[i][v] - mean);
-      if (slice.has(i)) m2 += here;
-    }
-    return {mean, combine_lanes(m2, kLanesPerPart)};
+    UNROLL(i, kPacks) x[i] = slice.pack(slice.x, i) - reference(row_scalars);
+    const auto has = [&](int i) { return slice.has(i); };
+    return measure_packs<T, kLanesPerPart>(x, has, count, per_count);
   }
 
-  // Of N pairs a lane, over `width` lanes. Means, also the result's, as distances from `first`, one of them.
+  // Of N pairs a lane, over `width` lanes.
   template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], float first,
-                                   int columns, int width) {
-    Moments parts[N];
-    UNROLL(n, N) parts[n] = {counts[n], pairs[n].x - first, pairs[n].y};
-    const Moments all = combine_means(parts, 0.f, float(columns), width);
-    return {all.mean, all.m2};
+  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], int columns,
+                                   int width) {
+    return combine_means<N>(pairs, counts, float(columns), width);
   }
 
   static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row,
@@ -3848,7 +3849,7 @@ struct BackwardPass {
   }
 
   template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], float, int, int width) {
+  static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], int, int width) {
     const float wdy = sum_of_terms<N>([&](int n) { return pairs[n].x; });
     const float wdy_xhat = sum_of_terms<N>([&](int n) { return pairs[n].y; });
     const auto all = combine_lanes(Sums{wdy, wdy_xhat}, width);
@@ -4011,9 +4012,7 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
       pairs[i] = parts[part];
       if (turn == 0) counts[i] = control.part_columns[part];
     }
-    const float first = Pass::kForward ? parts[0].x : 0;
-    float2 total = Pass::template combine<kEach>(pairs, counts, first, block.columns, kWidth);
-    total.x += first;
+    const float2 total = Pass::template combine<kEach>(pairs, counts, block.columns, kWidth);
     if (lane != 0) continue;
     if (block.pipe.blocks_per_row == 1) {  // row_scalars are there: who measured has waited for them
       block.finish_row(stage.index, total, block.row(turn), true);
@@ -4043,11 +4042,9 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
       __nanosleep(32);
       continue;
     }
-    const float first = Pass::kForward ? __shfl_sync(~0u, pairs[0].x, 0, pipe.lanes) : 0;
-    float2 total = pipe.blocks_per_row <= 32
-                       ? Pass::template combine<1>(pairs, counts, first, cols, pipe.lanes)
-                       : Pass::template combine<kPeers>(pairs, counts, first, cols, pipe.lanes);
-    total.x += first;
+    const float2 total = pipe.blocks_per_row <= 32
+                             ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
+                             : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
     if (peer == 0 && ahead < rows && turn < block.turns) {
       const int stage = turn % pipe.stages;
       // It was loaded long ago; so row_scalars are seen.
@@ -4372,23 +4369,14 @@ struct Affine {
   }
 };
 
-__device__ float sum_of_pack(const Vec<float, V>& x) { return (x[0] + x[1]) + (x[2] + x[3]); }
-
-// Adds a stage to this thread's moments of a row, measured from its own mean.
+// Adds a stage to this thread's moments of a row.
 __device__ void measure_stage(Moments& moments, const StagePart& x, bool is_last, const Block& block) {
   const int last_packs = opaque(block.last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
   auto exists = [&](int i) { return !is_last || i * kThreads + block.thread < last_packs; };
-  float sum = 0, squares = 0, count = 0;
-  UNROLL(i, kStagePacks) {
-    sum += exists(i) ? sum_of_pack(widened(x[i])) : 0;
-    count += exists(i) ? V : 0;
-  }
-  const float mean = sum * (count > V ? 1.f / (kStagePacks * V) : 1.f / V);
-  UNROLL(i, kStagePacks) {
-    const auto distances = widened(x[i]) - mean;
-    squares += exists(i) ? sum_of_pack(distances * distances) : 0;
-  }
-  if (!is_last || count > 0) add_moments(moments, count, mean, squares);
+  const float count = exists(1) ? 2 * V : exists(0) ? V : 0;
+  const Vec<float, V> packs[kStagePacks] = {widened(x[0]), widened(x[1])};
+  const float2 stage = measure_packs<float, 1>(packs, exists, count, exists(1) ? 0.5f / V : 1.f / V);
+  if (!is_last || count > 0) add_moments(moments, count, stage.x, stage.y);
 }
 
 // A row is measured: the last warp tells the group what this block has of it.
@@ -4412,17 +4400,15 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   if (block.thread / 32 != kWarps - 1) return;
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
-  Moments moments[kPeers];
-  UNROLL(i, kPeers) moments[i].count = block.plan.columns(block.call.cols, first_peer + i * 32);
+  float counts[kPeers];
+  UNROLL(i, kPeers) counts[i] = block.plan.columns(block.call.cols, first_peer + i * 32);
   while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
   }
-  UNROLL(i, kPeers) moments[i].mean = pairs[i].x, moments[i].m2 = pairs[i].y;
-  const float first = __shfl_sync(~0u, pairs[0].x, 0);
-  const Moments total = combine_means(moments, first, float(block.call.cols), 32);
-  const float rstd = inverse_root(total.m2 * block.constants.per_col + block.constants.eps);
+  const float2 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
+  const float rstd = inverse_root(total.y * block.constants.per_col + block.constants.eps);
   if (first_peer != 0) return;
-  block.control.row_stats[parity] = {total.mean, rstd};
-  if (block.rank == 0) save_statistics(block.call, row, total.mean, rstd);
+  block.control.row_stats[parity] = {total.x, rstd};
+  if (block.rank == 0) save_statistics(block.call, row, total.x, rstd);
 }
 
 // The group's first row, and the beginning of the second.
@@ -4589,12 +4575,20 @@ __device__ int load_packs(Pack<T, V> (&x)[PACKS], const T* row, const Packs& pac
 
 // ---- Spread: forward ----
 
+// Of all threads of a block; the first thread's are empty only if all are.
+__device__ Moments combine_block(Moments moments) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ Moments of_warps[kWarps];
+  moments = combine_means(moments, 32);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
+  __syncthreads();
+  return combine_means(of_warps[threadIdx.x % kWarps], kWarps);
+}
+
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
     partial_moments(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
   let_next_start();
-  constexpr int kWarps = kThreads / 32;
-  __shared__ Moments of_warps[kWarps];
   const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * cols;
@@ -4603,49 +4597,35 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
   if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
   Moments moments = {};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
-    Pack<T, V> x[PACKS];
-    const int count = load_packs(x, input, Packs<V, kThreads>{first + threadIdx.x * V, cols});
-    float off = 0;  // of the mean, from the reference
-    UNROLL(i, PACKS) off += i * V < count ? fma(float(-V), reference, sum_of<T>(widened(x[i]).at)) : 0;
-    const float per_count = 1 / float(max(count, 1)), mean = reference + off * per_count;
-    Distances distances = {};
-    UNROLL(i, PACKS) {
-      if (i * V >= count) continue;
-      const auto from_mean = widened(x[i]) - mean;
-      UNROLL(v, V) add_distance(distances, from_mean[v]);
-    }
-    off = mean - reference;
-    const float m2 = correct_mean(distances, off, per_count);
-    if (count > 0) add_moments(moments, float(count), off, m2);
+    const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
+    Pack<T, V> loaded[PACKS];
+    const int count = load_packs(loaded, input, packs);
+    Vec<float, V> x[PACKS];
+    UNROLL(i, PACKS) x[i] = widened(loaded[i]) - reference;
+    const auto has = [&](int i) { return i * V < count; };
+    const float2 part = measure_packs<T, 1>(x, has, count, 1 / float(max(count, 1)));
+    if (count > 0) add_moments(moments, count, part.x, part.y);
   }
-  moments = combine_means(moments, 32);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
-  __syncthreads();
-  moments = combine_means(of_warps[threadIdx.x % kWarps], kWarps);
+  moments = combine_block(moments);
   if (threadIdx.x == 0) moments_of_pieces[row * pieces + piece] = moments;
 }
 
-// As combine_means, of any number of pieces.
 __global__ void __launch_bounds__(kThreads)
-    finish_moments(Forward call, int pieces, const Moments* moments, RowStats* row_stats) {
-  __shared__ float slots[2][kMaxWarps][1];
+    finish_moments(Forward call, int pieces, const Moments* moments_of_pieces, RowStats* row_stats) {
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
   const float reference = row_stats[row].mean;
-  moments += row * pieces;
-  float sum = 0, m2 = 0;
-  for (int i = threadIdx.x; i < pieces; i += blockDim.x) sum += moments[i].count * moments[i].mean;
-  const float off = combine_row(sum, slots[0]) / float(call.cols);
-  for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
-    const float delta = moments[i].mean - off;
-    m2 += moments[i].m2 + moments[i].count * delta * delta;
+  Moments moments = {};
+  for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    const Moments piece = moments_of_pieces[row * pieces + i];
+    add_moments(moments, piece.count, piece.mean, piece.m2);
   }
-  m2 = combine_row(m2, slots[1]);
+  moments = combine_block(moments);
   if (threadIdx.x != 0) return;
-  const float rstd = inverse_root(m2 / float(call.cols) + float(call.eps));
-  row_stats[row] = row_stats_of(reference, off, rstd);
-  save_statistics(call, row, reference + off, rstd);
+  const float rstd = inverse_root(moments.m2 / float(call.cols) + float(call.eps));
+  row_stats[row] = row_stats_of(reference, moments.mean, rstd);
+  save_statistics(call, row, reference + moments.mean, rstd);
 }
 
 template <typename T, int V, int PACKS>
