@@ -2078,9 +2078,10 @@ __device__ float2 measure_packs(const Vec<float, V> (&x)[N], Has has, float coun
   sum = combine_lanes(sum, LANES);
   const float mean = sizeof(T) == 2 ? quotient(sum, count, per_count) : sum * per_count;
   UNROLL(i, N) {
+    if (!has(i)) continue;
     float here = 0;
     UNROLL(v, V) add_distance(here, x[i][v] - mean);
-    if (has(i)) m2 += here;
+    m2 += here;
   }
   return {mean, combine_lanes(m2, LANES)};
 }
@@ -2457,13 +2458,20 @@ __host__ __device__ inline int64_t mailboxes_per_row(int blocks) {
   return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16;
 }
 
+// Of a block's slice of the row; the last slices may have fewer, or none.
+__host__ __device__ inline int columns_of_slice(int64_t cols, int slice, int rank) {
+  return max(int64_t(0), min(int64_t(slice), cols - int64_t(rank) * slice));
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 // A stage of a ring and the parity of its barriers.
 struct RingPosition {
   int index = 0, parity = 0;
-  __device__ void advance(int stages) {
-    if (++index == stages) index = 0, parity ^= 1;
+  __device__ RingPosition after(int steps, int stages) const {
+    const int next = index + steps;
+    return next < stages ? RingPosition{next, parity} : RingPosition{next - stages, parity ^ 1};
   }
+  __device__ void advance(int stages) { *this = after(1, stages); }
 };
 
 constexpr uint64_t kEmptyMailbox = ~uint64_t(0);  // two NaNs that no arithmetic yields
@@ -2746,13 +2754,21 @@ constexpr int kRowsPerSum = 256;
 
 // Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
 template <int V>
-__device__ void add_sums(float* partials, const Vec<float, V>& sums, bool is_first) {
-  const Pack<float, V> before = is_first ? Pack<float, V>{} : load<float, V>(partials);
-  store<float, V>(partials, (widened(before) + sums).at);
+__device__ void add_sums(float* partials, Vec<float, V> sums, bool is_first) {
+  if (!is_first) sums = sums + widened(load<float, V>(partials));
+  store<float, V>(partials, sums.at);
 }
 
-// Rows of partial sums of blocks with the same columns; a single one has the totals.
-int64_t partials_of(int64_t blocks) { return blocks > 1 ? blocks : 0; }
+// Of rows and V columns: to partials, (2, gridDim.y, cols). Without partials they are the gradients.
+template <typename T, int V>
+__device__ void add_gradients(const Backward& call, float* partials, int64_t col,
+                              const Vec<float, V>& grad_weight, const Vec<float, V>& grad_bias,
+                              bool is_first) {
+  if (partials == nullptr) return store_gradients<T>(call, col, grad_weight.at, grad_bias.at);
+  float* to = partials + blockIdx.y * call.cols + col;
+  add_sums(to, grad_weight, is_first);
+  add_sums(to + gridDim.y * call.cols, grad_bias, is_first);
+}
 
 // partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
 constexpr int kSumThreads = 512, kSumRows = 16;
@@ -3885,19 +3901,10 @@ struct BackwardPass {
     }
   }
 
-  // Adds the sums of the last rows to the group's partials, (2, groups, cols). Without partials they are the
-  // gradients.
   __device__ void add_sums_of_rows(const Call& call, float* partials, const Slice<T>& row_0, bool is_first) {
     UNROLL(i, kPacks) {
-      const int64_t col = row_0.offset + row_0.at(i);
       if (!row_0.has(i)) continue;
-      if (partials == nullptr) {
-        store_gradients<T>(call, col, grad_weight[i].at, grad_bias[i].at);
-      } else {
-        float* to = partials + blockIdx.y * call.cols + col;
-        add_sums(to, grad_weight[i], is_first);
-        add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);
-      }
+      add_gradients<T>(call, partials, row_0.offset + row_0.at(i), grad_weight[i], grad_bias[i], is_first);
       grad_weight[i] = grad_bias[i] = {};
     }
   }
@@ -3936,11 +3943,8 @@ struct Block {
   uint64_t* mailboxes;
   int rank = blockIdx.x, turns = (int(call.rows) - int(blockIdx.y) + pipe.groups - 1) / pipe.groups;
   int64_t first = int64_t(rank) * pipe.slice;  // column
-  int columns = columns_of(rank);
+  int columns = columns_of_slice(call.cols, pipe.slice, rank);
 
-  __device__ int columns_of(int rank) const {
-    return max(int64_t(0), min(int64_t(pipe.slice), call.cols - int64_t(rank) * pipe.slice));
-  }
   __device__ int row(int turn) const { return blockIdx.y + turn * pipe.groups; }
   __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first; }
   __device__ Copy copy(int stage, int t, int row) const {  // begins where the slice's first cache line does
@@ -4030,7 +4034,7 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   const int peer = lane % pipe.lanes, ahead = lane / pipe.lanes, cols = block.call.cols;
   float2 pairs[kPeers];
   float counts[kPeers];
-  UNROLL(i, kPeers) counts[i] = block.columns_of(peer + i * 32);
+  UNROLL(i, kPeers) counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32);
   bool complete = false;
   for (int next = gatherer; next < block.turns;) {
     const int turn = next + ahead * pipe.gatherers, row = block.row(turn);
@@ -4252,15 +4256,8 @@ constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weigh
 
 struct Plan {
   int blocks_per_row, groups;  // blocks_per_row 0: another room takes the call
-  int lines, more;             // 128-byte lines of a slice; the first `more` blocks have one more
+  int slice;                   // columns of a block, whole lines; the last one of a group may have fewer
   int ring, shared_bytes;      // ring: stages
-
-  __host__ __device__ int first_col(int64_t cols, int rank) const {
-    return min(int(cols), 32 * (lines * rank + min(rank, more)));
-  }
-  __host__ __device__ int columns(int64_t cols, int rank) const {
-    return first_col(cols, rank + 1) - first_col(cols, rank);
-  }
 };
 
 __host__ __device__ inline int stages_of(int packs) { return (packs + kStageSize - 1) / kStageSize; }
@@ -4290,7 +4287,7 @@ struct Block {
   Control& control;
   uint64_t* mailboxes;
   int rank = blockIdx.x, thread = threadIdx.x;
-  int first_col = plan.first_col(call.cols, rank), packs = plan.columns(call.cols, rank) / V;
+  int first_col = rank * plan.slice, packs = columns_of_slice(call.cols, plan.slice, rank) / V;
   int stages = stages_of(packs), last_packs = packs - (stages - 1) * kStageSize;
   uint64_t policy = l2_policy(constants.priority);
 
@@ -4300,11 +4297,6 @@ struct Block {
   __device__ StagePart load(int slot) const {
     const auto* from = reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
     return {from[0], from[kThreads]};
-  }
-  __device__ RingPosition after(const RingPosition& slot, int steps) const {
-    const int index = slot.index + steps;
-    return index < plan.ring ? RingPosition{index, slot.parity}
-                             : RingPosition{index - plan.ring, slot.parity ^ 1};
   }
 };
 
@@ -4336,7 +4328,7 @@ struct Fetch {
   // Into the slot before this one, which all warps have applied, or are about to.
   __device__ void next_before(const RingPosition& slot) {
     if (!loads && !prefetches) return;
-    const RingPosition into = block.after(slot, block.plan.ring - 1);
+    const RingPosition into = slot.after(block.plan.ring - 1, block.plan.ring);
     if (loads) barrier_wait(&block.control.empty[into.index], into.parity ^ 1);
     next(into.index);
   }
@@ -4401,7 +4393,7 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
   float counts[kPeers];
-  UNROLL(i, kPeers) counts[i] = block.plan.columns(block.call.cols, first_peer + i * 32);
+  UNROLL(i, kPeers) counts[i] = columns_of_slice(block.call.cols, block.plan.slice, first_peer + i * 32);
   while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
   }
   const float2 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
@@ -4474,7 +4466,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int ahead = stage + kAhead;
         const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
         const bool measures_last = ahead % kStages == kStages - 1;
-        const RingPosition measuring = block.after(slot, block.stages + kAhead);
+        const RingPosition measuring = slot.after(block.stages + kAhead, plan.ring);
         const StagePart x = block.load(slot.index);
         if (measures) barrier_wait(&control.full[measuring.index], measuring.parity);
         const StagePart x_ahead = block.load(measuring.index);
@@ -4499,18 +4491,17 @@ Plan plan(const Forward& call, const Device& device) {
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (device.code < 90 || groups == 0 || call.rows < kLeastRows * groups) return {};
   const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
-  const int lines = ceil_div(call.cols, 32);
-  Plan p = {blocks_per_row, int(groups), lines / blocks_per_row, lines % blocks_per_row};
-  int most_stages = 0, affine_packs = 0;
-  for (const int rank : {0, p.more, blocks_per_row - 1}) {  // blocks of all lengths
-    const int packs = p.columns(call.cols, rank) / V, stages = stages_of(packs);
-    if (stages < kStages / 2 || stages > kStages) return {};
-    most_stages = std::max(most_stages, stages);
-    affine_packs = std::max(affine_packs, shared_packs(packs, kBiases) + shared_packs(packs, kWeights));
-  }
-  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * affine_packs) / kStageBytes);
-  p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
-  return blocks_per_row > 1 && p.ring >= most_stages + kAhead + 2 ? p : Plan();
+  Plan p = {blocks_per_row, int(groups), 32 * int(ceil_div(call.cols, 32 * blocks_per_row))};
+  const int longest = p.slice / V, last = columns_of_slice(call.cols, p.slice, blocks_per_row - 1) / V;
+  const auto affine_packs = [](int packs) {
+    return shared_packs(packs, kBiases) + shared_packs(packs, kWeights);
+  };
+  const int affine_bytes = 16 * std::max(affine_packs(longest), affine_packs(last)),
+            stages = stages_of(longest);
+  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - affine_bytes) / kStageBytes);
+  p.shared_bytes = p.ring * kStageBytes + affine_bytes;
+  const bool fits = stages <= kStages && stages_of(last) > kAhead && p.ring >= stages + kAhead + 2;
+  return blocks_per_row > 1 && fits ? p : Plan();
 }
 
 template <typename T>
@@ -4536,8 +4527,9 @@ namespace spread {
 // makes its statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
 constexpr int kThreads = 256;  // of the first two kernels
-// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%).
-constexpr int kMeasuringBlocks = 4;
+// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); of
+// unaligned rows, whose loads are small, as many as fit.
+constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
 // Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
 constexpr int kTileColumns = 2048;
 template <int V>
@@ -4555,22 +4547,21 @@ struct Packs {
 
   __device__ int64_t at(int i) const { return first + i * V * THREADS; }
   __device__ bool has(int i) const { return at(i) < cols; }
+  // Returns how many columns a thread has.
+  template <typename T, int PACKS>
+  __device__ int load_from(const T* row, Pack<T, V> (&x)[PACKS]) const {
+    int count = 0;
+    UNROLL(i, PACKS) {
+      if (has(i)) x[i] = load<T, V>(row + at(i)), count += V;
+    }
+    return count;
+  }
 };
 
 // Those of its block's tile: from the last columns back, which L2 still holds.
 template <int V>
 __device__ Packs<V, kTileThreads<V>> packs_of_tile(int64_t cols) {
   return {int64_t(gridDim.x - 1 - blockIdx.x) * kTileColumns + threadIdx.x * V, cols};
-}
-
-// Returns how many columns a thread has.
-template <typename T, int V, int PACKS, typename Packs>
-__device__ int load_packs(Pack<T, V> (&x)[PACKS], const T* row, const Packs& packs) {
-  int count = 0;
-  UNROLL(i, PACKS) {
-    if (packs.has(i)) x[i] = load<T, V>(row + packs.at(i)), count += V;
-  }
-  return count;
 }
 
 // ---- Spread: forward ----
@@ -4586,20 +4577,20 @@ __device__ Moments combine_block(Moments moments) {
 }
 
 template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
+__global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuringBlocks)
     partial_moments(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
   let_next_start();
   const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
-  const float reference = reference_of(sampled(0), sampled(1), sampled(2));
+  const float reference = sizeof(T) == 2 ? 0 : reference_of(sampled(0), sampled(1), sampled(2));
   if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
   Moments moments = {};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
     Pack<T, V> loaded[PACKS];
-    const int count = load_packs(loaded, input, packs);
+    const int count = packs.load_from(input, loaded);
     Vec<float, V> x[PACKS];
     UNROLL(i, PACKS) x[i] = widened(loaded[i]) - reference;
     const auto has = [&](int i) { return i * V < count; };
@@ -4645,7 +4636,7 @@ __global__ void __launch_bounds__(512)
     const RowStats stats = row_stats[first_row + r];
     T* output = static_cast<T*>(call.output) + (first_row + r) * call.cols;
     Pack<T, V> x[PACKS];
-    load_packs(x, static_cast<const T*>(call.input) + (first_row + r) * call.cols, packs);
+    packs.load_from(static_cast<const T*>(call.input) + (first_row + r) * call.cols, x);
     UNROLL(i, PACKS) {
       if (!packs.has(i)) continue;
       auto y = widened(x[i]);
@@ -4719,8 +4710,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) row_means[row] = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
 }
 
-// then the gradients, with the columns' weight, grad_weight and grad_bias in registers: the totals of a
-// single block for a column (gridDim.y == 1), else partials, (2, gridDim.y, cols), for sum_partials.
+// then the gradients, with the columns' weight, grad_weight and grad_bias in registers.
 template <typename T, int V, int PACKS>
 __global__ void __launch_bounds__(512)
     backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
@@ -4740,8 +4730,8 @@ __global__ void __launch_bounds__(512)
     const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
     T* grad_input = static_cast<T*>(call.grad_input) + row * call.cols;
     Pack<T, V> x[PACKS], dy[PACKS];
-    load_packs(x, static_cast<const T*>(call.input) + row * call.cols, packs);
-    load_packs(dy, static_cast<const T*>(call.grad_output) + row * call.cols, packs);
+    packs.load_from(static_cast<const T*>(call.input) + row * call.cols, x);
+    packs.load_from(static_cast<const T*>(call.grad_output) + row * call.cols, dy);
     UNROLL(i, PACKS) {
       if (!packs.has(i)) continue;
       const auto xhat = (widened(x[i]) - mean) * rstd;
@@ -4756,14 +4746,7 @@ __global__ void __launch_bounds__(512)
   }
 
   UNROLL(i, PACKS) {
-    if (!packs.has(i)) continue;
-    if (gridDim.y > 1) {
-      float* to = partials + blockIdx.y * call.cols + packs.at(i);
-      store_sums(to, grad_weight[i].at);
-      store_sums(to + gridDim.y * call.cols, grad_bias[i].at);
-    } else {
-      store_gradients<T>(call, packs.at(i), grad_weight[i].at, grad_bias[i].at);
-    }
+    if (packs.has(i)) add_gradients<T>(call, partials, packs.at(i), grad_weight[i], grad_bias[i], true);
   }
 }
 
@@ -4803,7 +4786,8 @@ cudaError_t launch(const Backward& call, const Context& context) {
   Plan p = plan(call.rows, call.cols, context.device);
   const int64_t fit = kPartialBytes / (2 * sizeof(float) * call.cols);
   p.row_blocks = std::max(ceil_div(call.rows, kRowsPerSum), std::min(p.row_blocks, fit));
-  const int64_t partial_rows = partials_of(p.row_blocks), sums_of_columns = 2 * partial_rows * call.cols;
+  const int64_t partial_rows = p.row_blocks > 1 ? p.row_blocks : 0;  // of a single one they are the totals
+  const int64_t sums_of_columns = 2 * partial_rows * call.cols;
   auto* partials = static_cast<float*>(
       context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums)));
   auto *row_means = reinterpret_cast<Sums*>(partials + sums_of_columns), *sums = row_means + call.rows;
@@ -4815,7 +4799,7 @@ cudaError_t launch(const Backward& call, const Context& context) {
   }
   launch_kernel(backward_columns<T, V, kTilePacks<V>>,
                 {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
-                ceil_div(call.rows, p.row_blocks), partials);
+                ceil_div(call.rows, p.row_blocks), partial_rows > 0 ? partials : nullptr);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
