@@ -1898,6 +1898,12 @@ __device__ inline float inverse_root(float x) {
 // A product rounded by itself. Fused into a later subtraction it would keep digits that the sum of such
 // products has lost: grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
+
+template <int V>
+__device__ Vec<float, V> product(Vec<float, V> a, const Vec<float, V>& b) {
+  UNROLL(v, V) a[v] = product(a[v], b[v]);
+  return a;
+}
 """
 
 _STATISTICS = r"""
@@ -2005,9 +2011,9 @@ __device__ inline RowStats row_stats_of(float first, float off, float rstd) {
 }
 
 // 16 bits do without the rest, which is less than their rounding.
-template <typename T>
-__device__ float normalized(float x, const RowStats& row) {
-  const float distance = x - row.mean;
+template <typename T, int V>
+__device__ Vec<float, V> normalized(const Vec<float, V>& x, const RowStats& row) {
+  const auto distance = x - row.mean;
   return (sizeof(T) == 2 ? distance : distance - row.rest) * row.rstd;
 }
 
@@ -3623,9 +3629,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) {
     const auto values = widened(load<T, V>(x + columns.at(i)));
-    float here = 0;  // short sums first, independent of one another
-    UNROLL(v, V) here += values[v];
-    sum[0] += here;
+    sum[0] += sum_of<T>(values.at);
   }
   row_means<T, INT_MAX, false>(mean, sum, packs * V, cols, constants.per_col, slots);
   DistanceSums<T> distances[1] = {};
@@ -3812,9 +3816,7 @@ struct ForwardPass {
   __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& stats, const float4&) const {
     T* output = static_cast<T*>(call.output) + slice.offset;
     UNROLL(i, kPacks) {
-      auto y = slice.pack(slice.x, i);
-      UNROLL(v, V) y[v] = normalized<T>(y[v], stats);
-      y = y * weight[i] + bias[i];
+      const auto y = normalized<T>(slice.pack(slice.x, i), stats) * weight[i] + bias[i];
       if (slice.has(i)) store<T, V>(output + slice.at(i), y.at);
     }
   }
@@ -3852,13 +3854,9 @@ struct BackwardPass {
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto xhat = (slice.pack(slice.x, i) - mean) * rstd, dy = slice.pack(slice.dy, i);
-      UNROLL(v, V) {
-        const float wdy = product(weight[i][v], dy[v]);
-        sums.wdy += wdy;
-        sums.wdy_xhat += wdy * xhat[v];
-        grad_weight[i][v] += dy[v] * xhat[v];
-        grad_bias[i][v] += dy[v];
-      }
+      const auto wdy = product(weight[i], dy);
+      UNROLL(v, V) sums.wdy += wdy[v], sums.wdy_xhat += wdy[v] * xhat[v];
+      grad_weight[i] = grad_weight[i] + dy * xhat, grad_bias[i] = grad_bias[i] + dy;
     }
     sums = combine_lanes(sums, kLanesPerPart);
     return {sums.wdy, sums.wdy_xhat};
@@ -3888,16 +3886,9 @@ struct BackwardPass {
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto x = slice.pack(slice.x, i), dy = slice.pack(slice.dy, i);
-      Vec<float, V> dx;
-      UNROLL(v, V) {
-        if constexpr (sizeof(T) == 2) {
-          dx[v] = rstd * (x[v] * of_x + (weight[i][v] * dy[v] + rest));
-        } else {
-          const float xhat = (x[v] - mean) * rstd;
-          dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
-        }
-      }
-      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), dx.at);
+      const auto dx = sizeof(T) == 2 ? x * of_x + (weight[i] * dy + rest)
+                                     : product(weight[i], dy) - mean_wdy - (x - mean) * rstd * mean_wdy_xhat;
+      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), (dx * rstd).at);
     }
   }
 
@@ -4639,8 +4630,7 @@ __global__ void __launch_bounds__(512)
     packs.load_from(static_cast<const T*>(call.input) + (first_row + r) * call.cols, x);
     UNROLL(i, PACKS) {
       if (!packs.has(i)) continue;
-      auto y = widened(x[i]);
-      UNROLL(v, V) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+      auto y = normalized<T>(widened(x[i]), stats) * weight[i] + bias[i];
       apply_epilogue<T>(y.at, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
       store<T, V, true>(output + packs.at(i), y.at);
     }
@@ -4685,10 +4675,8 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
       Pack<T, V> dy = load<T, V>(grad_output + col);
       load_affine<T, V>(weight.at, call.weight, call.affine_float32, col, 1);
       const auto grad = gradient_of<T>(dy, xhat, weight, call, col);
-      UNROLL(v, V) {
-        const float wdy = product(weight[v], grad[v]);
-        here.wdy += wdy, here.wdy_xhat += wdy * xhat[v];
-      }
+      const auto wdy = product(weight, grad);
+      UNROLL(v, V) here.wdy += wdy[v], here.wdy_xhat += wdy[v] * xhat[v];
     }
     sums = combine(sums, here);
   }
@@ -4736,11 +4724,8 @@ __global__ void __launch_bounds__(512)
       if (!packs.has(i)) continue;
       const auto xhat = (widened(x[i]) - mean) * rstd;
       const auto grad = gradient_of<T>(dy[i], xhat, weight[i], call, packs.at(i));
-      Vec<float, V> dx;
-      UNROLL(v, V) {
-        dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
-        grad_weight[i][v] += grad[v] * xhat[v], grad_bias[i][v] += grad[v];
-      }
+      const auto dx = (product(weight[i], grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
+      grad_weight[i] = grad_weight[i] + grad * xhat, grad_bias[i] = grad_bias[i] + grad;
       if (call.grad_input != nullptr) store<T, V, true>(grad_input + packs.at(i), dx.at);
     }
   }
