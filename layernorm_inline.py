@@ -1982,11 +1982,11 @@ __device__ inline void add_moments(Moments& all, float count, float mean, float 
   all.count += count;
 }
 
-// The number from which all blocks of a row count their means, so that what they exchange is small and exact:
-// as floats those means would put the row's off by 0.2 units in the last place (1 x 85994, mean 10^4: 0.1; so
-// 0.002). The middle one of three elements, so that one outlier among them is harmless. They are not at a
-// row's ends, where padding is, nor as far from each other as outliers at even distances are (with the ends
-// for two of them, and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
+// The number from which all blocks of a float32 row count their means, so that what they exchange is small
+// and exact: as floats those means would put the row's off by 0.2 units in the last place (1 x 85994, mean
+// 10^4: 0.1; so 0.002). The middle one of three elements, so that one outlier among them is harmless. They
+// are not at a row's ends, where padding is, nor as far from each other as outliers at even distances are
+// (with the ends for two of them, and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
@@ -3570,7 +3570,6 @@ namespace shared {
 // Takes aligned rows that are too long for registers and of which an SM's shared memory holds several; longer
 // ones go to the pipeline. A thread loads all its packs of the row at once, so that as much is in flight as
 // fits an SM, and only reads what it has copied itself.
-//
 // Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
@@ -3686,13 +3685,11 @@ _PIPELINE = r"""
 namespace pipeline {
 
 // ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
-// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each keeps to its
-// slice of the columns, with weight, bias or their gradients in registers for the whole run. Slices of row
-// after row are copied to a ring of stages in shared memory. 16 warps measure a slice when it has arrived,
-// one more combines and publishes what they measured, one or two gather what the row's blocks have published.
-// Meanwhile the 16 measure the next rows, and apply a slice `delay` stages after it was measured: nobody
-// waits for the exchange, and each byte moves once.
-//
+// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each has a slice
+// of the columns, with weight, bias or their gradients in registers for the whole run. Slices of row after
+// row are copied to a ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more
+// combines and publishes what they measured, one or two gather what the row's blocks have published. The 16
+// apply a slice `delay` stages later: nobody waits for the exchange, and each byte moves once.
 // Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66 such
 // groups take turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied,
 // each is applied 3 after it is measured.
@@ -4567,11 +4564,12 @@ __device__ Moments combine_block(Moments moments) {
   return combine_means(of_warps[threadIdx.x % kWarps], kWarps);
 }
 
-template <typename T, int V, int PACKS>
+template <typename T, int V>
 __global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuringBlocks)
     partial_moments(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
   let_next_start();
-  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
+  constexpr int kPacks = V == 1 ? 8 : 4;
+  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = kPacks * V * kThreads;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
@@ -4580,10 +4578,10 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuri
   Moments moments = {};
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
-    Pack<T, V> loaded[PACKS];
+    Pack<T, V> loaded[kPacks];
     const int count = packs.load_from(input, loaded);
-    Vec<float, V> x[PACKS];
-    UNROLL(i, PACKS) x[i] = widened(loaded[i]) - reference;
+    Vec<float, V> x[kPacks];
+    UNROLL(i, kPacks) x[i] = widened(loaded[i]) - reference;
     const auto has = [&](int i) { return i * V < count; };
     const float2 part = measure_packs<T, 1>(x, has, count, 1 / float(max(count, 1)));
     if (count > 0) add_moments(moments, count, part.x, part.y);
@@ -4610,12 +4608,12 @@ __global__ void __launch_bounds__(kThreads)
   save_statistics(call, row, reference + moments.mean, rstd);
 }
 
-template <typename T, int V, int PACKS>
+template <typename T, int V>
 __global__ void __launch_bounds__(512)
     normalize_columns(Forward call, const RowStats* row_stats, int64_t rows_per_block) {
   const auto packs = packs_of_tile<V>(call.cols);
-  Vec<float, V> weight[PACKS], bias[PACKS];
-  UNROLL(i, PACKS) {
+  Vec<float, V> weight[kTilePacks<V>], bias[kTilePacks<V>];
+  UNROLL(i, kTilePacks<V>) {
     if (!packs.has(i)) continue;
     load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
     load_affine<T, V>(bias[i].at, call.bias, call.affine_float32, packs.at(i), 0);
@@ -4626,9 +4624,9 @@ __global__ void __launch_bounds__(512)
   ROLLED(r, min(rows_per_block, call.rows - first_row)) {  // unrolled, fewer blocks fit an SM
     const RowStats stats = row_stats[first_row + r];
     T* output = static_cast<T*>(call.output) + (first_row + r) * call.cols;
-    Pack<T, V> x[PACKS];
+    Pack<T, V> x[kTilePacks<V>];
     packs.load_from(static_cast<const T*>(call.input) + (first_row + r) * call.cols, x);
-    UNROLL(i, PACKS) {
+    UNROLL(i, kTilePacks<V>) {
       if (!packs.has(i)) continue;
       auto y = normalized<T>(widened(x[i]), stats) * weight[i] + bias[i];
       apply_epilogue<T>(y.at, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
@@ -4652,12 +4650,12 @@ __device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V
 }
 
 // First the two sums of each piece of a row,
-template <typename T, int V, int PACKS>
+template <typename T, int V>
 __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
     backward_partial_sums(Backward call, int pieces, Sums* sums_of_pieces) {
   __shared__ Sums slots[kMaxWarps][1];
   let_next_start();
-  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
+  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = kTilePacks<V> * V * kThreads;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   const T* grad_output = static_cast<const T*>(call.grad_output) + row * cols;
@@ -4667,7 +4665,7 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
     Sums here = {};  // short sums first: thousands of terms one by one would lose digits
-    UNROLL(i, PACKS) {
+    UNROLL(i, kTilePacks<V>) {
       const int64_t col = packs.at(i);
       if (col >= cols) continue;
       Vec<float, V> weight;
@@ -4699,14 +4697,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // then the gradients, with the columns' weight, grad_weight and grad_bias in registers.
-template <typename T, int V, int PACKS>
+template <typename T, int V>
 __global__ void __launch_bounds__(512)
     backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
   // Also for weight: where grad_input is not wanted, its writer may be the previous kernel.
   wait_for_previous();
   const auto packs = packs_of_tile<V>(call.cols);
-  Vec<float, V> weight[PACKS], grad_weight[PACKS] = {}, grad_bias[PACKS] = {};
-  UNROLL(i, PACKS) {
+  Vec<float, V> weight[kTilePacks<V>], grad_weight[kTilePacks<V>] = {}, grad_bias[kTilePacks<V>] = {};
+  UNROLL(i, kTilePacks<V>) {
     if (packs.has(i)) load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
   }
 
@@ -4717,10 +4715,10 @@ __global__ void __launch_bounds__(512)
     const float rstd = static_cast<const float*>(call.rstd)[row];
     const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
     T* grad_input = static_cast<T*>(call.grad_input) + row * call.cols;
-    Pack<T, V> x[PACKS], dy[PACKS];
+    Pack<T, V> x[kTilePacks<V>], dy[kTilePacks<V>];
     packs.load_from(static_cast<const T*>(call.input) + row * call.cols, x);
     packs.load_from(static_cast<const T*>(call.grad_output) + row * call.cols, dy);
-    UNROLL(i, PACKS) {
+    UNROLL(i, kTilePacks<V>) {
       if (!packs.has(i)) continue;
       const auto xhat = (widened(x[i]) - mean) * rstd;
       const auto grad = gradient_of<T>(dy[i], xhat, weight[i], call, packs.at(i));
@@ -4730,7 +4728,7 @@ __global__ void __launch_bounds__(512)
     }
   }
 
-  UNROLL(i, PACKS) {
+  UNROLL(i, kTilePacks<V>) {
     if (packs.has(i)) add_gradients<T>(call, partials, packs.at(i), grad_weight[i], grad_bias[i], true);
   }
 }
@@ -4756,13 +4754,12 @@ cudaError_t launch(const Forward& call, const Context& context) {
   auto* row_stats =
       static_cast<RowStats*>(context.allocate(call.rows * (sizeof(RowStats) + p.pieces * sizeof(Moments))));
   auto* moments = reinterpret_cast<Moments*>(row_stats + call.rows);
-  partial_moments<T, V, V == 1 ? 8 : 4>
+  partial_moments<T, V>
       <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
   launch_kernel(finish_moments, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, moments,
                 row_stats);
-  launch_kernel(normalize_columns<T, V, kTilePacks<V>>,
-                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
-                ceil_div(call.rows, p.row_blocks));
+  launch_kernel(normalize_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic},
+                context, call, row_stats, ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -4777,14 +4774,13 @@ cudaError_t launch(const Backward& call, const Context& context) {
       context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums)));
   auto *row_means = reinterpret_cast<Sums*>(partials + sums_of_columns), *sums = row_means + call.rows;
   if (call.grad_input != nullptr) {
-    backward_partial_sums<T, V, kTilePacks<V>>
-        <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
+    backward_partial_sums<T, V><<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
     launch_kernel(finish_sums, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, sums,
                   row_means);
   }
-  launch_kernel(backward_columns<T, V, kTilePacks<V>>,
-                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
-                ceil_div(call.rows, p.row_blocks), partial_rows > 0 ? partials : nullptr);
+  launch_kernel(backward_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic},
+                context, call, row_means, ceil_div(call.rows, p.row_blocks),
+                partial_rows > 0 ? partials : nullptr);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }

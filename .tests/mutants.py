@@ -145,7 +145,7 @@ MUTANTS = [
     # ---- Rows spread over the GPU ----
     Mutant("spread: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", SPREAD),
     Mutant("spread: means of pieces left out", "add_moments(moments, piece.count, piece.mean, piece.m2);", "add_moments(moments, piece.count, 0.0f, piece.m2);", SPREAD),
-    Mutant("spread: count where a row ends", "add_moments(moments, count, part.x, part.y)", "add_moments(moments, float(V * PACKS), part.x, part.y)", SPREAD),
+    Mutant("spread: count where a row ends", "add_moments(moments, count, part.x, part.y)", "add_moments(moments, float(V * kPacks), part.x, part.y)", SPREAD),
     Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const float reference", "const int64_t row = blockIdx.x; const float reference", SPREAD),
     Mutant("spread: statistics of a block's first row", "stats = row_stats[first_row + r];", "stats = row_stats[first_row];", SPREAD),
     Mutant("spread, backward: mean(wdy) dropped", "dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);", "dx[v] = rstd * (product(weight[i][v], grad[v]) - xhat[v] * means.wdy_xhat);", SPREAD),
