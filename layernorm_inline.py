@@ -2077,16 +2077,17 @@ __device__ inline Moments combine_means(const Moments& moments, int width) {
 }
 
 // {mean, m2} of N packs of a thread, or of LANES threads together, which have `count` columns in them.
-template <typename T, int LANES, int N, int V, typename Has>
-__device__ float2 measure_packs(const Vec<float, V> (&x)[N], Has has, float count, float per_count) {
+template <typename T, int LANES, int N, typename X, typename Has>
+__device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   float sum = 0, m2 = 0;
-  UNROLL(i, N) sum += has(i) ? sum_of<T>(x[i].at) : 0;
+  UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i).at) : 0;
   sum = combine_lanes(sum, LANES);
   const float mean = sizeof(T) == 2 ? quotient(sum, count, per_count) : sum * per_count;
   UNROLL(i, N) {
     if (!has(i)) continue;
+    const auto distances = x(i) - mean;
     float here = 0;
-    UNROLL(v, V) add_distance(here, x[i][v] - mean);
+    UNROLL(v, distances.kSize) add_distance(here, distances[v]);
     m2 += here;
   }
   return {mean, combine_lanes(m2, LANES)};
@@ -3786,10 +3787,11 @@ struct ForwardPass {
   }
 
   __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) const {
-    Vec<float, V> x[kPacks];
-    UNROLL(i, kPacks) x[i] = slice.pack(slice.x, i) - reference(row_scalars);
+    Vec<float, V> packs[kPacks];
+    UNROLL(i, kPacks) packs[i] = slice.pack(slice.x, i) - reference(row_scalars);
+    const auto x = [&](int i) { return packs[i]; };
     const auto has = [&](int i) { return slice.has(i); };
-    return measure_packs<T, kLanesPerPart>(x, has, count, per_count);
+    return measure_packs<T, kLanesPerPart, kPacks>(x, has, count, per_count);
   }
 
   // Of N pairs a lane, over `width` lanes.
@@ -4354,8 +4356,9 @@ __device__ void measure_stage(Moments& moments, const StagePart& x, bool is_last
   const int last_packs = opaque(block.last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
   auto exists = [&](int i) { return !is_last || i * kThreads + block.thread < last_packs; };
   const float count = exists(1) ? 2 * V : exists(0) ? V : 0;
-  const Vec<float, V> packs[kStagePacks] = {widened(x[0]), widened(x[1])};
-  const float2 stage = measure_packs<float, 1>(packs, exists, count, exists(1) ? 0.5f / V : 1.f / V);
+  const auto pack = [&](int i) { return widened(x[i]); };
+  const float per_count = exists(1) ? 0.5f / V : 1.f / V;
+  const float2 stage = measure_packs<float, 1, kStagePacks>(pack, exists, count, per_count);
   if (!is_last || count > 0) add_moments(moments, count, stage.x, stage.y);
 }
 
@@ -4481,13 +4484,12 @@ Plan plan(const Forward& call, const Device& device) {
   const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
   Plan p = {blocks_per_row, int(groups), 32 * int(ceil_div(call.cols, 32 * blocks_per_row))};
   const int longest = p.slice / V, last = columns_of_slice(call.cols, p.slice, blocks_per_row - 1) / V;
-  const auto affine_packs = [](int packs) {
-    return shared_packs(packs, kBiases) + shared_packs(packs, kWeights);
-  };
-  const int affine_bytes = 16 * std::max(affine_packs(longest), affine_packs(last)),
-            stages = stages_of(longest);
-  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - affine_bytes) / kStageBytes);
-  p.shared_bytes = p.ring * kStageBytes + affine_bytes;
+  int affine_packs = 0;
+  for (const int packs : {longest, last})
+    affine_packs = std::max(affine_packs, shared_packs(packs, kBiases) + shared_packs(packs, kWeights));
+  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * affine_packs) / kStageBytes);
+  p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
+  const int stages = stages_of(longest);
   const bool fits = stages <= kStages && stages_of(last) > kAhead && p.ring >= stages + kAhead + 2;
   return blocks_per_row > 1 && fits ? p : Plan();
 }
@@ -4580,10 +4582,9 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuri
     const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
     Pack<T, V> loaded[kPacks];
     const int count = packs.load_from(input, loaded);
-    Vec<float, V> x[kPacks];
-    UNROLL(i, kPacks) x[i] = widened(loaded[i]) - reference;
+    const auto x = [&](int i) { return widened(loaded[i]) - reference; };
     const auto has = [&](int i) { return i * V < count; };
-    const float2 part = measure_packs<T, 1>(x, has, count, 1 / float(max(count, 1)));
+    const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(max(count, 1)));
     if (count > 0) add_moments(moments, count, part.x, part.y);
   }
   moments = combine_block(moments);
