@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant("pipeline before Hopper: last copies not counted", "if (kCopiers<Pass> > 0) barrier_arrive_with_copies(", "if (kCopiers<Pass> > 0) barrier_arrive(", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline before Hopper: last units not copied", "int left = copy.bytes - 16 * thread; left > 0;", "int left = copy.bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
-    Mutant("pipeline, backward: mean(wdy) dropped, float32", "dy[v]) - mean_wdy - xhat * mean_wdy_xhat", "dy[v]) - xhat * mean_wdy_xhat", PIPELINE),
+    Mutant("pipeline, backward: mean(wdy) dropped, float32", "product(weight[i], dy) - mean_wdy - (x", "product(weight[i], dy) - (x", PIPELINE),
     Mutant("pipeline, backward: sums of many rows begin with the last 256", "if (!is_first) sums = sums + widened(load<float, V>(partials));", "", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
     Mutant("backward: all rows of a thread added one by one", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
     # ---- What blocks that share a row tell one another ----
@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant("spread: count where a row ends", "add_moments(moments, count, part.x, part.y)", "add_moments(moments, float(V * kPacks), part.x, part.y)", SPREAD),
     Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const float reference", "const int64_t row = blockIdx.x; const float reference", SPREAD),
     Mutant("spread: statistics of a block's first row", "stats = row_stats[first_row + r];", "stats = row_stats[first_row];", SPREAD),
-    Mutant("spread, backward: mean(wdy) dropped", "dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);", "dx[v] = rstd * (product(weight[i][v], grad[v]) - xhat[v] * means.wdy_xhat);", SPREAD),
+    Mutant("spread, backward: mean(wdy) dropped", "product(weight[i], grad) - means.wdy - xhat", "product(weight[i], grad) - xhat", SPREAD),
     # ---- Backward: rows in registers, sums over rows ----
     Mutant("backward: mean(wdy) dropped, 16 bits", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
     Mutant("backward: mean(wdy) dropped, float32", "(product(weight[v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat)", "(product(weight[v], grad[v]) - xhat[v] * means.wdy_xhat)", VALUES),
