@@ -1748,13 +1748,6 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, con
   }
 }
 
-template <typename T, int V>
-__device__ void store_gradients(const Backward& call, int64_t col, const float (&grad_weight)[V],
-                                const float (&grad_bias)[V]) {
-  store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight);
-  store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
-}
-
 // ---- Elements: vectors of numbers ----
 
 // V numbers, with arithmetic element by element.
@@ -2766,15 +2759,19 @@ __device__ void add_sums(float* partials, Vec<float, V> sums, bool is_first) {
   store<float, V>(partials, sums.at);
 }
 
-// Of rows and V columns: to partials, (2, gridDim.y, cols). Without partials they are the gradients.
+// Adds sums of V columns to partials, (2, gridDim.y, cols). Without partials they are the gradients.
 template <typename T, int V>
 __device__ void add_gradients(const Backward& call, float* partials, int64_t col,
                               const Vec<float, V>& grad_weight, const Vec<float, V>& grad_bias,
                               bool is_first) {
-  if (partials == nullptr) return store_gradients<T>(call, col, grad_weight.at, grad_bias.at);
-  float* to = partials + blockIdx.y * call.cols + col;
-  add_sums(to, grad_weight, is_first);
-  add_sums(to + gridDim.y * call.cols, grad_bias, is_first);
+  if (partials == nullptr) {
+    store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight.at);
+    store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias.at);
+  } else {
+    float* to = partials + blockIdx.y * call.cols + col;
+    add_sums(to, grad_weight, is_first);
+    add_sums(to + gridDim.y * call.cols, grad_bias, is_first);
+  }
 }
 
 // partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
@@ -3878,9 +3875,8 @@ struct BackwardPass {
                         const float4& row_scalars) const {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = means.x, mean_wdy_xhat = means.y, mean = row_scalars.x, rstd = row_scalars.y;
-    // rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). For 16 bits (see normalized) rstd * (wdy + of_x * x +
-    // rest), three instructions instead of six. For equal numbers of_x is 0. rstd is not part of it, as their
-    // product would overflow for numbers below 1e-19.
+    // 16 bits (see normalized) take three instructions instead of six. For equal numbers of_x is 0; rstd is
+    // not part of it, as their product would overflow for numbers below 1e-19.
     const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
