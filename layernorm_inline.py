@@ -2458,11 +2458,6 @@ __host__ __device__ inline int64_t mailboxes_per_row(int blocks) {
   return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16;
 }
 
-// Of a block's slice of the row; the last slices may have fewer, or none.
-__host__ __device__ inline int columns_of_slice(int64_t cols, int slice, int rank) {
-  return max(int64_t(0), min(int64_t(slice), cols - int64_t(rank) * slice));
-}
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 // A stage of a ring and the parity of its barriers.
 struct RingPosition {
@@ -3727,6 +3722,11 @@ struct Pipeline {
   L2Priority priority;         // of input
 };
 
+// Of a block's slice; that of a group's last block may be shorter, and others have none.
+__device__ inline int columns_of_slice(int64_t cols, int slice, int rank) {
+  return max(int64_t(0), min(int64_t(slice), cols - int64_t(rank) * slice));
+}
+
 // A block's slice of a row, in the ring. A thread has packs of V columns.
 template <typename T>
 struct Slice {
@@ -4242,8 +4242,15 @@ constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weigh
 
 struct Plan {
   int blocks_per_row, groups;  // blocks_per_row 0: another room takes the call
-  int slice;                   // columns of a block, whole lines; the last one of a group may have fewer
+  int lines, more;             // 128-byte lines of a slice; the first `more` blocks have one more
   int ring, shared_bytes;      // ring: stages
+
+  __host__ __device__ int first_col(int64_t cols, int rank) const {
+    return min(int(cols), 32 * (lines * rank + min(rank, more)));
+  }
+  __host__ __device__ int columns(int64_t cols, int rank) const {
+    return first_col(cols, rank + 1) - first_col(cols, rank);
+  }
 };
 
 __host__ __device__ inline int stages_of(int packs) { return (packs + kStageSize - 1) / kStageSize; }
@@ -4273,7 +4280,7 @@ struct Block {
   Control& control;
   uint64_t* mailboxes;
   int rank = blockIdx.x, thread = threadIdx.x;
-  int first_col = rank * plan.slice, packs = columns_of_slice(call.cols, plan.slice, rank) / V;
+  int first_col = plan.first_col(call.cols, rank), packs = plan.columns(call.cols, rank) / V;
   int stages = stages_of(packs), last_packs = packs - (stages - 1) * kStageSize;
   uint64_t policy = l2_policy(constants.priority);
 
@@ -4380,7 +4387,7 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
   float counts[kPeers];
-  UNROLL(i, kPeers) counts[i] = columns_of_slice(block.call.cols, block.plan.slice, first_peer + i * 32);
+  UNROLL(i, kPeers) counts[i] = block.plan.columns(block.call.cols, first_peer + i * 32);
   while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
   }
   const float2 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
@@ -4478,16 +4485,18 @@ Plan plan(const Forward& call, const Device& device) {
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (device.code < 90 || groups == 0 || call.rows < kLeastRows * groups) return {};
   const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
-  Plan p = {blocks_per_row, int(groups), 32 * int(ceil_div(call.cols, 32 * blocks_per_row))};
-  const int longest = p.slice / V, last = columns_of_slice(call.cols, p.slice, blocks_per_row - 1) / V;
-  int affine_packs = 0;
-  for (const int packs : {longest, last})
+  const int lines = ceil_div(call.cols, 32);
+  Plan p = {blocks_per_row, int(groups), lines / blocks_per_row, lines % blocks_per_row};
+  int most_stages = 0, affine_packs = 0;
+  for (const int rank : {0, p.more, blocks_per_row - 1}) {  // blocks of all lengths
+    const int packs = p.columns(call.cols, rank) / V, stages = stages_of(packs);
+    if (stages < kStages / 2 || stages > kStages) return {};
+    most_stages = std::max(most_stages, stages);
     affine_packs = std::max(affine_packs, shared_packs(packs, kBiases) + shared_packs(packs, kWeights));
+  }
   p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * affine_packs) / kStageBytes);
   p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
-  const int stages = stages_of(longest);
-  const bool fits = stages <= kStages && stages_of(last) > kAhead && p.ring >= stages + kAhead + 2;
-  return blocks_per_row > 1 && fits ? p : Plan();
+  return blocks_per_row > 1 && p.ring >= most_stages + kAhead + 2 ? p : Plan();
 }
 
 template <typename T>
