@@ -1728,13 +1728,6 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, con
   }
 }
 
-template <typename T, int V>
-__device__ void store_gradients(const Backward& call, int64_t col, const float (&grad_weight)[V],
-                                const float (&grad_bias)[V]) {
-  store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight);
-  store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
-}
-
 // ---- Elements: vectors of numbers ----
 
 // V numbers, with arithmetic element by element.
@@ -1878,6 +1871,12 @@ __device__ inline float inverse_root(float x) {
 // A product rounded by itself. Fused into a later subtraction it would keep digits that the sum of such
 // products has lost: grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
+
+template <int V>
+__device__ Vec<float, V> product(Vec<float, V> a, const Vec<float, V>& b) {
+  UNROLL(v, V) a[v] = product(a[v], b[v]);
+  return a;
+}
 """
 
 _STATISTICS = r"""
@@ -1944,10 +1943,11 @@ __device__ inline void add_moments(Moments& all, float count, float mean, float 
   all.count += count;
 }
 
-// The number from which all blocks of a row count their means, so that what they exchange is small and exact
-// (1 x 85994, mean 10^4: off by 0.1 units in the last place without, 0.002 with). The middle one of three
-// elements, as one may be an outlier. They are not at a row's ends, where padding is, nor at even distances,
-// as outliers are (with two at the ends and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
+// The number from which all blocks of a float32 row count their means, so that what they exchange is small
+// and exact (1 x 85994, mean 10^4: off by 0.1 units in the last place without, 0.002 with). The middle one of
+// three elements, as one may be an outlier. They are not at a row's ends, where padding is, nor at even
+// distances, as outliers are (with two at the ends and 6 outliers of 10^4 among 65536, grad_input was off by
+// 300 units).
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
@@ -1968,9 +1968,9 @@ __device__ inline RowStats row_stats_of(float first, float off, float rstd) {
 }
 
 // 16 bits do without the rest, which is less than their rounding.
-template <typename T>
-__device__ float normalized(float x, const RowStats& row) {
-  const float distance = x - row.mean;
+template <typename T, int V>
+__device__ Vec<float, V> normalized(const Vec<float, V>& x, const RowStats& row) {
+  const auto distance = x - row.mean;
   return (sizeof(T) == 2 ? distance : distance - row.rest) * row.rstd;
 }
 
@@ -2017,25 +2017,43 @@ __device__ auto sum_of_terms(F term) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Combines N moments a lane over `width` lanes: their mean, then distances from it, a shorter chain than two
-// by two. Means are taken from `first`, one of them: at 10^7 times the spread plain ones are off by more.
-template <int N>
-__device__ Moments combine_means(const Moments (&moments)[N], float first, float count, int width) {
-  const float sum = sum_of_terms<N>([&](int n) { return moments[n].count * (moments[n].mean - first); });
+// Combines {mean, m2} of N parts a lane over `width` lanes: their mean, then distances from it, a shorter
+// chain than two by two. Means are taken from the first: at 10^7 times the spread plain ones are off by more.
+template <int N, int M>
+__device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
+  const float first = __shfl_sync(~0u, parts[0].x, 0, width);
+  const float sum = sum_of_terms<N>([&](int n) { return counts[n] * (parts[n].x - first); });
   const float off = combine_lanes(sum, width) * fast_reciprocal(count);
   const float m2 = sum_of_terms<N>([&](int n) {
-    const float delta = moments[n].mean - first - off;
-    return moments[n].m2 + moments[n].count * delta * delta;
+    const float delta = parts[n].x - first - off;
+    return parts[n].y + counts[n] * delta * delta;
   });
-  return {count, first + off, combine_lanes(m2, width)};
+  return {first + off, combine_lanes(m2, width)};
 }
 
 // One a lane; the first lane's is empty only if all are.
 __device__ inline Moments combine_means(const Moments& moments, int width) {
-  const Moments one[1] = {moments};
-  const float count = combine_lanes(moments.count, width), first = __shfl_sync(~0u, moments.mean, 0, width);
-  const Moments all = combine_means(one, first, max(count, 1.0f), width);
-  return {count, all.mean, all.m2};  // of nothing: count 0
+  const float2 part[1] = {{moments.mean, moments.m2}};
+  const float count[1] = {moments.count}, all = combine_lanes(moments.count, width);
+  const float2 total = combine_means<1>(part, count, max(all, 1.0f), width);
+  return {all, total.x, total.y};  // of nothing: count 0
+}
+
+// {mean, m2} of N packs of a thread, or of LANES threads together, which have `count` columns in them.
+template <typename T, int LANES, int N, typename X, typename Has>
+__device__ float2 measure_packs(X x, Has has, float count, float per_count) {
+  float sum = 0, m2 = 0;
+  UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i).at) : 0;
+  sum = combine_lanes(sum, LANES);
+  const float mean = sizeof(T) == 2 ? quotient(sum, count, per_count) : sum * per_count;
+  UNROLL(i, N) {
+    if (!has(i)) continue;
+    const auto distances = x(i) - mean;
+    float here = 0;
+    UNROLL(v, distances.kSize) add_distance(here, distances[v]);
+    m2 += here;
+  }
+  return {mean, combine_lanes(m2, LANES)};
 }
 
 // Sums N numbers, a power of two, over a warp; lane l gets the sum of number l / (32 / N). Each exchange
@@ -2385,9 +2403,11 @@ __host__ __device__ inline int64_t mailboxes_per_row(int blocks) {
 // A stage of a ring and the parity of its barriers.
 struct RingPosition {
   int index = 0, parity = 0;
-  __device__ void advance(int stages) {
-    if (++index == stages) index = 0, parity ^= 1;
+  __device__ RingPosition after(int steps, int stages) const {
+    const int next = index + steps;
+    return next < stages ? RingPosition{next, parity} : RingPosition{next - stages, parity ^ 1};
   }
+  __device__ void advance(int stages) { *this = after(1, stages); }
 };
 
 constexpr uint64_t kEmptyMailbox = ~uint64_t(0);  // two NaNs that no arithmetic yields
@@ -2619,13 +2639,25 @@ constexpr int kRowsPerSum = 256;
 
 // Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
 template <int V>
-__device__ void add_sums(float* partials, const Vec<float, V>& sums, bool is_first) {
-  const Pack<float, V> before = is_first ? Pack<float, V>{} : load<float, V>(partials);
-  store<float, V>(partials, (widened(before) + sums).at);
+__device__ void add_sums(float* partials, Vec<float, V> sums, bool is_first) {
+  if (!is_first) sums = sums + widened(load<float, V>(partials));
+  store<float, V>(partials, sums.at);
 }
 
-// Rows of partial sums of blocks with the same columns; a single one has the totals.
-int64_t partials_of(int64_t blocks) { return blocks > 1 ? blocks : 0; }
+// Adds sums of V columns to partials, (2, gridDim.y, cols). Without partials they are the gradients.
+template <typename T, int V>
+__device__ void add_gradients(const Backward& call, float* partials, int64_t col,
+                              const Vec<float, V>& grad_weight, const Vec<float, V>& grad_bias,
+                              bool is_first) {
+  if (partials == nullptr) {
+    store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight.at);
+    store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias.at);
+  } else {
+    float* to = partials + blockIdx.y * call.cols + col;
+    add_sums(to, grad_weight, is_first);
+    add_sums(to + gridDim.y * call.cols, grad_bias, is_first);
+  }
+}
 
 // partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
 constexpr int kSumThreads = 512, kSumRows = 16;
@@ -3425,7 +3457,6 @@ namespace shared {
 // Takes aligned rows that are too long for registers and of which an SM's shared memory holds several; longer
 // ones go to the pipeline. A thread loads all its packs of the row at once, so that as much is in flight as
 // fits an SM, and only reads what it has copied itself.
-//
 // Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
@@ -3484,9 +3515,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) {
     const auto values = widened(load<T, V>(x + columns.at(i)));
-    float here = 0;  // short sums first, independent of one another
-    UNROLL(v, V) here += values[v];
-    sum[0] += here;
+    sum[0] += sum_of<T>(values.at);
   }
   row_means<T, INT_MAX, false>(mean, sum, packs * V, cols, constants.per_col, slots);
   DistanceSums<T> distances[1] = {};
@@ -3543,13 +3572,11 @@ _PIPELINE = r"""
 namespace pipeline {
 
 // ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
-// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each keeps to its
-// slice of the columns, with weight, bias or their gradients in registers for the whole run. Slices of row
-// after row are copied to a ring of stages in shared memory. 16 warps measure a slice when it has arrived,
-// one more combines and publishes what they measured, one or two gather what the row's blocks have published.
-// Meanwhile the 16 measure the next rows, and apply a slice `delay` stages after it was measured: nobody
-// waits for the exchange, and each byte moves once.
-//
+// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each has a slice
+// of the columns, with weight, bias or their gradients in registers for the whole run. Slices of row after
+// row are copied to a ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more
+// combines and publishes what they measured, one or two gather what the row's blocks have published. The 16
+// apply a slice `delay` stages later: nobody waits for the exchange, and each byte moves once.
 // Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66 such
 // groups take turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied,
 // each is applied 3 after it is measured.
@@ -3588,6 +3615,11 @@ struct Pipeline {
   bool prefetch;               // rows come to L2 while they wait for a free stage
   L2Priority priority;         // of input
 };
+
+// Of a block's slice; that of a group's last block may be shorter, and others have none.
+__device__ inline int columns_of_slice(int64_t cols, int slice, int rank) {
+  return max(int64_t(0), min(int64_t(slice), cols - int64_t(rank) * slice));
+}
 
 // A block's slice of a row, in the ring. A thread has packs of V columns.
 template <typename T>
@@ -3646,32 +3678,18 @@ struct ForwardPass {
   }
 
   __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) const {
-    const float from = reference(row_scalars);
-    Vec<float, V> x[kPacks];
-    float sum = 0, m2 = 0;
-    UNROLL(i, kPacks) {
-      x[i] = slice.pack(slice.x, i) - from;
-      const float here = sum_of<T>(x[i].at);
-      sum += kScalars > 0 && !slice.has(i) ? 0 : here;
-    }
-    sum = combine_lanes(sum, kLanesPerPart);
-    const float mean = kScalars > 0 ? sum * per_count : quotient(sum, count, per_count);
-    UNROLL(i, kPacks) {
-      float here = 0;
-      UNROLL(v, V) add_distance(here, x[i][v] - mean);
-      if (slice.has(i)) m2 += here;
-    }
-    return {mean, combine_lanes(m2, kLanesPerPart)};
+    Vec<float, V> packs[kPacks];
+    UNROLL(i, kPacks) packs[i] = slice.pack(slice.x, i) - reference(row_scalars);
+    const auto x = [&](int i) { return packs[i]; };
+    const auto has = [&](int i) { return slice.has(i); };
+    return measure_packs<T, kLanesPerPart, kPacks>(x, has, count, per_count);
   }
 
-  // Of N pairs a lane, over `width` lanes. Means, also the result's, as distances from `first`, one of them.
+  // Of N pairs a lane, over `width` lanes.
   template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], float first,
-                                   int columns, int width) {
-    Moments parts[N];
-    UNROLL(n, N) parts[n] = {counts[n], pairs[n].x - first, pairs[n].y};
-    const Moments all = combine_means(parts, 0.f, float(columns), width);
-    return {all.mean, all.m2};
+  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], int columns,
+                                   int width) {
+    return combine_means<N>(pairs, counts, float(columns), width);
   }
 
   static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row,
@@ -3688,9 +3706,7 @@ struct ForwardPass {
   __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& stats, const float4&) const {
     T* output = static_cast<T*>(call.output) + slice.offset;
     UNROLL(i, kPacks) {
-      auto y = slice.pack(slice.x, i);
-      UNROLL(v, V) y[v] = normalized<T>(y[v], stats);
-      y = y * weight[i] + bias[i];
+      const auto y = normalized<T>(slice.pack(slice.x, i), stats) * weight[i] + bias[i];
       if (slice.has(i)) store<T, V>(output + slice.at(i), y.at);
     }
   }
@@ -3728,20 +3744,16 @@ struct BackwardPass {
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto xhat = (slice.pack(slice.x, i) - mean) * rstd, dy = slice.pack(slice.dy, i);
-      UNROLL(v, V) {
-        const float wdy = product(weight[i][v], dy[v]);
-        sums.wdy += wdy;
-        sums.wdy_xhat += wdy * xhat[v];
-        grad_weight[i][v] += dy[v] * xhat[v];
-        grad_bias[i][v] += dy[v];
-      }
+      const auto wdy = product(weight[i], dy);
+      UNROLL(v, V) sums.wdy += wdy[v], sums.wdy_xhat += wdy[v] * xhat[v];
+      grad_weight[i] = grad_weight[i] + dy * xhat, grad_bias[i] = grad_bias[i] + dy;
     }
     sums = combine_lanes(sums, kLanesPerPart);
     return {sums.wdy, sums.wdy_xhat};
   }
 
   template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], float, int, int width) {
+  static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], int, int width) {
     const float wdy = sum_of_terms<N>([&](int n) { return pairs[n].x; });
     const float wdy_xhat = sum_of_terms<N>([&](int n) { return pairs[n].y; });
     const auto all = combine_lanes(Sums{wdy, wdy_xhat}, width);
@@ -3757,39 +3769,22 @@ struct BackwardPass {
                         const float4& row_scalars) const {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = means.x, mean_wdy_xhat = means.y, mean = row_scalars.x, rstd = row_scalars.y;
-    // rstd * (wdy - mean_wdy - xhat * mean_wdy_xhat). For 16 bits (see normalized) rstd * (wdy + of_x * x +
-    // rest), three instructions instead of six. For equal numbers of_x is 0. rstd is not part of it, as their
-    // product would overflow for numbers below 1e-19.
+    // 16 bits (see normalized) take three instructions instead of six. For equal numbers of_x is 0; rstd is
+    // not part of it, as their product would overflow for numbers below 1e-19.
     const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto x = slice.pack(slice.x, i), dy = slice.pack(slice.dy, i);
-      Vec<float, V> dx;
-      UNROLL(v, V) {
-        if constexpr (sizeof(T) == 2) {
-          dx[v] = rstd * (x[v] * of_x + (weight[i][v] * dy[v] + rest));
-        } else {
-          const float xhat = (x[v] - mean) * rstd;
-          dx[v] = rstd * (product(weight[i][v], dy[v]) - mean_wdy - xhat * mean_wdy_xhat);
-        }
-      }
-      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), dx.at);
+      const auto dx = sizeof(T) == 2 ? x * of_x + (weight[i] * dy + rest)
+                                     : product(weight[i], dy) - mean_wdy - (x - mean) * rstd * mean_wdy_xhat;
+      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), (dx * rstd).at);
     }
   }
 
-  // Adds the sums of the last rows to the group's partials, (2, groups, cols). Without partials they are the
-  // gradients.
   __device__ void add_sums_of_rows(const Call& call, float* partials, const Slice<T>& row_0, bool is_first) {
     UNROLL(i, kPacks) {
-      const int64_t col = row_0.offset + row_0.at(i);
       if (!row_0.has(i)) continue;
-      if (partials == nullptr) {
-        store_gradients<T>(call, col, grad_weight[i].at, grad_bias[i].at);
-      } else {
-        float* to = partials + blockIdx.y * call.cols + col;
-        add_sums(to, grad_weight[i], is_first);
-        add_sums(to + gridDim.y * call.cols, grad_bias[i], is_first);
-      }
+      add_gradients<T>(call, partials, row_0.offset + row_0.at(i), grad_weight[i], grad_bias[i], is_first);
       grad_weight[i] = grad_bias[i] = {};
     }
   }
@@ -3828,11 +3823,8 @@ struct Block {
   uint64_t* mailboxes;
   int rank = blockIdx.x, turns = (int(call.rows) - int(blockIdx.y) + pipe.groups - 1) / pipe.groups;
   int64_t first = int64_t(rank) * pipe.slice;  // column
-  int columns = columns_of(rank);
+  int columns = columns_of_slice(call.cols, pipe.slice, rank);
 
-  __device__ int columns_of(int rank) const {
-    return max(int64_t(0), min(int64_t(pipe.slice), call.cols - int64_t(rank) * pipe.slice));
-  }
   __device__ int row(int turn) const { return blockIdx.y + turn * pipe.groups; }
   __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first; }
   __device__ Copy copy(int stage, int t, int row) const {  // begins where the slice's first cache line does
@@ -3904,9 +3896,7 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
       pairs[i] = parts[part];
       if (turn == 0) counts[i] = control.part_columns[part];
     }
-    const float first = Pass::kForward ? parts[0].x : 0;
-    float2 total = Pass::template combine<kEach>(pairs, counts, first, block.columns, kWidth);
-    total.x += first;
+    const float2 total = Pass::template combine<kEach>(pairs, counts, block.columns, kWidth);
     if (lane != 0) continue;
     if (block.pipe.blocks_per_row == 1) {  // row_scalars are there: who measured has waited for them
       block.finish_row(stage.index, total, block.row(turn), true);
@@ -3924,7 +3914,7 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   const int peer = lane % pipe.lanes, ahead = lane / pipe.lanes, cols = block.call.cols;
   float2 pairs[kPeers];
   float counts[kPeers];
-  UNROLL(i, kPeers) counts[i] = block.columns_of(peer + i * 32);
+  UNROLL(i, kPeers) counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32);
   bool complete = false;
   for (int next = gatherer; next < block.turns;) {
     const int turn = next + ahead * pipe.gatherers, row = block.row(turn);
@@ -3936,11 +3926,9 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
       __nanosleep(32);
       continue;
     }
-    const float first = Pass::kForward ? __shfl_sync(~0u, pairs[0].x, 0, pipe.lanes) : 0;
-    float2 total = pipe.blocks_per_row <= 32
-                       ? Pass::template combine<1>(pairs, counts, first, cols, pipe.lanes)
-                       : Pass::template combine<kPeers>(pairs, counts, first, cols, pipe.lanes);
-    total.x += first;
+    const float2 total = pipe.blocks_per_row <= 32
+                             ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
+                             : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
     if (peer == 0 && ahead < rows && turn < block.turns) {
       const int stage = turn % pipe.stages;
       // It was loaded long ago; so row_scalars are seen.
@@ -4197,11 +4185,6 @@ struct Block {
     const auto* from = reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
     return {from[0], from[kThreads]};
   }
-  __device__ RingPosition after(const RingPosition& slot, int steps) const {
-    const int index = slot.index + steps;
-    return index < plan.ring ? RingPosition{index, slot.parity}
-                             : RingPosition{index - plan.ring, slot.parity ^ 1};
-  }
 };
 
 // Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier. Their warps are
@@ -4232,7 +4215,7 @@ struct Fetch {
   // Into the slot before this one, which all warps have applied, or are about to.
   __device__ void next_before(const RingPosition& slot) {
     if (!loads && !prefetches) return;
-    const RingPosition into = block.after(slot, block.plan.ring - 1);
+    const RingPosition into = slot.after(block.plan.ring - 1, block.plan.ring);
     if (loads) barrier_wait(&block.control.empty[into.index], into.parity ^ 1);
     next(into.index);
   }
@@ -4265,23 +4248,15 @@ struct Affine {
   }
 };
 
-__device__ float sum_of_pack(const Vec<float, V>& x) { return (x[0] + x[1]) + (x[2] + x[3]); }
-
-// Adds a stage to this thread's moments of a row, measured from its own mean.
+// Adds a stage to this thread's moments of a row.
 __device__ void measure_stage(Moments& moments, const StagePart& x, bool is_last, const Block& block) {
   const int last_packs = opaque(block.last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
   auto exists = [&](int i) { return !is_last || i * kThreads + block.thread < last_packs; };
-  float sum = 0, squares = 0, count = 0;
-  UNROLL(i, kStagePacks) {
-    sum += exists(i) ? sum_of_pack(widened(x[i])) : 0;
-    count += exists(i) ? V : 0;
-  }
-  const float mean = sum * (count > V ? 1.f / (kStagePacks * V) : 1.f / V);
-  UNROLL(i, kStagePacks) {
-    const auto distances = widened(x[i]) - mean;
-    squares += exists(i) ? sum_of_pack(distances * distances) : 0;
-  }
-  if (!is_last || count > 0) add_moments(moments, count, mean, squares);
+  const float count = exists(1) ? 2 * V : exists(0) ? V : 0;
+  const auto pack = [&](int i) { return widened(x[i]); };
+  const float per_count = exists(1) ? 0.5f / V : 1.f / V;
+  const float2 stage = measure_packs<float, 1, kStagePacks>(pack, exists, count, per_count);
+  if (!is_last || count > 0) add_moments(moments, count, stage.x, stage.y);
 }
 
 // A row is measured: the last warp tells the group what this block has of it.
@@ -4305,17 +4280,15 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   if (block.thread / 32 != kWarps - 1) return;
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
-  Moments moments[kPeers];
-  UNROLL(i, kPeers) moments[i].count = block.plan.columns(block.call.cols, first_peer + i * 32);
+  float counts[kPeers];
+  UNROLL(i, kPeers) counts[i] = block.plan.columns(block.call.cols, first_peer + i * 32);
   while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
   }
-  UNROLL(i, kPeers) moments[i].mean = pairs[i].x, moments[i].m2 = pairs[i].y;
-  const float first = __shfl_sync(~0u, pairs[0].x, 0);
-  const Moments total = combine_means(moments, first, float(block.call.cols), 32);
-  const float rstd = inverse_root(total.m2 * block.constants.per_col + block.constants.eps);
+  const float2 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
+  const float rstd = inverse_root(total.y * block.constants.per_col + block.constants.eps);
   if (first_peer != 0) return;
-  block.control.row_stats[parity] = {total.mean, rstd};
-  if (block.rank == 0) save_statistics(block.call, row, total.mean, rstd);
+  block.control.row_stats[parity] = {total.x, rstd};
+  if (block.rank == 0) save_statistics(block.call, row, total.x, rstd);
 }
 
 // The group's first row, and the beginning of the second.
@@ -4381,7 +4354,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int ahead = stage + kAhead;
         const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
         const bool measures_last = ahead % kStages == kStages - 1;
-        const RingPosition measuring = block.after(slot, block.stages + kAhead);
+        const RingPosition measuring = slot.after(block.stages + kAhead, plan.ring);
         const StagePart x = block.load(slot.index);
         if (measures) barrier_wait(&control.full[measuring.index], measuring.parity);
         const StagePart x_ahead = block.load(measuring.index);
@@ -4443,8 +4416,9 @@ namespace spread {
 // makes its statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
 constexpr int kThreads = 256;  // of the first two kernels
-// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%).
-constexpr int kMeasuringBlocks = 4;
+// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); of
+// unaligned rows, whose loads are small, as many as fit.
+constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
 // Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
 constexpr int kTileColumns = 2048;
 template <int V>
@@ -4462,6 +4436,15 @@ struct Packs {
 
   __device__ int64_t at(int i) const { return first + i * V * THREADS; }
   __device__ bool has(int i) const { return at(i) < cols; }
+  // Returns how many columns a thread has.
+  template <typename T, int PACKS>
+  __device__ int load_from(const T* row, Pack<T, V> (&x)[PACKS]) const {
+    int count = 0;
+    UNROLL(i, PACKS) {
+      if (has(i)) x[i] = load<T, V>(row + at(i)), count += V;
+    }
+    return count;
+  }
 };
 
 // Those of its block's tile: from the last columns back, which L2 still holds.
@@ -4470,83 +4453,67 @@ __device__ Packs<V, kTileThreads<V>> packs_of_tile(int64_t cols) {
   return {int64_t(gridDim.x - 1 - blockIdx.x) * kTileColumns + threadIdx.x * V, cols};
 }
 
-// Returns how many columns a thread has.
-template <typename T, int V, int PACKS, typename Packs>
-__device__ int load_packs(Pack<T, V> (&x)[PACKS], const T* row, const Packs& packs) {
-  int count = 0;
-  UNROLL(i, PACKS) {
-    if (packs.has(i)) x[i] = load<T, V>(row + packs.at(i)), count += V;
-  }
-  return count;
-}
-
 // ---- Spread: forward ----
 
-template <typename T, int V, int PACKS>
-__global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
-  let_next_start();
+// Of all threads of a block; the first thread's are empty only if all are.
+__device__ Moments combine_block(Moments moments) {
   constexpr int kWarps = kThreads / 32;
   __shared__ Moments of_warps[kWarps];
-  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
-  const int piece = blockIdx.x / call.rows;
-  const T* input = static_cast<const T*>(call.input) + row * cols;
-  auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
-  const float reference = reference_of(sampled(0), sampled(1), sampled(2));
-  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
-  Moments moments = {};
-  for (int64_t first = piece * step; first < cols; first += pieces * step) {
-    Pack<T, V> x[PACKS];
-    const int count = load_packs(x, input, Packs<V, kThreads>{first + threadIdx.x * V, cols});
-    float off = 0;  // of the mean, from the reference
-    UNROLL(i, PACKS) off += i * V < count ? fma(float(-V), reference, sum_of<T>(widened(x[i]).at)) : 0;
-    const float per_count = 1 / float(max(count, 1)), mean = reference + off * per_count;
-    Distances distances = {};
-    UNROLL(i, PACKS) {
-      if (i * V >= count) continue;
-      const auto from_mean = widened(x[i]) - mean;
-      UNROLL(v, V) add_distance(distances, from_mean[v]);
-    }
-    off = mean - reference;
-    const float m2 = correct_mean(distances, off, per_count);
-    if (count > 0) add_moments(moments, float(count), off, m2);
-  }
   moments = combine_means(moments, 32);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
   __syncthreads();
-  moments = combine_means(of_warps[threadIdx.x % kWarps], kWarps);
+  return combine_means(of_warps[threadIdx.x % kWarps], kWarps);
+}
+
+template <typename T, int V>
+__global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuringBlocks)
+    partial_moments(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
+  let_next_start();
+  constexpr int kPacks = V == 1 ? 8 : 4;
+  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = kPacks * V * kThreads;
+  const int piece = blockIdx.x / call.rows;
+  const T* input = static_cast<const T*>(call.input) + row * cols;
+  auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
+  const float reference = sizeof(T) == 2 ? 0 : reference_of(sampled(0), sampled(1), sampled(2));
+  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
+  Moments moments = {};
+  for (int64_t first = piece * step; first < cols; first += pieces * step) {
+    const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
+    Pack<T, V> loaded[kPacks];
+    const int count = packs.load_from(input, loaded);
+    const auto x = [&](int i) { return widened(loaded[i]) - reference; };
+    const auto has = [&](int i) { return i * V < count; };
+    const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(max(count, 1)));
+    if (count > 0) add_moments(moments, count, part.x, part.y);
+  }
+  moments = combine_block(moments);
   if (threadIdx.x == 0) moments_of_pieces[row * pieces + piece] = moments;
 }
 
-// As combine_means, of any number of pieces.
 __global__ void __launch_bounds__(kThreads)
-    finish_moments(Forward call, int pieces, const Moments* moments, RowStats* row_stats) {
-  __shared__ float slots[2][kMaxWarps][1];
+    finish_moments(Forward call, int pieces, const Moments* moments_of_pieces, RowStats* row_stats) {
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
   const float reference = row_stats[row].mean;
-  moments += row * pieces;
-  float sum = 0, m2 = 0;
-  for (int i = threadIdx.x; i < pieces; i += blockDim.x) sum += moments[i].count * moments[i].mean;
-  const float off = combine_row(sum, slots[0]) / float(call.cols);
-  for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
-    const float delta = moments[i].mean - off;
-    m2 += moments[i].m2 + moments[i].count * delta * delta;
+  Moments moments = {};
+  for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    const Moments piece = moments_of_pieces[row * pieces + i];
+    add_moments(moments, piece.count, piece.mean, piece.m2);
   }
-  m2 = combine_row(m2, slots[1]);
+  moments = combine_block(moments);
   if (threadIdx.x != 0) return;
-  const float rstd = inverse_root(m2 / float(call.cols) + float(call.eps));
-  row_stats[row] = row_stats_of(reference, off, rstd);
-  save_statistics(call, row, reference + off, rstd);
+  const float rstd = inverse_root(moments.m2 / float(call.cols) + float(call.eps));
+  row_stats[row] = row_stats_of(reference, moments.mean, rstd);
+  save_statistics(call, row, reference + moments.mean, rstd);
 }
 
-template <typename T, int V, int PACKS>
+template <typename T, int V>
 __global__ void __launch_bounds__(512)
     normalize_columns(Forward call, const RowStats* row_stats, int64_t rows_per_block) {
   const auto packs = packs_of_tile<V>(call.cols);
-  Vec<float, V> weight[PACKS], bias[PACKS];
-  UNROLL(i, PACKS) {
+  Vec<float, V> weight[kTilePacks<V>], bias[kTilePacks<V>];
+  UNROLL(i, kTilePacks<V>) {
     if (!packs.has(i)) continue;
     load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
     load_affine<T, V>(bias[i].at, call.bias, call.affine_float32, packs.at(i), 0);
@@ -4557,12 +4524,11 @@ __global__ void __launch_bounds__(512)
   ROLLED(r, min(rows_per_block, call.rows - first_row)) {  // unrolled, fewer blocks fit an SM
     const RowStats stats = row_stats[first_row + r];
     T* output = static_cast<T*>(call.output) + (first_row + r) * call.cols;
-    Pack<T, V> x[PACKS];
-    load_packs(x, static_cast<const T*>(call.input) + (first_row + r) * call.cols, packs);
-    UNROLL(i, PACKS) {
+    Pack<T, V> x[kTilePacks<V>];
+    packs.load_from(static_cast<const T*>(call.input) + (first_row + r) * call.cols, x);
+    UNROLL(i, kTilePacks<V>) {
       if (!packs.has(i)) continue;
-      auto y = widened(x[i]);
-      UNROLL(v, V) y[v] = normalized<T>(y[v], stats) * weight[i][v] + bias[i][v];
+      auto y = normalized<T>(widened(x[i]), stats) * weight[i] + bias[i];
       apply_epilogue<T>(y.at, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
       store<T, V, true>(output + packs.at(i), y.at);
     }
@@ -4584,12 +4550,12 @@ __device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V
 }
 
 // First the two sums of each piece of a row,
-template <typename T, int V, int PACKS>
+template <typename T, int V>
 __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
     backward_partial_sums(Backward call, int pieces, Sums* sums_of_pieces) {
   __shared__ Sums slots[kMaxWarps][1];
   let_next_start();
-  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = PACKS * V * kThreads;
+  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = kTilePacks<V> * V * kThreads;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * cols;
   const T* grad_output = static_cast<const T*>(call.grad_output) + row * cols;
@@ -4599,7 +4565,7 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
   for (int64_t first = piece * step; first < cols; first += pieces * step) {
     const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
     Sums here = {};  // short sums first: thousands of terms one by one would lose digits
-    UNROLL(i, PACKS) {
+    UNROLL(i, kTilePacks<V>) {
       const int64_t col = packs.at(i);
       if (col >= cols) continue;
       Vec<float, V> weight;
@@ -4607,10 +4573,8 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
       Pack<T, V> dy = load<T, V>(grad_output + col);
       load_affine<T, V>(weight.at, call.weight, call.affine_float32, col, 1);
       const auto grad = gradient_of<T>(dy, xhat, weight, call, col);
-      UNROLL(v, V) {
-        const float wdy = product(weight[v], grad[v]);
-        here.wdy += wdy, here.wdy_xhat += wdy * xhat[v];
-      }
+      const auto wdy = product(weight, grad);
+      UNROLL(v, V) here.wdy += wdy[v], here.wdy_xhat += wdy[v] * xhat[v];
     }
     sums = combine(sums, here);
   }
@@ -4632,16 +4596,15 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) row_means[row] = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
 }
 
-// then the gradients, with the columns' weight, grad_weight and grad_bias in registers: the totals of a
-// single block for a column (gridDim.y == 1), else partials, (2, gridDim.y, cols), for sum_partials.
-template <typename T, int V, int PACKS>
+// then the gradients, with the columns' weight, grad_weight and grad_bias in registers.
+template <typename T, int V>
 __global__ void __launch_bounds__(512)
     backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
   // Also for weight: where grad_input is not wanted, its writer may be the previous kernel.
   wait_for_previous();
   const auto packs = packs_of_tile<V>(call.cols);
-  Vec<float, V> weight[PACKS], grad_weight[PACKS] = {}, grad_bias[PACKS] = {};
-  UNROLL(i, PACKS) {
+  Vec<float, V> weight[kTilePacks<V>], grad_weight[kTilePacks<V>] = {}, grad_bias[kTilePacks<V>] = {};
+  UNROLL(i, kTilePacks<V>) {
     if (packs.has(i)) load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
   }
 
@@ -4652,31 +4615,21 @@ __global__ void __launch_bounds__(512)
     const float rstd = static_cast<const float*>(call.rstd)[row];
     const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
     T* grad_input = static_cast<T*>(call.grad_input) + row * call.cols;
-    Pack<T, V> x[PACKS], dy[PACKS];
-    load_packs(x, static_cast<const T*>(call.input) + row * call.cols, packs);
-    load_packs(dy, static_cast<const T*>(call.grad_output) + row * call.cols, packs);
-    UNROLL(i, PACKS) {
+    Pack<T, V> x[kTilePacks<V>], dy[kTilePacks<V>];
+    packs.load_from(static_cast<const T*>(call.input) + row * call.cols, x);
+    packs.load_from(static_cast<const T*>(call.grad_output) + row * call.cols, dy);
+    UNROLL(i, kTilePacks<V>) {
       if (!packs.has(i)) continue;
       const auto xhat = (widened(x[i]) - mean) * rstd;
       const auto grad = gradient_of<T>(dy[i], xhat, weight[i], call, packs.at(i));
-      Vec<float, V> dx;
-      UNROLL(v, V) {
-        dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
-        grad_weight[i][v] += grad[v] * xhat[v], grad_bias[i][v] += grad[v];
-      }
+      const auto dx = (product(weight[i], grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
+      grad_weight[i] = grad_weight[i] + grad * xhat, grad_bias[i] = grad_bias[i] + grad;
       if (call.grad_input != nullptr) store<T, V, true>(grad_input + packs.at(i), dx.at);
     }
   }
 
-  UNROLL(i, PACKS) {
-    if (!packs.has(i)) continue;
-    if (gridDim.y > 1) {
-      float* to = partials + blockIdx.y * call.cols + packs.at(i);
-      store_sums(to, grad_weight[i].at);
-      store_sums(to + gridDim.y * call.cols, grad_bias[i].at);
-    } else {
-      store_gradients<T>(call, packs.at(i), grad_weight[i].at, grad_bias[i].at);
-    }
+  UNROLL(i, kTilePacks<V>) {
+    if (packs.has(i)) add_gradients<T>(call, partials, packs.at(i), grad_weight[i], grad_bias[i], true);
   }
 }
 
@@ -4701,13 +4654,12 @@ cudaError_t launch(const Forward& call, const Context& context) {
   auto* row_stats =
       static_cast<RowStats*>(context.allocate(call.rows * (sizeof(RowStats) + p.pieces * sizeof(Moments))));
   auto* moments = reinterpret_cast<Moments*>(row_stats + call.rows);
-  partial_moments<T, V, V == 1 ? 8 : 4>
+  partial_moments<T, V>
       <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
   launch_kernel(finish_moments, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, moments,
                 row_stats);
-  launch_kernel(normalize_columns<T, V, kTilePacks<V>>,
-                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_stats,
-                ceil_div(call.rows, p.row_blocks));
+  launch_kernel(normalize_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic},
+                context, call, row_stats, ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -4716,19 +4668,19 @@ cudaError_t launch(const Backward& call, const Context& context) {
   Plan p = plan(call.rows, call.cols, context.device);
   const int64_t fit = kPartialBytes / (2 * sizeof(float) * call.cols);
   p.row_blocks = std::max(ceil_div(call.rows, kRowsPerSum), std::min(p.row_blocks, fit));
-  const int64_t partial_rows = partials_of(p.row_blocks), sums_of_columns = 2 * partial_rows * call.cols;
+  const int64_t partial_rows = p.row_blocks > 1 ? p.row_blocks : 0;  // of a single one they are the totals
+  const int64_t sums_of_columns = 2 * partial_rows * call.cols;
   auto* partials = static_cast<float*>(
       context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums)));
   auto *row_means = reinterpret_cast<Sums*>(partials + sums_of_columns), *sums = row_means + call.rows;
   if (call.grad_input != nullptr) {
-    backward_partial_sums<T, V, kTilePacks<V>>
-        <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
+    backward_partial_sums<T, V><<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
     launch_kernel(finish_sums, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, sums,
                   row_means);
   }
-  launch_kernel(backward_columns<T, V, kTilePacks<V>>,
-                {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call, row_means,
-                ceil_div(call.rows, p.row_blocks), partials);
+  launch_kernel(backward_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic},
+                context, call, row_means, ceil_div(call.rows, p.row_blocks),
+                partial_rows > 0 ? partials : nullptr);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }

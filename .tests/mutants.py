@@ -93,8 +93,8 @@ MUTANTS = [
     Mutant("pack size: grad_output not asked", "{call.grad_output, call.input, call.weight,", "{call.input, call.weight,", VALUES),
     # ---- Statistics ----
     Mutant("combine: share of the wrong partner", "share = all.count * fast_reciprocal(", "share = count * fast_reciprocal(", SPREAD),
-    Mutant("combine: count of a part left out", "moments[n].m2 + moments[n].count * delta * delta", "moments[n].m2 + delta * delta", PIPELINE),
-    Mutant("combine: warps without columns count", "return {count, all.mean, all.m2};", "return all;", SPREAD, "on a GPU of 100 SMs only 16-bit rows of 10^6 columns have them: seven numbers too many"),
+    Mutant("combine: count of a part left out", "parts[n].y + counts[n] * delta * delta", "parts[n].y + delta * delta", PIPELINE),
+    Mutant("combine: warps without columns count", "return {all, total.x, total.y};", "return {max(all, 1.0f), total.x, total.y};", SPREAD, "on a GPU of 100 SMs only 16-bit rows of 10^6 columns have them: seven numbers too many"),
     Mutant("block's reduction: barrier left out", "__syncthreads(); const int slot = threadIdx.x % WARPS;", "const int slot = threadIdx.x % WARPS;", VALUES),
     Mutant("rounded sum of equal float16 numbers", "std::is_same_v<T, __half> ? 8192 : 65536", "65536", CONSTANT),
     # ---- Epilogue ----
@@ -116,12 +116,12 @@ MUTANTS = [
     Mutant("shared memory: last pack of some threads left out", "(cols - columns.first + columns.stride - 1) / columns.stride", "(cols - columns.first) / columns.stride", SHARED),
     Mutant("shared memory: copy not waited for", "prefetch_later_rows(window, policy); wait_for_copies();", "prefetch_later_rows(window, policy);", SHARED),
     # ---- Long rows in a pipeline ----
-    Mutant("pipeline: parity kept where the ring wraps", "index = 0, parity ^= 1;", "index = 0;", PIPELINE),
+    Mutant("pipeline: parity kept where the ring wraps", "RingPosition{next - stages, parity ^ 1}", "RingPosition{next - stages, parity}", PIPELINE),
     Mutant("pipeline: loader does not wait for a free stage", "barrier_wait(&control.empty[stage.index], stage.parity ^ 1);", ";", PIPELINE),
     Mutant("pipeline: eps dropped", "1 / cols) : m2) + float(call.eps)", "1 / cols) : m2)", PIPELINE),
     Mutant("pipeline: RMS norm", "return row_stats_of(from, total.x, rstd);", "return row_stats_of(0.f, 0.f, rstd);", PIPELINE),
-    Mutant("pipeline: last block's statistics left out", "counts[i] = block.columns_of(peer + i * 32)", "counts[i] = block.columns_of(peer + 1 + i * 32)", PIPELINE),
-    Mutant("pipeline: last column left out", "min(int64_t(pipe.slice), call.cols - int64_t(rank) * pipe.slice)", "min(int64_t(pipe.slice), call.cols - 1 - int64_t(rank) * pipe.slice)", PIPELINE),
+    Mutant("pipeline: last block's statistics left out", "counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32)", "counts[i] = columns_of_slice(cols, pipe.slice, peer + 1 + i * 32)", PIPELINE),
+    Mutant("pipeline: last column left out", "min(int64_t(slice), cols - int64_t(rank) * slice)", "min(int64_t(slice), cols - 1 - int64_t(rank) * slice)", PIPELINE),
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMaxBlocksPerRow);", "kMaxBlocksPerRow;", SPREAD),
     Mutant("pipeline, backward on Hopper: mean and rstd of the group's first row", "*Pass::scalar_at(block.call, row, i)", "*Pass::scalar_at(block.call, blockIdx.y, i)", PIPELINE),
@@ -130,8 +130,8 @@ MUTANTS = [
     Mutant("pipeline before Hopper: last copies not counted", "if (kCopiers<Pass> > 0) barrier_arrive_with_copies(", "if (kCopiers<Pass> > 0) barrier_arrive(", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline before Hopper: last units not copied", "int left = copy.bytes - 16 * thread; left > 0;", "int left = copy.bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
-    Mutant("pipeline, backward: mean(wdy) dropped, float32", "dy[v]) - mean_wdy - xhat * mean_wdy_xhat", "dy[v]) - xhat * mean_wdy_xhat", PIPELINE),
-    Mutant("pipeline, backward: sums of many rows begin with the last 256", "const Pack<float, V> before = is_first ? Pack<float, V>{} : load<float, V>(partials);", "const Pack<float, V> before = {};", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
+    Mutant("pipeline, backward: mean(wdy) dropped, float32", "product(weight[i], dy) - mean_wdy - (x", "product(weight[i], dy) - (x", PIPELINE),
+    Mutant("pipeline, backward: sums of many rows begin with the last 256", "if (!is_first) sums = sums + widened(load<float, V>(partials));", "", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
     Mutant("backward: all rows of a thread added one by one", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
     # ---- What blocks that share a row tell one another ----
     Mutant("pipeline: an infinite sum of squares becomes NaN", "(m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2)", "quotient(m2, cols, 1 / cols)", OVERFLOW),
@@ -139,16 +139,16 @@ MUTANTS = [
     Mutant("mailboxes: rows overlap where more than 16 blocks share one", "(blocks + 15) / 16 * 16", "16", PIPELINE),
     # ---- Rows that many SMs hold together ----
     Mutant("joint: last pack of a slice not written", "j * kThreads + block.thread < block.last_packs", "j * kThreads + block.thread < block.last_packs - 1", TOGETHER),
-    Mutant("joint: measures the stage before", "block.after(slot, block.stages + kAhead)", "block.after(slot, block.stages + kAhead - 1)", TOGETHER),
+    Mutant("joint: measures the stage before", "slot.after(block.stages + kAhead, plan.ring)", "slot.after(block.stages + kAhead - 1, plan.ring)", TOGETHER),
     Mutant("joint: statistics of the group's first row", "try_read(mailbox_of(block.mailboxes, row, 0)", "try_read(mailbox_of(block.mailboxes, blockIdx.y, 0)", TOGETHER),
     Mutant("joint: statistics begin with those of the row before", "moments = {}; if (lane == 0)", "if (lane == 0)", TOGETHER),
     # ---- Rows spread over the GPU ----
     Mutant("spread: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", SPREAD),
-    Mutant("spread: distances between pieces left out", "m2 += moments[i].m2 + moments[i].count * delta * delta;", "m2 += moments[i].m2;", SPREAD),
-    Mutant("spread: count where a row ends", "add_moments(moments, float(count), off, m2)", "add_moments(moments, float(V * PACKS), off, m2)", SPREAD),
+    Mutant("spread: means of pieces left out", "add_moments(moments, piece.count, piece.mean, piece.m2);", "add_moments(moments, piece.count, 0.0f, piece.m2);", SPREAD),
+    Mutant("spread: count where a row ends", "add_moments(moments, count, part.x, part.y)", "add_moments(moments, float(V * kPacks), part.x, part.y)", SPREAD),
     Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const float reference", "const int64_t row = blockIdx.x; const float reference", SPREAD),
     Mutant("spread: statistics of a block's first row", "stats = row_stats[first_row + r];", "stats = row_stats[first_row];", SPREAD),
-    Mutant("spread, backward: mean(wdy) dropped", "dx[v] = rstd * (product(weight[i][v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);", "dx[v] = rstd * (product(weight[i][v], grad[v]) - xhat[v] * means.wdy_xhat);", SPREAD),
+    Mutant("spread, backward: mean(wdy) dropped", "product(weight[i], grad) - means.wdy - xhat", "product(weight[i], grad) - xhat", SPREAD),
     # ---- Backward: rows in registers, sums over rows ----
     Mutant("backward: mean(wdy) dropped, 16 bits", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
     Mutant("backward: mean(wdy) dropped, float32", "(product(weight[v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat)", "(product(weight[v], grad[v]) - xhat[v] * means.wdy_xhat)", VALUES),
