@@ -4854,13 +4854,6 @@ __global__ void __launch_bounds__(kFragment * 16 / sizeof(T)) arrange_weights(Co
   arranged[fragment * blockDim.x + i] = weight;
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-template <typename T, bool SPLIT>
-__global__ void conv_transpose_layer_norm_gelu(Convolution, const Unit*) {
-  __trap();  // fits() keeps calls away from code without these instructions
-}
-#else
-
 // ---- Convolution: instructions ----
 
 #define LAYERNORM_MULTIPLY_ADD_SYNC(types)                                                        \
@@ -5257,6 +5250,7 @@ __device__ void compute_rounds(const Block<L>& block, int group) {
 template <typename T, bool SPLIT>
 __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
     conv_transpose_layer_norm_gelu(Convolution call, const Unit* arranged) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // fits() keeps calls away from older code
   extern __shared__ __align__(128) Unit conv_shared[];
   using L = Layout<T, SPLIT>;
   const Block<L> block = {call, arranged + blockIdx.x % 4 * (4 * L::kSteps * kFragment), conv_shared};
@@ -5268,8 +5262,8 @@ __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
   compute_rounds(block, group);
-}
 #endif
+}
 
 // ---- Convolution: host side ----
 
@@ -5410,23 +5404,8 @@ bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, 
 }  // namespace TORCH_EXTENSION_NAME
 """
 
-CUDA_SOURCE = "".join(
-    (
-        _INTERFACE,
-        _ELEMENTS,
-        _STATISTICS,
-        _EPILOGUE,
-        _DEVICE,
-        _ROWS,
-        _REGISTERS,
-        _SHARED,
-        _PIPELINE,
-        _JOINT,
-        _SPREAD,
-        _CONVOLUTION,
-        _DISPATCH,
-    )
-)
+_ROOMS = (_ELEMENTS, _STATISTICS, _EPILOGUE, _DEVICE, _ROWS, _REGISTERS, _SHARED, _PIPELINE, _JOINT, _SPREAD)
+CUDA_SOURCE = "".join((_INTERFACE, *_ROOMS, _CONVOLUTION, _DISPATCH))
 
 # ============================================================================
 # 6  Load: at the import
