@@ -696,36 +696,30 @@ enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
 // mean and rstd are float32. A null pointer is a tensor that is absent (weight, bias) or
 // not wanted (mean, rstd, gradients).
-struct Forward {
+struct LayerNormCall {
   const void* input;   // (rows, cols) of dtype
   const void* weight;  // (cols) of dtype, or float32 where affine_float32
-  const void* bias;    // as weight
-  void* output;        // (rows, cols) of dtype
-  void* mean;          // (rows)
-  void* rstd;          // (rows)
+  const void* bias;    // as weight; backward's is null where there is no activation
   int64_t rows, cols;
-  double eps;
+  double eps, scale;
   DType dtype;
   bool affine_float32;
   Activation activation;  // output = scale * activation(layer norm)
-  double scale;
 };
 
-struct Backward {
+struct Forward : LayerNormCall {
+  void* output;  // (rows, cols) of dtype
+  void* mean;    // (rows)
+  void* rstd;    // (rows)
+};
+
+struct Backward : LayerNormCall {
   const void* grad_output;  // (rows, cols) of dtype
-  const void* input;        // (rows, cols) of dtype
   const void* mean;         // (rows)
   const void* rstd;         // (rows)
-  const void* weight;       // (cols) of dtype, or float32 where affine_float32
   void* grad_input;         // (rows, cols) of dtype
   void* grad_weight;        // (cols), as weight
   void* grad_bias;          // (cols), as weight
-  int64_t rows, cols;
-  DType dtype;
-  bool affine_float32;
-  const void* bias;  // as weight; read only where there is an activation
-  Activation activation;
-  double scale;
 };
 
 // ConvTranspose3d (32 channels in, 64 out, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
