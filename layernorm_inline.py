@@ -1024,13 +1024,10 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
 
 // ---- Autograd ----
 
-#define LAYERNORM_STRING_(x) #x
-#define LAYERNORM_STRING(x) LAYERNORM_STRING_(x)
-
 template <typename F>
 auto find_op(const char* name) {
   return c10::Dispatcher::singleton()
-      .findSchemaOrThrow((std::string(LAYERNORM_STRING(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
+      .findSchemaOrThrow((std::string(C10_STRINGIZE(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
       .typed<F>();
 }
 
@@ -1272,7 +1269,7 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
   return op.call(y, {64}, weight, bias, eps, kGelu, scale);
 }
 
-// Returns output. rstd: see struct Convolution.
+// rstd: see struct Convolution.
 Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& rstd,
                        double eps, double scale) {
