@@ -696,36 +696,30 @@ enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
 // mean and rstd are float32. A null pointer is a tensor that is absent (weight, bias) or
 // not wanted (mean, rstd, gradients).
-struct Forward {
+struct LayerNormCall {
   const void* input;   // (rows, cols) of dtype
   const void* weight;  // (cols) of dtype, or float32 where affine_float32
-  const void* bias;    // as weight
-  void* output;        // (rows, cols) of dtype
-  void* mean;          // (rows)
-  void* rstd;          // (rows)
+  const void* bias;    // as weight; backward's is null where there is no activation
   int64_t rows, cols;
-  double eps;
+  double eps, scale;
   DType dtype;
   bool affine_float32;
   Activation activation;  // output = scale * activation(layer norm)
-  double scale;
 };
 
-struct Backward {
+struct Forward : LayerNormCall {
+  void* output;  // (rows, cols) of dtype
+  void* mean;    // (rows)
+  void* rstd;    // (rows)
+};
+
+struct Backward : LayerNormCall {
   const void* grad_output;  // (rows, cols) of dtype
-  const void* input;        // (rows, cols) of dtype
   const void* mean;         // (rows)
   const void* rstd;         // (rows)
-  const void* weight;       // (cols) of dtype, or float32 where affine_float32
   void* grad_input;         // (rows, cols) of dtype
   void* grad_weight;        // (cols), as weight
   void* grad_bias;          // (cols), as weight
-  int64_t rows, cols;
-  DType dtype;
-  bool affine_float32;
-  const void* bias;  // as weight; read only where there is an activation
-  Activation activation;
-  double scale;
 };
 
 // ConvTranspose3d (32 channels in, 64 out, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
@@ -879,37 +873,31 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
   return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
 }
 
-// Also what forward saved: a parameter can be converted since, and hooks may give back another tensor.
-void check_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
-                    const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias) {
-  check(input, shape, weight, bias);
-  check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
-  check_tensor("statistics", statistics, {2, row_count(input, shape)}, at::kFloat, input);
+// ---- Kernels. META: their outputs' shapes and dtypes only, for torch.compile, export and fake tensors ----
+
+// Contiguous, as at::native_layer_norm's outputs, whatever the strides of `like`. On CUDA not through the
+// dispatcher: a call of 8 x 768 with gradient takes 14.2 us instead of 14.9.
+template <bool META>
+Tensor allocate(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
+  const auto options = like.options().dtype(dtype);
+  if (META) return at::empty_symint(sizes, options);
+  return Tensor(at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(sizes), options));
 }
 
-// ---- What the kernels and the Meta functions share: allocations ----
-
-// Makes a tensor on the device of `like`, contiguous as at::native_layer_norm's, whatever the strides of
-// `like`.
-using Empty = Tensor (*)(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like);
-
-Outputs allocate_forward(const Tensor& input, SymIntArrayRef shape, bool save_statistics, Empty empty) {
-  Tensor statistics;
-  if (save_statistics) statistics = empty({2, row_count(input, shape)}, at::kFloat, input);
-  return {empty(input.sym_sizes(), input.scalar_type(), input), statistics};
+OptionalTensor contiguous(const OptionalTensor& t) {
+  return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
 }
 
-Gradients allocate_backward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                            std::array<bool, 3> output_mask, Empty empty) {
-  auto empty_as = [&](const Tensor& t) { return empty(t.sym_sizes(), t.scalar_type(), t); };
-  Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) grad_input = empty_as(input);
-  if (output_mask[1] && present(weight)) grad_weight = empty_as(*weight);
-  if (output_mask[2] && present(bias)) grad_bias = empty_as(*bias);
-  return {grad_input, grad_weight, grad_bias};
+// Not data_ptr: it gives a copy-on-write tensor a copy of its own.
+const void* read(const Tensor& t) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 0
+  return t.const_data_ptr();
+#else
+  return t.data_ptr();
+#endif
 }
-
-// ---- CUDA ----
+const void* read(const OptionalTensor& t) { return present(t) ? read(*t) : nullptr; }
+void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
 DType dtype_of(const Tensor& t) {
   const auto dtype = t.scalar_type();
@@ -924,91 +912,70 @@ Activation checked(int64_t activation, double scale) {
   return static_cast<Activation>(activation);
 }
 
-OptionalTensor contiguous(const OptionalTensor& t) {
-  return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
-}
-
-// Not through the dispatcher: a call of 8 x 768 with gradient takes 14.2 us instead of 14.9.
-Tensor empty_cuda(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
-  return Tensor(at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(sizes), like.options().dtype(dtype)));
-}
-
-// Not data_ptr: it gives a copy-on-write tensor a copy of its own.
-const void* read(const Tensor& t) {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 0
-  return t.const_data_ptr();
-#else
-  return t.data_ptr();
-#endif
-}
-const void* read(const OptionalTensor& t) { return present(t) ? read(*t) : nullptr; }
-void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
-void* second_half(const Tensor& t) {
-  return t.defined() ? static_cast<char*>(t.data_ptr()) + t.nbytes() / 2 : nullptr;
+// What all calls have. The tensors are contiguous.
+template <typename Call>
+void set_inputs(Call& call, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const auto& affine = present(weight) ? weight : bias;
+  call.input = read(input);
+  call.weight = read(weight);
+  call.bias = read(bias);
+  call.dtype = dtype_of(input);
+  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
 }
 
 template <typename Call>
 void run(const Call& call, const Tensor& input) {
+  const c10::cuda::CUDAGuard guard(input.device());
   struct Owner {
     const Tensor& like;
     Tensor memory;
   } owner = {input, {}};
-  const auto allocate = [](size_t bytes, void* owner) {
+  const auto allocate_scratch = [](size_t bytes, void* owner) {
     auto& [like, memory] = *static_cast<Owner*>(owner);
-    memory = empty_cuda({static_cast<int64_t>(bytes)}, at::kByte, like);
+    memory = allocate<false>({static_cast<int64_t>(bytes)}, at::kByte, like);
     return memory.data_ptr();
   };
-  const cudaError_t error = launch(call, {allocate, &owner}, c10::cuda::getCurrentCUDAStream());
+  const cudaError_t error = launch(call, {allocate_scratch, &owner}, c10::cuda::getCurrentCUDAStream());
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // the next call must not find it
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, input.device().index());
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
-    const std::string capability = std::to_string(major) + "." + std::to_string(minor);
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
-                capability, ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR);
+                major, ".", minor, ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR);
   }
   C10_CUDA_CHECK(error);
 }
 
-Outputs forward_kernel(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, int64_t activation, double scale,
-                       bool save_statistics) {
-  check(input, shape, weight, bias);
-  const c10::cuda::CUDAGuard guard(input.device());
-  const Outputs outputs = allocate_forward(input, shape, save_statistics, empty_cuda);
-  if (input.numel() == 0) return outputs;
-  const auto& [output, statistics] = outputs;
-
-  const Tensor x = input.contiguous();
-  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
-  const auto& affine = present(w) ? w : b;
-  Forward call = {};
-  call.input = read(x);
-  call.weight = read(w);
-  call.bias = read(b);
-  call.output = write(output);
-  call.mean = write(statistics);
-  call.rstd = second_half(statistics);
-  call.cols = product(shape).expect_int();
-  call.rows = input.numel() / call.cols;
-  call.eps = eps;
-  call.dtype = dtype_of(input);
-  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
-  call.activation = checked(activation, scale);
-  call.scale = scale;
-  run(call, input);
-  return outputs;
-}
-
-Tensor layer_norm_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  return std::get<0>(forward_kernel(input, normalized_shape, weight, bias, eps, activation, scale, false));
-}
-
-Outputs forward_cuda(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                     const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  return forward_kernel(input, normalized_shape, weight, bias, eps, activation, scale, true);
+template <bool META, bool SAVE_STATISTICS>
+auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  check(input, normalized_shape, weight, bias);
+  Tensor output = allocate<META>(input.sym_sizes(), input.scalar_type(), input), statistics;
+  if (SAVE_STATISTICS)
+    statistics = allocate<META>({2, row_count(input, normalized_shape)}, at::kFloat, input);
+  if (!META && input.numel() > 0) {
+    const Tensor x = input.contiguous();
+    const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+    Forward call = {};
+    set_inputs(call, x, w, b);
+    call.output = write(output);
+    call.cols = product(normalized_shape).expect_int();
+    call.rows = input.numel() / call.cols;
+    if (SAVE_STATISTICS) {
+      call.mean = write(statistics);
+      call.rstd = static_cast<float*>(call.mean) + call.rows;
+    }
+    call.eps = eps;
+    call.activation = checked(activation, scale);
+    call.scale = scale;
+    run(call, input);
+  }
+  if constexpr (SAVE_STATISTICS) {
+    return Outputs(std::move(output), std::move(statistics));
+  } else {
+    return output;
+  }
 }
 
 // Writes those gradients that are defined.
@@ -1017,71 +984,50 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
                   int64_t activation, double scale, const Gradients& gradients) {
   const Tensor dy = grad_output.contiguous(), x = input.contiguous(), stats = statistics.contiguous();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
-  const auto& affine = present(w) ? w : b;
   Backward call = {};
+  set_inputs(call, x, w, b);
   call.grad_output = read(dy);
-  call.input = read(x);
-  call.mean = read(stats);
-  call.rstd = static_cast<const char*>(call.mean) + stats.nbytes() / 2;
-  call.weight = read(w);
   call.grad_input = write(std::get<0>(gradients));
   call.grad_weight = write(std::get<1>(gradients));
   call.grad_bias = write(std::get<2>(gradients));
   call.cols = product(normalized_shape).expect_int();
   if (call.cols == 0) return;
   call.rows = input.numel() / call.cols;
-  call.dtype = dtype_of(input);
-  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  call.mean = read(stats);
+  call.rstd = static_cast<const float*>(call.mean) + call.rows;
   call.activation = checked(activation, scale);
   call.scale = scale;
-  if (call.activation != Activation::None) call.bias = read(b);
+  if (call.activation == Activation::None) call.bias = nullptr;
   run(call, input);
 }
 
-Gradients backward_cuda(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
-                        int64_t activation, double scale, std::array<bool, 3> output_mask) {
-  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
-  const c10::cuda::CUDAGuard guard(input.device());
-  const Gradients gradients = allocate_backward(input, weight, bias, output_mask, empty_cuda);
-  run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
+template <bool META>
+Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                              const Tensor& statistics, const OptionalTensor& weight,
+                              const OptionalTensor& bias, int64_t activation, double scale,
+                              std::array<bool, 3> output_mask) {
+  // Also what forward saved: a parameter can be converted since, and hooks may give back another tensor.
+  check(input, normalized_shape, weight, bias);
+  check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
+  check_tensor("statistics", statistics, {2, row_count(input, normalized_shape)}, at::kFloat, input);
+  auto allocate_as = [](const Tensor& t) { return allocate<META>(t.sym_sizes(), t.scalar_type(), t); };
+  Gradients gradients;
+  if (output_mask[0]) std::get<0>(gradients) = allocate_as(input);
+  if (output_mask[1] && present(weight)) std::get<1>(gradients) = allocate_as(*weight);
+  if (output_mask[2] && present(bias)) std::get<2>(gradients) = allocate_as(*bias);
+  if (!META) {
+    run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale,
+                 gradients);
+  }
   return gradients;
-}
-
-// ---- Meta: shapes and dtypes only, for torch.compile, export and fake tensors ----
-
-Tensor empty_meta(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
-  return at::empty_symint(sizes, like.options().dtype(dtype));
-}
-
-Tensor layer_norm_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double, int64_t, double) {
-  check(input, normalized_shape, weight, bias);
-  return std::get<0>(allocate_forward(input, normalized_shape, false, empty_meta));
-}
-
-Outputs forward_meta(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                     const OptionalTensor& bias, double, int64_t, double) {
-  check(input, normalized_shape, weight, bias);
-  return allocate_forward(input, normalized_shape, true, empty_meta);
-}
-
-Gradients backward_meta(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                        const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
-                        int64_t, double, std::array<bool, 3> output_mask) {
-  check_backward(grad_output, input, normalized_shape, statistics, weight, bias);
-  return allocate_backward(input, weight, bias, output_mask, empty_meta);
 }
 
 // ---- Autograd ----
 
-#define LAYERNORM_STRING_(x) #x
-#define LAYERNORM_STRING(x) LAYERNORM_STRING_(x)
-
 template <typename F>
 auto find_op(const char* name) {
   return c10::Dispatcher::singleton()
-      .findSchemaOrThrow((std::string(LAYERNORM_STRING(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
+      .findSchemaOrThrow((std::string(C10_STRINGIZE(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
       .typed<F>();
 }
 
@@ -1106,18 +1052,8 @@ Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const Opti
   return (scale == 1 ? y : y * scale).to(input.scalar_type());
 }
 
-using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr, newer: intrusive_ptr
 using torch::autograd::variable_list;
 using Tensors = std::array<Tensor, 5>;
-
-template <typename N>
-NodePointer make_node() {
-  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<torch::autograd::Node>>) {
-    return NodePointer(new N, [](N* node) { deleteNode(node); });  // a deep graph without recursion
-  } else {
-    return c10::make_intrusive<N>();
-  }
-}
 
 // Whether levels of torch.func are active: a C++ autograd node does not know them, nor has backward a rule
 // for vmap.
@@ -1125,9 +1061,9 @@ bool in_transform() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
-bool requires_grad(const Tensor& t) { return t.requires_grad(); }
 // Of forward mode, which the kernels do not know.
 bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
+bool has_tangent(const OptionalTensor& t) { return present(t) && has_tangent(*t); }
 
 // A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
 struct KernelBackward : torch::autograd::Node {
@@ -1177,6 +1113,23 @@ struct KernelBackward : torch::autograd::Node {
   }
 };
 
+// Puts a node into the graph, which computes the inputs' gradients from output's, and saves the inputs.
+template <typename N, typename... Inputs>
+N& add_node(Tensor& output, const Inputs&... inputs) {
+  using Pointer = decltype(torch::autograd::Edge::function);
+  Pointer pointer;
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    pointer = Pointer(new N, [](N* node) { deleteNode(node); });  // a deep graph without recursion
+  } else {
+    pointer = c10::make_intrusive<N>();
+  }
+  auto& node = static_cast<N&>(*pointer);
+  node.set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  node.saved = {{{inputs, false}...}};
+  torch::autograd::set_history(output, pointer);
+  return node;
+}
+
 struct LayerNormBackward : KernelBackward {
   c10::SymDimVector shape;
   int64_t activation;
@@ -1185,7 +1138,7 @@ struct LayerNormBackward : KernelBackward {
 
   variable_list backward(const Tensor& grad_output, const Tensors& tensors,
                          const std::array<bool, 5>& wanted) const override {
-    static const auto op = find_op<decltype(backward_cuda)>("backward");
+    static const auto op = find_op<decltype(layer_norm_backward<false>)>("backward");
     const auto& [x, w, b, statistics, none] = tensors;
     const auto [grad_input, grad_weight, grad_bias] = op.call(
         grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
@@ -1198,44 +1151,34 @@ struct LayerNormBackward : KernelBackward {
   }
 };
 
-Tensor differentiable_layer_norm(const Tensor& input, SymIntArrayRef normalized_shape,
-                                 const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                                 int64_t activation, double scale) {
-  static const auto op = find_op<decltype(forward_cuda)>("forward");
-  auto [output, statistics] = [&] {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
-  }();
-  const NodePointer pointer = make_node<LayerNormBackward>();
-  auto& node = static_cast<LayerNormBackward&>(*pointer);
-  node.set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
-  node.saved = {{{input, false}, {weight, false}, {bias, false}, {statistics, false}, {}}};
-  node.shape = normalized_shape, node.activation = activation;
-  node.eps = eps, node.scale = scale;
-  torch::autograd::set_history(output, pointer);
-  return output;
-}
+using LayerNormOp = decltype(layer_norm_forward<false, false>);
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  auto any = [&](bool (*has)(const Tensor&)) {
-    return has(input) || (present(weight) && has(*weight)) || (present(bias) && has(*bias));
-  };
-  if (in_transform() || any(has_tangent)) {
+  static const auto op = find_op<LayerNormOp>("layer_norm");
+  static const auto saving_op = find_op<decltype(layer_norm_forward<false, true>)>("forward");
+  if (in_transform() || has_tangent(input) || has_tangent(weight) || has_tangent(bias)) {
     return composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
   }
-  if (at::GradMode::is_enabled() && any(requires_grad)) {
-    return differentiable_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
+  Tensor output, statistics;
+  {
+    const bool saves = torch::autograd::compute_requires_grad(input, weight, bias);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (!saves) return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
+    std::tie(output, statistics) =
+        saving_op.call(input, normalized_shape, weight, bias, eps, activation, scale);
   }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
+  auto& node = add_node<LayerNormBackward>(output, input, weight, bias);
+  node.saved[3] = {statistics, false};
+  node.shape = normalized_shape, node.activation = activation;
+  node.eps = eps, node.scale = scale;
+  return output;
 }
 
 // As nn.LayerNorm under autocast: computed in, and returned as, float32.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
+  static const auto op = find_op<LayerNormOp>("layer_norm");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
                  at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
@@ -1255,29 +1198,24 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
       " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
       " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  using torch::dispatch;
+  m.impl("layer_norm", dispatch(c10::kCUDA, layer_norm_forward<false, false>));
+  m.impl("layer_norm", dispatch(c10::kMeta, layer_norm_forward<true, false>));
+  m.impl("layer_norm", dispatch(c10::DispatchKey::Autograd, layer_norm_autograd));
+  m.impl("layer_norm", dispatch(c10::DispatchKey::AutocastCUDA, layer_norm_autocast));
+  m.impl("forward", dispatch(c10::kCUDA, layer_norm_forward<false, true>));
+  m.impl("forward", dispatch(c10::kMeta, layer_norm_forward<true, true>));
+  m.impl("backward", dispatch(c10::kCUDA, layer_norm_backward<false>));
+  m.impl("backward", dispatch(c10::kMeta, layer_norm_backward<true>));
 }
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
-  m.impl("layer_norm", layer_norm_cuda);
-  m.impl("forward", forward_cuda);
-  m.impl("backward", backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Meta, m) {
-  m.impl("layer_norm", layer_norm_meta);
-  m.impl("forward", forward_meta);
-  m.impl("backward", backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
 
 #ifdef LAYERNORM_WITH_EPILOGUE
-// ---- Convolution: checks, CUDA, Meta, autograd ----
+// ---- Convolution ----
 
 namespace {
 
 using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+constexpr auto kGelu = static_cast<int64_t>(Activation::Gelu);
 
 void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias) {
@@ -1292,10 +1230,6 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
 
 std::vector<SymInt> output_sizes(const Tensor& input) {
   return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
-}
-
-Tensor allocate_convolution(const Tensor& input) {
-  return at::empty_symint(output_sizes(input), input.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
 // Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
@@ -1326,20 +1260,27 @@ Tensor aligned(const Tensor& input) {
   return reinterpret_cast<uintptr_t>(read(x)) % 16 == 0 ? x : x.clone();
 }
 
+// The model of several PyTorch operations: for derivatives of them, and where the kernel does not fit.
+Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                            double scale) {
+  static const auto op = find_op<LayerNormOp>("layer_norm");
+  const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
+  return op.call(y, {64}, weight, bias, eps, kGelu, scale);
+}
+
 // rstd: see struct Convolution.
-void run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                     const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& output,
-                     const Tensor& rstd, double eps, double scale) {
-  if (output.numel() == 0) return;
+Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                       const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& rstd,
+                       double eps, double scale) {
+  const Tensor output = allocate<false>(output_sizes(input), input.scalar_type(), input);
+  if (output.numel() == 0) return output;
   const Tensor x = aligned(input), conv = conv_weight.contiguous();
   const OptionalTensor cb = contiguous(conv_bias), w = contiguous(weight), b = contiguous(bias);
-  const auto& affine = present(w) ? w : b;
   Convolution call = {};
-  call.input = read(x);
+  set_inputs(call, x, w, b);
   call.conv_weight = read(conv);
   call.conv_bias = read(cb);
-  call.weight = read(w);
-  call.bias = read(b);
   call.output = write(output);
   call.rstd = static_cast<float*>(write(rstd));
   call.batch = input.size(0);
@@ -1347,119 +1288,84 @@ void run_convolution(const Tensor& input, const Tensor& conv_weight, const Optio
   call.height = input.size(3);
   call.eps = eps;
   call.scale = scale;
-  call.dtype = dtype_of(input);
-  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
   call.tf32 = takes_tf32();
   run(call, input);
-}
-
-Tensor convolution_cuda(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  const c10::cuda::CUDAGuard guard(input.device());
-  if (!fits_convolution(input)) {
-    const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
-    const auto gelu = static_cast<int64_t>(Activation::Gelu);
-    return std::get<0>(forward_kernel(y, {64}, weight, bias, eps, gelu, scale, false));
-  }
-  const Tensor output = allocate_convolution(input);
-  run_convolution(input, conv_weight, conv_bias, weight, bias, output, {}, eps, scale);
   return output;
 }
 
-// Of input, conv_weight, conv_bias, weight and bias.
-ConvolutionGradients allocate_gradients(const Tensor& input, const Tensor& conv_weight,
-                                        const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                        const OptionalTensor& bias, std::array<bool, 5> wanted) {
-  auto zeros = [&](int i, const OptionalTensor& t) {
-    return wanted[i] && present(t) ? at::zeros_like(*t, {}, at::MemoryFormat::Contiguous) : Tensor();
-  };
-  return {zeros(0, input), zeros(1, conv_weight), zeros(2, conv_bias), zeros(3, weight), zeros(4, bias)};
+template <bool META>
+Tensor convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                   const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
+  check_convolution(input, conv_weight, conv_bias, weight, bias);
+  if (META) return allocate<META>(output_sizes(input), input.scalar_type(), input);
+  if (!fits_convolution(input)) {
+    return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
+  }
+  return run_convolution(input, conv_weight, conv_bias, weight, bias, {}, eps, scale);
 }
 
 // The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the
 // room that PyTorch's convolution takes for another layout of it is ever there for all of the batch.
 constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
 
-ConvolutionGradients convolution_backward_cuda(const Tensor& grad_output, const Tensor& input,
-                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                                               const OptionalTensor& weight, const OptionalTensor& bias,
-                                               double eps, double scale, std::array<bool, 5> output_mask) {
+template <bool META>
+ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tensor& input,
+                                          const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                          const OptionalTensor& weight, const OptionalTensor& bias,
+                                          double eps, double scale, std::array<bool, 5> output_mask) {
   check_convolution(input, conv_weight, conv_bias, weight, bias);
   check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::cuda::CUDAGuard guard(input.device());
-  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is. The sums over
-  // parts of the batch are of float32 also where the gradients are not.
-  const auto gradients = allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
-  const Tensor &grad_input = std::get<0>(gradients), &grad_conv_bias = std::get<2>(gradients);
-  const std::array<Tensor, 3> totals = {std::get<1>(gradients), std::get<3>(gradients),
-                                        std::get<4>(gradients)};
-  std::array<Tensor, 3> sums;
-  for (int i = 0; i < 3; ++i) {
-    if (totals[i].defined()) sums[i] = at::zeros_like(totals[i], totals[i].options().dtype(at::kFloat));
-  }
-  if (grad_conv_bias.defined()) sums[0] = at::zeros_like(conv_weight, input.options().dtype(at::kFloat));
-  auto in_float32 = [](const OptionalTensor& t) {
-    return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
+  auto zeros = [](bool wanted, const OptionalTensor& t, at::ScalarType dtype) {
+    if (!wanted || !present(t)) return Tensor();
+    return at::zeros_like(*t, t->options().dtype(dtype), at::MemoryFormat::Contiguous);
   };
-  const OptionalTensor w = in_float32(weight), b = in_float32(bias);
-  const bool wants_convolution = output_mask[0] || sums[0].defined();
+  // Of parameters the sums over parts of the batch, of float32 also where the gradients are not.
+  const bool wants_conv_bias = output_mask[2] && present(conv_bias);
+  const Tensor grad_input = zeros(output_mask[0], input, input.scalar_type());
+  const Tensor grad_conv_weight = zeros(output_mask[1] || wants_conv_bias, conv_weight, at::kFloat);
+  const Tensor grad_weight = zeros(output_mask[3], weight, at::kFloat);
+  const Tensor grad_bias = zeros(output_mask[4], bias, at::kFloat);
 
-  const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
-  const int64_t bytes = rows * 64 * input.element_size();
-  const int64_t step = std::max<int64_t>(1, kConvolutionBytes / std::max<int64_t>(1, bytes));
-  for (int64_t first = 0; first < input.size(0) && rows > 0; first += step) {
-    const int64_t count = std::min(step, input.size(0) - first);
-    const Tensor x = aligned(input.narrow(0, first, count)), dy = grad_output.narrow(0, first, count);
-    const Tensor conv = allocate_convolution(x);
-    const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
-    run_convolution(x, conv_weight, conv_bias, {}, {}, conv, statistics[1], eps, 1);
-    const Gradients parts = {wants_convolution ? conv : Tensor(),  // a row is read before it is written
-                             sums[1].defined() ? at::empty_like(sums[1]) : Tensor(),
-                             sums[2].defined() ? at::empty_like(sums[2]) : Tensor()};
-    run_backward(dy, conv, {64}, statistics, w, b, static_cast<int64_t>(Activation::Gelu), scale, parts);
-    Tensor part_input, part_conv_weight;
-    if (wants_convolution) {
-      std::tie(part_input, part_conv_weight, std::ignore) =
+  if constexpr (!META) {
+    auto in_float32 = [](const OptionalTensor& t) {
+      return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
+    };
+    auto like = [](const Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
+    auto add = [](const Tensor& sum, const Tensor& part) {
+      if (sum.defined()) sum.add_(part);
+    };
+    const OptionalTensor w = in_float32(weight), b = in_float32(bias);
+    const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
+    const int64_t bytes = rows * 64 * input.element_size();
+    const int64_t step = std::max<int64_t>(1, kConvolutionBytes / std::max<int64_t>(1, bytes));
+    for (int64_t first = 0; first < input.size(0) && rows > 0; first += step) {
+      const int64_t count = std::min(step, input.size(0) - first);
+      const Tensor x = aligned(input.narrow(0, first, count)), dy = grad_output.narrow(0, first, count);
+      const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
+      const Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, statistics[1], eps, 1);
+      const bool wants_conv = grad_input.defined() || grad_conv_weight.defined();
+      const Gradients parts = {wants_conv ? conv : Tensor(),  // a row is read before it is written
+                               like(grad_weight), like(grad_bias)};
+      run_backward(dy, conv, {64}, statistics, w, b, kGelu, scale, parts);
+      add(grad_weight, std::get<1>(parts));
+      add(grad_bias, std::get<2>(parts));
+      if (!wants_conv) continue;
+      const auto [part_input, part_conv_weight, none] =
           at::convolution_backward(conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
-                                   {output_mask[0], sums[0].defined(), false});
-    }
-    if (output_mask[0]) grad_input.narrow(0, first, count).copy_(part_input);
-    const std::array<Tensor, 3> added = {part_conv_weight, std::get<1>(parts), std::get<2>(parts)};
-    for (int i = 0; i < 3; ++i) {
-      if (sums[i].defined()) sums[i].add_(added[i]);
+                                   {grad_input.defined(), grad_conv_weight.defined(), false});
+      if (grad_input.defined()) grad_input.narrow(0, first, count).copy_(part_input);
+      add(grad_conv_weight, part_conv_weight);
     }
   }
-  for (int i = 0; i < 3; ++i) {
-    if (totals[i].defined()) totals[i].copy_(sums[i]);
-  }
-  if (grad_conv_bias.defined()) grad_conv_bias.copy_(sums[0].sum({0, 2, 3, 4}).mul_(0));
-  return gradients;
-}
-
-Tensor convolution_meta(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double, double) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  return allocate_convolution(input);
-}
-
-ConvolutionGradients convolution_backward_meta(const Tensor& grad_output, const Tensor& input,
-                                               const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                                               const OptionalTensor& weight, const OptionalTensor& bias,
-                                               double, double, std::array<bool, 5> output_mask) {
-  check_convolution(input, conv_weight, conv_bias, weight, bias);
-  check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
-  return allocate_gradients(input, conv_weight, conv_bias, weight, bias, output_mask);
-}
-
-// The model of several PyTorch operations, for what needs their derivatives.
-Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                            double scale) {
-  static const auto op = find_op<decltype(layer_norm_cuda)>("layer_norm");
-  return op.call(at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1), {64}, weight, bias, eps,
-                 static_cast<int64_t>(Activation::Gelu), scale);
+  auto result = [](bool wanted, const Tensor& sum, const OptionalTensor& t) {
+    return wanted && sum.defined() ? sum.to(t->scalar_type()) : Tensor();
+  };
+  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is.
+  const Tensor grad_conv_bias = wants_conv_bias ? grad_conv_weight.sum({0, 2, 3, 4}).mul(0) : Tensor();
+  return {grad_input, result(output_mask[1], grad_conv_weight, conv_weight),
+          result(true, grad_conv_bias, conv_bias), result(true, grad_weight, weight),
+          result(true, grad_bias, bias)};
 }
 
 struct ConvolutionBackward : KernelBackward {
@@ -1467,7 +1373,7 @@ struct ConvolutionBackward : KernelBackward {
 
   variable_list backward(const Tensor& grad_output, const Tensors& tensors,
                          const std::array<bool, 5>& wanted) const override {
-    static const auto op = find_op<decltype(convolution_backward_cuda)>("convolution_backward");
+    static const auto op = find_op<decltype(convolution_backward<false>)>("convolution_backward");
     const auto& [x, cw, cb, w, b] = tensors;
     const auto [grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias] =
         op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
@@ -1483,27 +1389,22 @@ struct ConvolutionBackward : KernelBackward {
 Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                             double scale) {
-  static const auto op = find_op<decltype(convolution_cuda)>("conv_transpose3d_layer_norm_gelu");
-  auto any = [&](bool (*has)(const Tensor&)) {
-    return has(input) || has(conv_weight) || (present(conv_bias) && has(*conv_bias)) ||
-           (present(weight) && has(*weight)) || (present(bias) && has(*bias));
-  };
-  const bool asks_gradient = at::GradMode::is_enabled() && any(requires_grad);
+  static const auto op = find_op<decltype(convolution<false>)>("conv_transpose3d_layer_norm_gelu");
+  const bool saves = torch::autograd::compute_requires_grad(input, conv_weight, conv_bias, weight, bias);
+  const bool in_forward_mode = has_tangent(input) || has_tangent(conv_weight) || has_tangent(conv_bias) ||
+                               has_tangent(weight) || has_tangent(bias);
   // Where the kernel does not run, the convolution's output is better kept than computed again.
-  if (in_transform() || any(has_tangent) || (asks_gradient && !fits_convolution(input))) {
+  if (in_transform() || in_forward_mode || (saves && !fits_convolution(input))) {
     return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }
   Tensor output = [&] {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }();
-  if (!asks_gradient) return output;
-  const NodePointer pointer = make_node<ConvolutionBackward>();
-  auto& node = static_cast<ConvolutionBackward&>(*pointer);
-  node.set_next_edges(torch::autograd::collect_next_edges(input, conv_weight, conv_bias, weight, bias));
-  node.saved = {{{input, false}, {conv_weight, false}, {conv_bias, false}, {weight, false}, {bias, false}}};
-  node.eps = eps, node.scale = scale;
-  torch::autograd::set_history(output, pointer);
+  if (saves) {
+    auto& node = add_node<ConvolutionBackward>(output, input, conv_weight, conv_bias, weight, bias);
+    node.eps = eps, node.scale = scale;
+  }
   return output;
 }
 
@@ -1519,11 +1420,11 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       " -> (Tensor grad_input, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight,"
       " Tensor grad_bias)");
   using torch::dispatch;
-  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kCUDA, convolution_cuda));
-  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kMeta, convolution_meta));
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kCUDA, convolution<false>));
+  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kMeta, convolution<true>));
   m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::DispatchKey::Autograd, convolution_autograd));
-  m.impl("convolution_backward", dispatch(c10::kCUDA, convolution_backward_cuda));
-  m.impl("convolution_backward", dispatch(c10::kMeta, convolution_backward_meta));
+  m.impl("convolution_backward", dispatch(c10::kCUDA, convolution_backward<false>));
+  m.impl("convolution_backward", dispatch(c10::kMeta, convolution_backward<true>));
 }
 #endif
 
@@ -4794,13 +4695,6 @@ __global__ void __launch_bounds__(kFragment * 16 / sizeof(T)) arrange_weights(Co
   arranged[fragment * blockDim.x + i] = weight;
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-template <typename T, bool SPLIT>
-__global__ void conv_transpose_layer_norm_gelu(Convolution, const Unit*) {
-  __trap();  // fits() keeps calls away from code without these instructions
-}
-#else
-
 // ---- Convolution: instructions ----
 
 #define LAYERNORM_MULTIPLY_ADD_SYNC(types)                                                        \
@@ -5197,6 +5091,7 @@ __device__ void compute_rounds(const Block<L>& block, int group) {
 template <typename T, bool SPLIT>
 __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
     conv_transpose_layer_norm_gelu(Convolution call, const Unit* arranged) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // fits() keeps calls away from older code
   extern __shared__ __align__(128) Unit conv_shared[];
   using L = Layout<T, SPLIT>;
   const Block<L> block = {call, arranged + blockIdx.x % 4 * (4 * L::kSteps * kFragment), conv_shared};
@@ -5208,8 +5103,8 @@ __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
   compute_rounds(block, group);
-}
 #endif
+}
 
 // ---- Convolution: host side ----
 
@@ -5364,23 +5259,8 @@ bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, 
 }  // namespace TORCH_EXTENSION_NAME
 """
 
-CUDA_SOURCE = "".join(
-    (
-        _INTERFACE,
-        _ELEMENTS,
-        _STATISTICS,
-        _EPILOGUE,
-        _DEVICE,
-        _ROWS,
-        _REGISTERS,
-        _SHARED,
-        _PIPELINE,
-        _JOINT,
-        _SPREAD,
-        _CONVOLUTION,
-        _DISPATCH,
-    )
-)
+_ROOMS = (_ELEMENTS, _STATISTICS, _EPILOGUE, _DEVICE, _ROWS, _REGISTERS, _SHARED, _PIPELINE, _JOINT, _SPREAD)
+CUDA_SOURCE = "".join((_INTERFACE, *_ROOMS, _CONVOLUTION, _DISPATCH))
 
 # ============================================================================
 # 6  Load: at the import

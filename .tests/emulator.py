@@ -362,7 +362,6 @@ def build_kernels(before_hopper=False, macros=()):
 # What a CPU calls by another name, or would take long.
 BINDING = {
     r"#include <(?:c10|ATen)/cuda/.*?>\n": "",
-    r"_IMPL\(TORCH_EXTENSION_NAME, CUDA, m\)": "_IMPL(TORCH_EXTENSION_NAME, CPU, m)",
     r"c10::kCUDA": "c10::kCPU",
     r"AutocastCUDA": "AutocastCPU",
     r"cached_cast\(at::kFloat, (\w+)\)": r"cached_cast(at::kFloat, \1, at::kCPU)",
