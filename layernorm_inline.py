@@ -802,7 +802,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// Without a stream: PyTorch's operator<< crashed here with PyTorch 2.11 on Ubuntu 24.04, not on Debian 12.
+// Numbers reach messages as strings: a stream's << crashed on them with PyTorch 2.11 on Ubuntu 24.04.
 std::string text(SymIntArrayRef sizes) {
   const auto ints = c10::asIntArrayRefSlowOpt(sizes);
   if (!ints.has_value()) return "[symbolic sizes]";
@@ -907,8 +907,8 @@ DType dtype_of(const Tensor& t) {
 // The library of the import has no kernels for an activation or a scale.
 Activation checked(int64_t activation, double scale) {
   const bool exists = activation >= 0 && activation < static_cast<int64_t>(Activation::Count);
-  TORCH_CHECK(exists && (kFused || (activation == 0 && scale == 1)), "No kernels for activation ", activation,
-              " and scale ", scale);
+  TORCH_CHECK(exists && (kFused || (activation == 0 && scale == 1)), "No kernels for activation ",
+              std::to_string(activation), " and scale ", std::to_string(scale));
   return static_cast<Activation>(activation);
 }
 
@@ -942,7 +942,8 @@ void run(const Call& call, const Tensor& input) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, input.device().index());
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
-                major, ".", minor, ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR);
+                std::to_string(major) + "." + std::to_string(minor),
+                ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR);
   }
   C10_CUDA_CHECK(error);
 }
@@ -1611,12 +1612,6 @@ __device__ void load_affine(float (&w)[V], const void* affine, bool affine_float
   } else {
     unpack(load<T, V>(static_cast<const T*>(affine) + col), w);
   }
-}
-
-// 16 bytes at a time: each sum would be an L2 transaction (bf16 rows of 8192, backward: 0.126 ms -> 0.107).
-template <int V>
-__device__ void store_sums(float* p, const float (&x)[V]) {
-  store<float, V>(p, x);
 }
 
 template <typename T, int V>
@@ -2933,9 +2928,9 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
   const int64_t loads = loads_of(call), places = int64_t(kSmThreads) * device.sms;
   const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
   const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
-  const bool fill_two = 4 * loads >= 3 * 2 * row_threads(loads, 2);  // a quarter of the threads idle, at most
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads && fill_two && !kFused &&
+  if (!shifted && V == 4 && loads > 64 && loads < 96) return;  // one warp: of two most of one would idle
+  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads && !kFused &&
       call.rows * loads <= kTwoLoadsTurns * places) {
     p.loads = 2;
   } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && loads_early) {
@@ -3088,7 +3083,7 @@ __device__ void share_bias(float* share, const Backward& call, const BackwardCol
   UNROLL(i, PACKS) {
     if (threadIdx.y > 0 || !columns.live[i]) continue;
     const auto bias = load_affine_columns<T, V>(call, call.bias, columns.at(i), 0);
-    store_sums(share + columns.slot + i * columns.stride, bias.at);
+    store<float, V>(share + columns.slot + i * columns.stride, bias.at);
   }
   if (columns.has_extra)
     share[call.cols - 1] = load_affine_columns<T, 1>(call, call.bias, columns.extra, 0)[0];
@@ -3181,7 +3176,7 @@ __device__ void write_partial(float* partial, float* share, const Vec<float, V> 
     if constexpr (is_in_words<T, V>) {
       to[0] = sums[i][0], to[1] = sums[i][1];
     } else {
-      store_sums(to, sums[i].at);
+      store<float, V>(to, sums[i].at);
     }
   }
   if (columns.has_extra) gathered[columns.extra] = extra;
