@@ -1464,6 +1464,32 @@ constexpr int kArch = __CUDA_ARCH__;
 constexpr int kArch = 900;
 #endif
 
+// ---- Elements: vectors of numbers ----
+
+// V numbers, with arithmetic element by element.
+template <typename A, int V>
+struct Vec {
+  static constexpr int kSize = V;
+  A at[V];
+  __device__ A& operator[](int v) { return at[v]; }
+  __device__ A operator[](int v) const { return at[v]; }
+};
+
+#define LAYERNORM_ELEMENTWISE(op)                                     \
+  template <typename A, int V>                                        \
+  __device__ Vec<A, V> operator op(Vec<A, V> a, const Vec<A, V>& b) { \
+    UNROLL(v, V) a[v] = a[v] op b[v];                                 \
+    return a;                                                         \
+  }                                                                   \
+  template <typename A, int V>                                        \
+  __device__ Vec<A, V> operator op(Vec<A, V> a, A b) {                \
+    UNROLL(v, V) a[v] = a[v] op b;                                    \
+    return a;                                                         \
+  }
+LAYERNORM_ELEMENTWISE(+)
+LAYERNORM_ELEMENTWISE(-)
+LAYERNORM_ELEMENTWISE(*)
+
 // ---- Elements: packs of them, loads and stores, conversions ----
 // Memory is read and written 16 bytes at a time, as a Pack of V elements of type T; arithmetic is in float.
 
@@ -1568,7 +1594,8 @@ __device__ uint32_t narrow_pair(float x, float y) {
 }
 
 template <typename T, int V>
-__device__ void unpack(const Pack<T, V>& pack, float (&x)[V]) {
+__device__ Vec<float, V> widened(const Pack<T, V>& pack) {
+  Vec<float, V> x;
   if constexpr (Pack<T, V>::kPairs) {
     UNROLL(n, V / 2) {
       const float2 two = widen_pair<T>(pack.at[n]);
@@ -1577,10 +1604,11 @@ __device__ void unpack(const Pack<T, V>& pack, float (&x)[V]) {
   } else {
     UNROLL(v, V) x[v] = widen(pack.at[v]);
   }
+  return x;
 }
 
 template <typename T, int V>
-__device__ Pack<T, V> packed(const float (&x)[V]) {
+__device__ Pack<T, V> packed(const Vec<float, V>& x) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
     UNROLL(n, V / 2) pack.at[n] = narrow_pair<T>(x[2 * n], x[2 * n + 1]);
@@ -1592,7 +1620,7 @@ __device__ Pack<T, V> packed(const float (&x)[V]) {
 
 // EVICT_FIRST: the first to leave L2, as nobody reads it again before it would leave.
 template <typename T, int V, bool EVICT_FIRST = false>
-__device__ void store(T* p, const float (&x)[V]) {
+__device__ void store(T* p, const Vec<float, V>& x) {
   const Pack<T, V> pack = packed<T>(x);
   if constexpr (EVICT_FIRST && sizeof(pack) == 16) {
     __stcs(reinterpret_cast<uint4*>(p), bit_cast<uint4>(pack));
@@ -1603,58 +1631,26 @@ __device__ void store(T* p, const float (&x)[V]) {
 
 // weight[col .. col + V) or bias[...]; `fallback` where the tensor is null.
 template <typename T, int V>
-__device__ void load_affine(float (&w)[V], const void* affine, bool affine_float32, int64_t col,
-                            float fallback) {
+__device__ Vec<float, V> load_affine(const void* affine, bool affine_float32, int64_t col, float fallback) {
+  Vec<float, V> w;
   if (affine == nullptr) {
-    UNROLL(v, V) w[v] = fallback;
+    w = Vec<float, V>() + fallback;
   } else if (sizeof(T) == 2 && affine_float32) {
-    unpack(load<float, V>(static_cast<const float*>(affine) + col), w);
+    w = widened(load<float, V>(static_cast<const float*>(affine) + col));
   } else {
-    unpack(load<T, V>(static_cast<const T*>(affine) + col), w);
+    w = widened(load<T, V>(static_cast<const T*>(affine) + col));
   }
+  return w;
 }
 
 template <typename T, int V>
-__device__ void store_affine(void* affine, bool affine_float32, int64_t col, const float (&x)[V]) {
+__device__ void store_affine(void* affine, bool affine_float32, int64_t col, const Vec<float, V>& x) {
   if (affine == nullptr) return;
   if (sizeof(T) == 2 && affine_float32) {
     store<float, V>(static_cast<float*>(affine) + col, x);
   } else {
     store<T, V>(static_cast<T*>(affine) + col, x);
   }
-}
-
-// ---- Elements: vectors of numbers ----
-
-// V numbers, with arithmetic element by element.
-template <typename A, int V>
-struct Vec {
-  static constexpr int kSize = V;
-  A at[V];
-  __device__ A& operator[](int v) { return at[v]; }
-  __device__ A operator[](int v) const { return at[v]; }
-};
-
-#define LAYERNORM_ELEMENTWISE(op)                                     \
-  template <typename A, int V>                                        \
-  __device__ Vec<A, V> operator op(Vec<A, V> a, const Vec<A, V>& b) { \
-    UNROLL(v, V) a[v] = a[v] op b[v];                                 \
-    return a;                                                         \
-  }                                                                   \
-  template <typename A, int V>                                        \
-  __device__ Vec<A, V> operator op(Vec<A, V> a, A b) {                \
-    UNROLL(v, V) a[v] = a[v] op b;                                    \
-    return a;                                                         \
-  }
-LAYERNORM_ELEMENTWISE(+)
-LAYERNORM_ELEMENTWISE(-)
-LAYERNORM_ELEMENTWISE(*)
-
-template <typename T, int V>
-__device__ Vec<float, V> widened(const Pack<T, V>& pack) {
-  Vec<float, V> x;
-  unpack(pack, x.at);
-  return x;
 }
 
 // ---- Elements: rows that do not all start on a 16-byte boundary ----
@@ -1710,33 +1706,30 @@ __device__ void with_same_dtype(const Forward& call, F f) {
 
 // weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
 template <typename T, int V, bool SHIFTED, bool SAME_DTYPE>
-__device__ void load_affine_pair(float (&weight)[V], float (&bias)[V], const Forward& call, int col,
+__device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col,
                                  int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
   if constexpr (SAME_DTYPE && SHIFTED && V > 1) {
     // Aligned where only input is not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
     const auto bits = reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin);
     if (bits % 16 != 0) {
-      const auto load_words = [&](float (&x)[V], const T* p) {
+      const auto load_words = [&](Vec<float, V>& x, const T* p) {
         Unaligned<T, V> words;
         const int mid_word = words.starts_mid_word(p + begin);
         words.load(p + col, mid_word);
-        unpack(words.get(mid_word), x);
+        x = widened(words.get(mid_word));
       };
       return load_words(weight, w), load_words(bias, b);
     }
   }
   if constexpr (SAME_DTYPE) {
-    unpack(load<T, V>(w + col), weight);
-    unpack(load<T, V>(b + col), bias);
+    weight = widened(load<T, V>(w + col)), bias = widened(load<T, V>(b + col));
   } else {
     constexpr int F = SHIFTED ? 1 : V;
     UNROLL(n, V / F) {
-      float part[F];
-      load_affine<T, F>(part, call.weight, call.affine_float32, col + n * F, 1);
-      UNROLL(f, F) weight[n * F + f] = part[f];
-      load_affine<T, F>(part, call.bias, call.affine_float32, col + n * F, 0);
-      UNROLL(f, F) bias[n * F + f] = part[f];
+      const auto some_weight = load_affine<T, F>(call.weight, call.affine_float32, col + n * F, 1);
+      const auto some_bias = load_affine<T, F>(call.bias, call.affine_float32, col + n * F, 0);
+      UNROLL(f, F) weight[n * F + f] = some_weight[f], bias[n * F + f] = some_bias[f];
     }
   }
 }
@@ -1785,7 +1778,7 @@ _STATISTICS = r"""
 
 // Exact for N equal numbers, N a power of two; 16 bits without the tree, which costs bf16 rows of 50257 1%.
 template <typename T, int N>
-__device__ float sum_of(const float (&x)[N]) {
+__device__ float sum_of(const Vec<float, N>& x) {
   float sums[N];
   UNROLL(n, N) sums[n] = x[n];
   if constexpr (sizeof(T) == 2) {
@@ -1939,7 +1932,7 @@ __device__ inline Moments combine_means(const Moments& moments, int width) {
 template <typename T, int LANES, int N, typename X, typename Has>
 __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   float sum = 0, m2 = 0;
-  UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i).at) : 0;
+  UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i)) : 0;
   sum = combine_lanes(sum, LANES);
   const float mean = sizeof(T) == 2 ? quotient(sum, count, per_count) : sum * per_count;
   UNROLL(i, N) {
@@ -2120,14 +2113,12 @@ __device__ Epilogue opaque_activation(Epilogue epilogue) {
 }
 
 template <typename T, int V>
-__device__ void apply_epilogue(float (&z)[V], const Epilogue& epilogue) {
+__device__ void apply_epilogue(Vec<float, V>& z, const Epilogue& epilogue) {
   if constexpr (kFused) {
     with_activation<T>(epilogue.activation, [&](auto activation) {
       UNROLL(v, V) z[v] = activation.value(z[v]);
     });
-    if (epilogue.scale != 1) {
-      UNROLL(v, V) z[v] *= epilogue.scale;
-    }
+    if (epilogue.scale != 1) z = z * epilogue.scale;
   }
 }
 
@@ -2135,8 +2126,9 @@ __device__ void apply_epilogue(float (&z)[V], const Epilogue& epilogue) {
 // input's dtype as PyTorch's operations would. A kernel of its own doubled the time (float32 rows of 64,
 // backward: 205 us -> 418).
 template <typename T, int V>
-__device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V], const float (&weight)[V],
-                                 const float (&bias)[V], const Backward& call) {
+__device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat,
+                                 const Vec<float, V>& weight, const Vec<float, V>& bias,
+                                 const Backward& call) {
   const Epilogue epilogue = opaque_activation<true>(Epilogue{call.activation, float(call.scale)});
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
   auto grad = widened(grad_output);
@@ -2144,7 +2136,7 @@ __device__ void apply_derivative(Pack<T, V>& grad_output, const float (&xhat)[V]
     UNROLL(v, V) grad[v] *= activation.derivative(xhat[v] * weight[v] + bias[v]);
   });
   if (epilogue.scale != 1) grad = grad * epilogue.scale;
-  grad_output = packed<T>(grad.at);
+  grad_output = packed<T>(grad);
 }
 """
 
@@ -2537,7 +2529,7 @@ constexpr int kRowsPerSum = 256;
 template <int V>
 __device__ void add_sums(float* partials, Vec<float, V> sums, bool is_first) {
   if (!is_first) sums = sums + widened(load<float, V>(partials));
-  store<float, V>(partials, sums.at);
+  store<float, V>(partials, sums);
 }
 
 // Adds sums of V columns to partials, (2, gridDim.y, cols). Without partials they are the gradients.
@@ -2546,8 +2538,8 @@ __device__ void add_gradients(const Backward& call, float* partials, int64_t col
                               const Vec<float, V>& grad_weight, const Vec<float, V>& grad_bias,
                               bool is_first) {
   if (partials == nullptr) {
-    store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight.at);
-    store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias.at);
+    store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight);
+    store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
   } else {
     float* to = partials + blockIdx.y * call.cols + col;
     add_sums(to, grad_weight, is_first);
@@ -2572,7 +2564,7 @@ __global__ void __launch_bounds__(kSumThreads)
     const float* from = partials + (int64_t(blockIdx.y) * partial_rows + threadIdx.y) * call.cols + col;
     const int64_t step = blockDim.y * call.cols;
     for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
-      float terms[kTerms];
+      Vec<float, kTerms> terms;
       UNROLL(i, kTerms) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : 0.0f;
       sum += sum_of<float>(terms);  // not one by one: there can be thousands
     }
@@ -2581,8 +2573,7 @@ __global__ void __launch_bounds__(kSumThreads)
   __syncthreads();
   if (threadIdx.y != 0 || col >= call.cols) return;
   for (int y = 1; y < blockDim.y; ++y) sum += share[y * blockDim.x + threadIdx.x];
-  const float total[1] = {sum};
-  store_affine<T>(grad, call.affine_float32, col, total);
+  store_affine<T>(grad, call.affine_float32, col, Vec<float, 1>{sum});
 }
 
 template <typename T>
@@ -2740,10 +2731,9 @@ template <typename T, int PACKS, bool SHIFTED, bool IN_WARP>
 __device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const Forward& call,
                                   const Columns<T, SHIFTED, IN_WARP>& columns, uint64_t policy) {
   constexpr int V = 16 / sizeof(T);
-  float ones[V];
-  UNROLL(v, V) ones[v] = 1;
+  const auto ones = packed<T>(Vec<float, V>() + 1.0f);
   UNROLL(i, PACKS) {
-    affine.weight[i] = packed<T>(ones), affine.bias[i] = {};
+    affine.weight[i] = ones, affine.bias[i] = {};
     const bool has = columns.has(i);
     if (has & (call.weight != nullptr))
       affine.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + columns.at(i), policy);
@@ -2762,8 +2752,8 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
   const Epilogue asked = opaque_activation<kAsksAnew>(epilogue);
   UNROLL(r, ROWS) {
     auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
-    apply_epilogue<T>(y.at, asked);
-    if (r < rows.count) store<T, V>(rows.first + (offset + r * rows.row_stride), y.at);
+    apply_epilogue<T>(y, asked);
+    if (r < rows.count) store<T, V>(rows.first + (offset + r * rows.row_stride), y);
   }
 }
 
@@ -2780,13 +2770,13 @@ __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const 
     if constexpr (EARLY) {
       weight = widened(affine.weight[i]), bias = widened(affine.bias[i]);
     } else {
-      load_affine_pair<T, V, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.at(i), columns.begin);
+      load_affine_pair<T, V, SHIFTED, SAME_DTYPE>(weight, bias, call, columns.at(i), columns.begin);
     }
     write_columns(rows, i * columns.stride, x.packs[i], mean, rstd, weight, bias, constants.epilogue);
   }
   if (columns.has_extra()) {
     Vec<float, 1> weight, bias;
-    load_affine_pair<T, 1, SHIFTED, SAME_DTYPE>(weight.at, bias.at, call, columns.extra, columns.begin);
+    load_affine_pair<T, 1, SHIFTED, SAME_DTYPE>(weight, bias, call, columns.extra, columns.begin);
     write_columns(rows, columns.extra_offset(), x.extra, mean, rstd, weight, bias, constants.epilogue);
   }
 }
@@ -3060,8 +3050,7 @@ __device__ Vec<float, V> load_affine_columns(const Backward& call, const void* a
   constexpr int F = is_in_words<T, V> ? 1 : V;  // a word of input need not be one of weight
   Vec<float, V> w;
   UNROLL(n, V / F) {
-    float part[F];
-    load_affine<T, F>(part, affine, call.affine_float32, col + n * F, fallback);
+    const auto part = load_affine<T, F>(affine, call.affine_float32, col + n * F, fallback);
     UNROLL(f, F) w[n * F + f] = part[f];
   }
   return w;
@@ -3083,7 +3072,7 @@ __device__ void share_bias(float* share, const Backward& call, const BackwardCol
   UNROLL(i, PACKS) {
     if (threadIdx.y > 0 || !columns.live[i]) continue;
     const auto bias = load_affine_columns<T, V>(call, call.bias, columns.at(i), 0);
-    store<float, V>(share + columns.slot + i * columns.stride, bias.at);
+    store<float, V>(share + columns.slot + i * columns.stride, bias);
   }
   if (columns.has_extra)
     share[call.cols - 1] = load_affine_columns<T, 1>(call, call.bias, columns.extra, 0)[0];
@@ -3133,9 +3122,7 @@ __device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, 
                                      Sums& sums, Vec<float, N>& grad_weight, Vec<float, N>& grad_bias) {
   const Vec<float, N> xhat = (widened(x) - mean) * rstd;
   if constexpr (kFused) {
-    float bias[N];
-    load_affine<T, N>(bias, bias_at, true, 0, 0);
-    apply_derivative<T>(dy, xhat.at, weight.at, bias, call);
+    apply_derivative<T>(dy, xhat, weight, load_affine<T, N>(bias_at, true, 0, 0), call);
   }
   const Vec<float, N> grad = widened(dy);
   UNROLL(v, N) {
@@ -3153,7 +3140,7 @@ template <typename T, int N>
 __device__ void write_grad_input(T* to, const Pack<T, N>& dy, const Vec<float, N>& xhat,
                                  const Vec<float, N>& weight, float rstd, const Sums& means) {
   const Vec<float, N> grad = widened(dy);
-  float dx[N];
+  Vec<float, N> dx;
   UNROLL(v, N) {
     if constexpr (sizeof(T) == 2 && N > 1) {  // an instruction less (bf16 rows of 2041: 0.806 -> 0.814)
       dx[v] = rstd * fmaf(weight[v], grad[v], fmaf(-xhat[v], means.wdy_xhat, -means.wdy));
@@ -3176,7 +3163,7 @@ __device__ void write_partial(float* partial, float* share, const Vec<float, V> 
     if constexpr (is_in_words<T, V>) {
       to[0] = sums[i][0], to[1] = sums[i][1];
     } else {
-      store<float, V>(to, sums[i].at);
+      store<float, V>(to, sums[i]);
     }
   }
   if (columns.has_extra) gathered[columns.extra] = extra;
@@ -3411,7 +3398,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) {
     const auto values = widened(load<T, V>(x + columns.at(i)));
-    sum[0] += sum_of<T>(values.at);
+    sum[0] += sum_of<T>(values);
   }
   row_means<T, INT_MAX, false>(mean, sum, packs * V, cols, constants.per_col, slots);
   DistanceSums<T> distances[1] = {};
@@ -3434,9 +3421,9 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     for (int i = 0; i < packs; ++i) {
       const int col = columns.at(i);
       Vec<float, V> weight, bias;
-      load_affine_pair<T, V, false, same_dtype.value>(weight.at, bias.at, call, col, 0);
+      load_affine_pair<T, V, false, same_dtype.value>(weight, bias, call, col, 0);
       const auto y = (widened(load<T, V>(x + col)) - mean[0]) * rstd * weight + bias;
-      store<T, V>(output + col, y.at);
+      store<T, V>(output + col, y);
     }
   });
 #else
@@ -3477,11 +3464,11 @@ namespace pipeline {
 // groups take turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied,
 // each is applied 3 after it is measured.
 
-[[maybe_unused]] constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
+constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
 constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
 // Before Hopper the second gatherer is a second loader instead (backward of bf16 rows of 8192: 0.67 of copy
 // speed -> 0.84), and a prefetch asks for two sectors (float32 rows of 131072: 0.89 -> 0.92).
-[[maybe_unused]] constexpr int kSecondLoader = kGatherer + 1, kPrefetchStep = 64;
+constexpr int kSecondLoader = kGatherer + 1, kPrefetchStep = 64;
 constexpr int kThreadColumns = 16, kMaxStages = 10;
 constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
 
@@ -3565,7 +3552,7 @@ struct ForwardPass {
       UNROLL(i, kPacks) {
         // Always inside the slice, so that no condition delays loads (bf16 rows of 65536: 0.83 -> 0.87).
         const int col = row_0.offset + min(row_0.at(i), row_0.columns - V);
-        load_affine_pair<T, V, false, decltype(same_dtype)::value>(weight[i].at, bias[i].at, call, col, 0);
+        load_affine_pair<T, V, false, decltype(same_dtype)::value>(weight[i], bias[i], call, col, 0);
       }
     });
     UNROLL(i, kPacks) count += row_0.has(i) ? V : 0;
@@ -3603,7 +3590,7 @@ struct ForwardPass {
     T* output = static_cast<T*>(call.output) + slice.offset;
     UNROLL(i, kPacks) {
       const auto y = normalized<T>(slice.pack(slice.x, i), stats) * weight[i] + bias[i];
-      if (slice.has(i)) store<T, V>(output + slice.at(i), y.at);
+      if (slice.has(i)) store<T, V>(output + slice.at(i), y);
     }
   }
 };
@@ -3630,7 +3617,7 @@ struct BackwardPass {
   __device__ BackwardPass(const Call& call, const Slice<T>& row_0) {
     UNROLL(i, kPacks) {
       const int64_t col = row_0.offset + row_0.at(i);
-      if (row_0.has(i)) load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, col, 1);
+      if (row_0.has(i)) weight[i] = load_affine<T, V>(call.weight, call.affine_float32, col, 1);
     }
   }
 
@@ -3673,7 +3660,7 @@ struct BackwardPass {
       const auto x = slice.pack(slice.x, i), dy = slice.pack(slice.dy, i);
       const auto dx = sizeof(T) == 2 ? x * of_x + (weight[i] * dy + rest)
                                      : product(weight[i], dy) - mean_wdy - (x - mean) * rstd * mean_wdy_xhat;
-      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), (dx * rstd).at);
+      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), dx * rstd);
     }
   }
 
@@ -4019,7 +4006,7 @@ namespace joint {
 // A thread has 31 packs of weight and 20 of bias in registers; shared memory has the other 44 KB.
 
 // Stages that are measured ahead (2: 0.184 ms, 3: 0.177, 4: 0.182), and on their way to L2 (4: 2 us more).
-[[maybe_unused]] constexpr int kAhead = 3, kPrefetch = 3;
+constexpr int kAhead = 3, kPrefetch = 3;
 constexpr int kThreads = 256, kWarps = kThreads / 32;  // of 255 registers each, as weight and bias need them
 // 16-byte packs of a thread in a stage, of a block in a stage; stages of a slice and of a ring, at most.
 constexpr int V = 4, kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16, kRing = 28;
@@ -4130,7 +4117,7 @@ struct Affine {
       if (pack < 0 || pack >= block.packs) continue;
       const int col = block.first_col + pack * V;
       if (i < N) {
-        load_affine<float, V>(packs[i < N ? i : 0].at, tensor, true, col, fallback);
+        packs[i < N ? i : 0] = load_affine<float, V>(tensor, true, col, fallback);
       } else if (tensor != nullptr) {
         copy_async(shared + (i - N) * kThreads, static_cast<const float*>(tensor) + col, block.policy);
       } else {
@@ -4206,7 +4193,7 @@ __device__ void apply_stage(float* output, const StagePart& x, int stage, float2
     const bool exists = stage < kStages - 1 || j * kThreads + block.thread < block.last_packs;
     const auto xhat = (widened(x[j]) - row_stats.x) * row_stats.y;
     const auto y = xhat * weight.at(i, exists) + bias.at(i, exists);
-    if (exists) store<float, V, true>(output + j * kThreads * V, y.at);
+    if (exists) store<float, V, true>(output + j * kThreads * V, y);
   }
 }
 #endif
@@ -4411,8 +4398,8 @@ __global__ void __launch_bounds__(512)
   Vec<float, V> weight[kTilePacks<V>], bias[kTilePacks<V>];
   UNROLL(i, kTilePacks<V>) {
     if (!packs.has(i)) continue;
-    load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
-    load_affine<T, V>(bias[i].at, call.bias, call.affine_float32, packs.at(i), 0);
+    weight[i] = load_affine<T, V>(call.weight, call.affine_float32, packs.at(i), 1);
+    bias[i] = load_affine<T, V>(call.bias, call.affine_float32, packs.at(i), 0);
   }
 
   wait_for_previous();
@@ -4425,8 +4412,8 @@ __global__ void __launch_bounds__(512)
     UNROLL(i, kTilePacks<V>) {
       if (!packs.has(i)) continue;
       auto y = normalized<T>(widened(x[i]), stats) * weight[i] + bias[i];
-      apply_epilogue<T>(y.at, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
-      store<T, V, true>(output + packs.at(i), y.at);
+      apply_epilogue<T>(y, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
+      store<T, V, true>(output + packs.at(i), y);
     }
   }
 }
@@ -4438,9 +4425,8 @@ template <typename T, int V>
 __device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V>& xhat,
                                      const Vec<float, V>& weight, const Backward& call, int64_t col) {
   if constexpr (kFused) {
-    Vec<float, V> bias;
-    load_affine<T, V>(bias.at, call.bias, call.affine_float32, col, 0);
-    apply_derivative<T>(grad_output, xhat.at, weight.at, bias.at, call);
+    const auto bias = load_affine<T, V>(call.bias, call.affine_float32, col, 0);
+    apply_derivative<T>(grad_output, xhat, weight, bias, call);
   }
   return widened(grad_output);
 }
@@ -4464,10 +4450,9 @@ __global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
     UNROLL(i, kTilePacks<V>) {
       const int64_t col = packs.at(i);
       if (col >= cols) continue;
-      Vec<float, V> weight;
       const auto xhat = (widened(load<T, V>(input + col)) - mean) * rstd;
       Pack<T, V> dy = load<T, V>(grad_output + col);
-      load_affine<T, V>(weight.at, call.weight, call.affine_float32, col, 1);
+      const auto weight = load_affine<T, V>(call.weight, call.affine_float32, col, 1);
       const auto grad = gradient_of<T>(dy, xhat, weight, call, col);
       const auto wdy = product(weight, grad);
       UNROLL(v, V) here.wdy += wdy[v], here.wdy_xhat += wdy[v] * xhat[v];
@@ -4501,7 +4486,7 @@ __global__ void __launch_bounds__(512)
   const auto packs = packs_of_tile<V>(call.cols);
   Vec<float, V> weight[kTilePacks<V>], grad_weight[kTilePacks<V>] = {}, grad_bias[kTilePacks<V>] = {};
   UNROLL(i, kTilePacks<V>) {
-    if (packs.has(i)) load_affine<T, V>(weight[i].at, call.weight, call.affine_float32, packs.at(i), 1);
+    if (packs.has(i)) weight[i] = load_affine<T, V>(call.weight, call.affine_float32, packs.at(i), 1);
   }
 
   const int64_t first_row = blockIdx.y * rows_per_block;
@@ -4520,7 +4505,7 @@ __global__ void __launch_bounds__(512)
       const auto grad = gradient_of<T>(dy[i], xhat, weight[i], call, packs.at(i));
       const auto dx = (product(weight[i], grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
       grad_weight[i] = grad_weight[i] + grad * xhat, grad_bias[i] = grad_bias[i] + grad;
-      if (call.grad_input != nullptr) store<T, V, true>(grad_input + packs.at(i), dx.at);
+      if (call.grad_input != nullptr) store<T, V, true>(grad_input + packs.at(i), dx);
     }
   }
 
@@ -4744,7 +4729,7 @@ __device__ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
 __device__ inline void named_barrier_wait(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
-[[maybe_unused]] __device__ inline void named_barrier_arrive(int name, int threads) {
+__device__ inline void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 // Of group 0, and the next of group 1: may multiply, input is there, input was read. 0 is __syncthreads.
@@ -4862,7 +4847,7 @@ __device__ void arrange(const Round<L>& round) {
 // ---- Convolution: products ----
 
 // The compiler would wait for each async product if it could move the sums.
-[[maybe_unused]] __device__ inline void keep_in_registers(Sums& sums) {
+__device__ inline void keep_in_registers(Sums& sums) {
   UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i % 64])::"memory");
 }
 
@@ -4990,7 +4975,7 @@ __device__ void write_rows(const Round<L>& round, Sums& sums, const float (&rstd
     UNROLL(row, kRows) {
       if (!exists(row)) continue;
       if (quarter == 0) call.rstd[at(row) / kOutWidth] = rstd[row];
-      UNROLL(i, 4) store<T, 4, true>(output + at(row) + 16 * i, sums.four(row, 4 * i).at);
+      UNROLL(i, 4) store<T, 4, true>(output + at(row) + 16 * i, sums.four(row, 4 * i));
     }
     return;
   }
@@ -5003,7 +4988,7 @@ __device__ void write_rows(const Round<L>& round, Sums& sums, const float (&rstd
     UNROLL(row, kRows) {
       auto z = sums.four(row, 4 * j) * rstd[row] * weight + bias;
       UNROLL(i, 4) z[i] = float(call.scale) * gelu_of_tail(z[i], kTail(fabsf(z[i])));
-      if (exists(row)) store<T, 4, true>(output + at(row) + 16 * j, z.at);
+      if (exists(row)) store<T, 4, true>(output + at(row) + 16 * j, z);
     }
   }
 }
@@ -5020,10 +5005,8 @@ __device__ void fill_shared(const Block<L>& block) {
   for (int i = threadIdx.x; i < kGroups * 2 * L::kUnits; i += blockDim.x) block.slabs[i] = {};
   if (threadIdx.x < 2 * kOutWidth) {
     const void* affine = threadIdx.x < kOutWidth ? call.weight : call.bias;
-    float x[1];
-    load_affine<typename L::Element>(x, affine, call.affine_float32, threadIdx.x % kOutWidth,
-                                     threadIdx.x < kOutWidth ? 1 : 0);
-    block.affine[threadIdx.x] = x[0];
+    block.affine[threadIdx.x] = load_affine<typename L::Element, 1>(
+        affine, call.affine_float32, threadIdx.x % kOutWidth, threadIdx.x < kOutWidth ? 1 : 0)[0];
   }
 }
 
