@@ -2422,9 +2422,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
-// Of input, where a call reads and writes so many tensors of its size.
+// Of input: it leaves first where half of L2 holds output.
 template <typename Call>
-L2Priority input_priority(const Call& call, int tensors, const Device& device) {
+L2Priority input_priority(const Call& call, const Device& device) {
   const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
   return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
 }
@@ -2503,7 +2503,7 @@ RowConstants row_constants(const Forward& call, const Device& device) {
   return {float(call.eps),
           1.0f / float(call.cols),
           {call.activation, float(call.scale)},
-          input_priority(call, 2, device)};
+          input_priority(call, device)};
 }
 
 // How far ahead rows come to L2, for each SM, but for an eighth of L2 at most. Too early, they leave it
@@ -2832,11 +2832,9 @@ static_assert(kFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is 
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int row_blocks() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if (__CUDA_ARCH__ == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
-  if (PACKS == 2 && !IN_WARP) return 1;
-  if (__CUDA_ARCH__ < 800 && is_four_16_bit_rows<T, PACKS, ROWS>) return 5;
-#endif
+  if (kArch == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
+  if (kArch < 900 && PACKS == 2 && !IN_WARP) return 1;
+  if (kArch < 800 && is_four_16_bit_rows<T, PACKS, ROWS>) return 5;
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
   if (IN_WARP) return PACKS == kLoads ? 5 : 10 - PACKS;
   if (ROWS > 1) return 1;
@@ -3325,7 +3323,7 @@ cudaError_t launch(Backward call, const Context& context) {
     *tensor = std::exchange(scratch, scratch + room);
   }
   kernel<<<p.blocks, dim3(p.threads_per_row, p.rows_per_block), 0, context.stream>>>(
-      call, partials, input_priority(call, 3, context.device));
+      call, partials, input_priority(call, context.device));
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, p.blocks, context);
 }
@@ -3354,11 +3352,7 @@ constexpr int kMostBytes = 71 << 10, kMostBytes16Bits = 43 << 10;
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
-#if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ >= 860 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ == 1100)
-constexpr int kFloatBlocks = 1;
-#else
-constexpr int kFloatBlocks = kRowBlocks - 1;
-#endif
+constexpr int kFloatBlocks = (kArch >= 860 && kArch < 900) || kArch == 1100 ? 1 : kRowBlocks - 1;
 
 template <typename T>
 constexpr int kBlockThreads = sizeof(T) == 4 ? kMostThreads : kThreads16Bits;
@@ -3366,13 +3360,8 @@ template <typename T>
 constexpr int kLeastBlocks = sizeof(T) == 4 ? kFloatBlocks : kRowBlocks;  // of so many threads, on an SM
 // Weight and bias of so many packs at once (16-bit rows of 32768, if taken here: 0.87 of copy speed with one,
 // 0.90 with two).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <typename T>
-constexpr int kAtOnce = sizeof(T) == 2 ? 2 : 1;  // float32 would spill there
-#else
-template <typename T>
-constexpr int kAtOnce = 2;
-#endif
+constexpr int kAtOnce = kArch >= 1000 && sizeof(T) == 4 ? 1 : 2;  // float32 would spill there
 
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
@@ -3964,7 +3953,7 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   while (p.lanes < std::min(p.blocks_per_row, 32)) p.lanes *= 2;
   p.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
   p.prefetch = kForward || p.blocks_per_row >= kBackwardPrefetchBlocks;
-  p.priority = input_priority(call, kTensors + 1, device);
+  p.priority = input_priority(call, device);
   return p;
 }
 
