@@ -2833,7 +2833,7 @@ static_assert(kFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int row_blocks() {
   if (kArch == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
-  if (kArch < 900 && PACKS == 2 && !IN_WARP) return 1;
+  if (kArch != 900 && PACKS == 2 && !IN_WARP) return kArch < 900 ? 1 : 2;
   if (kArch < 800 && is_four_16_bit_rows<T, PACKS, ROWS>) return 5;
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
   if (IN_WARP) return PACKS == kLoads ? 5 : 10 - PACKS;
