@@ -46,7 +46,7 @@ Reading it
            _ELEMENTS      packs of elements: loads, stores, conversions; rows that are not aligned
            _STATISTICS    mean and variance; how threads and blocks that share a row combine them
            _EPILOGUE      activations, scale, their derivatives
-           _DEVICE        instructions, mailboxes of blocks, properties of the GPU, launching
+           _DEVICE        instructions, mailboxes of blocks, what kernels and plans ask of the GPU, launching
            _ROWS          the steps of kernels whose threads hold rows: load, measure, write
            _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
            _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
@@ -54,7 +54,7 @@ Reading it
            _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
-           _DISPATCH      the ladder: which room takes a call, asked in this order
+           _DISPATCH      properties of the GPU; the ladder: which room takes a call, asked in this order
        Each room of rows says which it takes and why that is fast, and has its numbers, most with the measurement
        that decided them, its kernels, and its host side, which cuts the work and launches them.
     6  Load           at the import, without what LAYERNORM_WITH_EPILOGUE adds
@@ -1300,6 +1300,7 @@ Tensor convolution(const Tensor& input, const Tensor& conv_weight, const Optiona
   check_convolution(input, conv_weight, conv_bias, weight, bias);
   if (META) return allocate<META>(output_sizes(input), input.scalar_type(), input);
   if (!fits_convolution(input)) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
     return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }
   return run_convolution(input, conv_weight, conv_bias, weight, bias, {}, eps, scale);
@@ -1451,13 +1452,13 @@ _ELEMENTS = r"""
 
 #define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
 #define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
-#pragma nv_diag_suppress 177  // what no kernel of this architecture, or of this library, calls
+#pragma nv_diag_suppress 177  // "declared but never referenced": some architectures lack a function's callers
 
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// The architecture that is compiled for. Instructions that it lacks stand in functions that nothing calls
-// then.
+// The architecture that is compiled for. Functions of instructions that it lacks are compiled only if called,
+// so calls stand behind kArch, or the whole kernel behind #if.
 #ifdef __CUDA_ARCH__
 constexpr int kArch = __CUDA_ARCH__;
 #else
@@ -2405,7 +2406,7 @@ struct Device {
   int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most; 1 KB less than an SM has
   // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
   int code = 0;
-  bool allows_programmatic = false;  // launches, also in CUDA graphs
+  bool allows_programmatic = false;  // dependent launches, which CUDA graphs take from CUDA 12.3 on
   mutable std::mutex mutex;
   mutable std::set<const void*> max_shared_set;  // kernels after allow_shared_memory
 };
@@ -2792,8 +2793,8 @@ namespace registers {
 // small, and each prefetches to L2 the rows of a later one. Statistics are the textbook ones: the mean, then
 // distances from it. Of short rows a thread holds four, with weight and bias loaded once for all of them.
 
-// Loads of a thread: four of one row, or one of each of four rows of up to 16 loads (bf16 rows of 64: 0.83 of
-// copy speed -> 0.96), 32 where rows are not aligned (bf16 rows of 255: 0.67 with 16, 0.88 with 32).
+// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move, or one of each of
+// four rows of up to 32 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, of 255: 0.67 -> 0.88).
 constexpr int kLoads = 4, kFourRowsLoads = 32;
 // Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once
 // for both (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
@@ -2812,7 +2813,7 @@ constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
 // 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an
 // SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
-constexpr int kFourRowsThreads = 128;
+constexpr int kFourRowsThreads = 128;  // of a block, also where a warp has a row
 template <typename T, int PACKS, int ROWS>
 constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 
@@ -2836,7 +2837,7 @@ constexpr int row_blocks() {
   if (kArch != 900 && PACKS == 2 && !IN_WARP) return kArch < 900 ? 1 : 2;
   if (kArch < 800 && is_four_16_bit_rows<T, PACKS, ROWS>) return 5;
   if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
-  if (IN_WARP) return PACKS == kLoads ? 5 : 10 - PACKS;
+  if (IN_WARP) return PACKS == kLoads ? 5 : 10 - PACKS;  // as many as hold their loads without spilling
   if (ROWS > 1) return 1;
   if (!SHIFTED && PACKS < kLoads) return kRowBlocks;
   return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
@@ -2911,13 +2912,14 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
-// Loads and rows of a thread. Few bytes have a thread for each load; more would wait for places on an SM.
+// Loads and rows of a thread: four loads, unless the row fits a warp or few warps better with fewer. Few
+// bytes have a thread for each load; more would wait for places on an SM.
 void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
   const int64_t loads = loads_of(call), places = int64_t(kSmThreads) * device.sms;
   const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
   const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > 64 && loads < 96) return;  // one warp: of two most of one would idle
+  if (!shifted && V == 4 && loads > 64 && loads < 96) return;  // in one warp: of a second one most would idle
   if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads && !kFused &&
       call.rows * loads <= kTwoLoadsTurns * places) {
     p.loads = 2;
@@ -3416,7 +3418,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
     }
   });
 #else
-  __trap();  // takes keeps calls away from code without these instructions
+  __trap();  // takes() keeps calls away from such code
 #endif
 }
 
@@ -3884,7 +3886,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     gather_rows(block, warp - kGatherer, lane);
   }
 #else
-  __trap();  // takes() keeps calls away from code without these instructions
+  __trap();  // takes() keeps calls away from such code
 #endif
 }
 
@@ -3945,10 +3947,11 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   p.stages = std::clamp(p.stages, 3, kMaxStages);
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.flight = std::clamp(flight_bytes / (kTensors * p.slice * kBytes), 1, p.stages - 1);
-  // The exchange takes some rows' time; a longer delay would leave too few stages to load into.
+  // The exchange takes some rows' time. Longer, it would leave too few stages to load into; but in backward
+  // of many blocks the exchange is slower than loading (three stages, float32 rows of 1048576: 0.78 -> 0.90).
   const bool many = p.blocks_per_row >= kManyBlocks;
   const int delay = p.blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
-  p.delay = std::min(p.stages - (!kForward && many ? 1 : 2), delay);
+  p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
   p.lanes = 4;
   while (p.lanes < std::min(p.blocks_per_row, 32)) p.lanes *= 2;
   p.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
@@ -4241,7 +4244,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 #else
-  __trap();  // plan() keeps calls away: the ring would be too short
+  __trap();  // plan() keeps calls away from such code
 #endif
 }
 
@@ -4249,7 +4252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 Plan plan(const Forward& call, const Device& device) {
   const int64_t least_group = ceil_div(call.cols / V, kStages * kStageSize);
   const int64_t groups = std::min(call.rows, device.sms / least_group);
-  if (device.code < 90 || groups == 0 || call.rows < kLeastRows * groups) return {};
+  if (device.code < 90 || device.code >= 120 || groups == 0 || call.rows < kLeastRows * groups) return {};
   const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
   const int lines = ceil_div(call.cols, 32);
   Plan p = {blocks_per_row, int(groups), lines / blocks_per_row, lines % blocks_per_row};
@@ -5058,7 +5061,7 @@ __device__ void compute_rounds(const Block<L>& block, int group) {
 template <typename T, bool SPLIT>
 __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
     conv_transpose_layer_norm_gelu(Convolution call, const Unit* arranged) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // fits() keeps calls away from older code
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) Unit conv_shared[];
   using L = Layout<T, SPLIT>;
   const Block<L> block = {call, arranged + blockIdx.x % 4 * (4 * L::kSteps * kFragment), conv_shared};
@@ -5070,6 +5073,8 @@ __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
   }
   compute_rounds(block, group);
+#else
+  __trap();  // fits() keeps calls away from such code
 #endif
 }
 
