@@ -18,12 +18,12 @@ How to use it
         replace_layer_norm(model)                     # every nn.LayerNorm inside, in place (subclasses: see types)
 
 What the import does
-    The first one runs nvcc, about half a minute, and leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
+    The first one runs nvcc (17 s on two cores) and leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
     ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: what has an activation or a scale,
     and the convolution, is a second library, likewise compiled at the first such call, or when the class is
     constructed. Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and
-    without TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where compiling fails. It changes nothing in PyTorch
-    or in the environment.
+    without TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where compiling fails. It leaves PyTorch and the
+    environment as they were.
 
 API
     layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5,
@@ -48,10 +48,10 @@ Reading it
            _EPILOGUE      activations, scale, their derivatives
            _DEVICE        instructions, mailboxes of blocks, what kernels and plans ask of the GPU, launching
            _ROWS          the steps of kernels whose threads hold rows: load, measure, write
-           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (with an epilogue 16)
+           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (16 where the pipeline takes none)
            _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
            _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
-           _JOINT         float32 rows too long for the pipeline, on Hopper and data-center Blackwell, forward
+           _JOINT         float32 rows too long for the pipeline, sm_90 to sm_110, forward
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
            _DISPATCH      properties of the GPU; the ladder: which room takes a call, asked in this order
@@ -138,7 +138,7 @@ def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, e
     PyTorch's operations scale and shift."""
     dims = (in_dims[0], *in_dims[2:4])
     x, weight, bias = (t if d is None else t.movedim(d, 0) for t, d in zip((input, weight, bias), dims))
-    # Checks what a slice is: in the calls below, the dimension of the slices counts as one of the input's.
+    # A call without rows checks one slice's shapes: the calls below would take the slices' dimension for rows.
     none_of_x = x[None][:0] if dims[0] is None else x[:0]
     slices = [t if d is None else t.new_empty(t.shape[1:]) for t, d in zip((weight, bias), dims[1:])]
     _layer_norm_op(none_of_x, normalized_shape, *slices, eps)
@@ -159,12 +159,12 @@ def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, e
 
 def _register_vmap(op):
     """Gives the op its rule. PyTorch before 2.5 takes none: torch.vmap loops over the slices there, and warns."""
-    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchBatched")  # another copy's
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchBatched")  # of another import
     if hasattr(torch.library, "register_vmap") and not has_rule:
         torch.library.register_vmap(op, functools.partial(_layer_norm_vmap, op))
 
 
-_TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first: of a Parameter isinstance takes 0.07 us
+_TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first, as isinstance takes 0.07 us for a Parameter
 
 _is_overridden = has_torch_function_variadic
 if torch.__version__ < "2.2":  # whose torch.compile cannot trace the question
@@ -213,7 +213,7 @@ def layer_norm(
     if type(scale) is not float and not isinstance(scale, numbers.Real):  # a Tensor's gradient would be lost
         raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     plain = activation is None and scale == 1
-    if not plain and activation not in _NAMES:  # a tuple: of a list it would be no TypeError
+    if not plain and activation not in _NAMES:  # a tuple, as a dict raises TypeError for a list
         raise ValueError(f"Expected activation to be one of {_NAMES}, but got {activation!r}")
     if not isinstance(input, torch.Tensor) or not input.is_cuda or input.dtype is torch.float64:
         return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), activation, scale)
@@ -480,7 +480,7 @@ def _find_cuda_home():
 
 
 def _ptxas_flags(cuda_home):
-    """Assembles kernels side by side, to the same machine code (first import, 16 cores: 44 s -> 30)."""
+    """Assembles kernels side by side, to the same machine code (16 cores, 141 kernels: 44 s -> 30)."""
     options = _output(f"{cuda_home}/bin/ptxas", "--help")
     threads = min(8, len(os.sched_getaffinity(0)))
     return ["-Xptxas", f"--split-compile={threads}"] if "--split-compile" in options else []  # CUDA 11 has none
@@ -2351,7 +2351,9 @@ struct RowConstants {
 
 // Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all;
 // before, every thread takes sectors. sm_75 does not prefetch.
-__device__ inline bool prefetches() { return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800; }
+__device__ inline bool is_prefetching_thread() {
+  return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800;
+}
 
 // Brings whole 16-byte units to L2, before sm_90 a step's bytes a thread, always with the highest priority:
 // with the normal one float32 rows of 16 to 8192 lose 4% (see l2_policy).
@@ -2807,9 +2809,9 @@ constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
-// Threads that an SM holds: so many loads all begin at once. float32 rows have two a thread while SMs have no
-// more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 -> 0.97,
-// H100).
+// Threads that an SM holds, at most: so many loads all begin at once. float32 rows have two a thread while
+// SMs have no more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 ->
+// 0.97, H100).
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
 // 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an
 // SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
@@ -2874,7 +2876,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   load_rows(x, input, columns, aligned, policy);
   if (kEarly) load_affine_packs(affine, call, columns, policy);
-  if (window.begin < window.end && prefetches()) prefetch_later_rows(window, policy);
+  if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
   // Measure: the mean first, then distances from it.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
@@ -2885,8 +2887,8 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   UNROLL(r, ROWS) distances[r] = distances_of_row(x, columns, r, mean[r]);
   combine_row<IN_WARP>(distances, slots.distances);
   UNROLL(r, ROWS) {
-    rstd[r] =
-        rsqrt(correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps);
+    const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // and mean
+    rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
     if (threadIdx.x == 0 && r < count) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
 
@@ -2917,18 +2919,19 @@ bool takes(const Forward& call, bool shifted) {
 void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
   const int64_t loads = loads_of(call), places = int64_t(kSmThreads) * device.sms;
   const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
-  const bool loads_early = shifted || V == 4 || !call.affine_float32;  // see loads_affine_early
+  // Kernels of fewer loads have weight and bias early, so of input's dtype.
+  const bool takes_fewer = shifted || V == 4 || !call.affine_float32;
   p.loads = kLoads, p.rows = 1;
   if (!shifted && V == 4 && loads > 64 && loads < 96) return;  // in one warp: of a second one most would idle
   if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads && !kFused &&
       call.rows * loads <= kTwoLoadsTurns * places) {
     p.loads = 2;
-  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && loads_early) {
+  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && takes_fewer) {
     p.in_warp = true;
     p.loads = ceil_div(loads, 32);
-  } else if (call.rows * loads <= places && loads <= most_threads && loads_early) {
+  } else if (call.rows * loads <= places && loads <= most_threads && takes_fewer) {
     p.loads = 1;
-  } else if (loads <= kFourRowsLoads && loads_early) {
+  } else if (loads <= kFourRowsLoads && takes_fewer) {
     p.loads = 1, p.rows = kLoads;
   } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !kFused) {
     p.rows = 2;
@@ -3108,7 +3111,7 @@ __device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward&
 // bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
 template <typename T, int ROWS>
 __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
-  if (!prefetches() || first_row + ROWS * blockDim.y > call.rows) return;
+  if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
   const int64_t before = first_row * int(call.cols);
   const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
   prefetch_units(static_cast<const T*>(call.input) + before, bytes, policy);
@@ -3380,7 +3383,7 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
   // Load.
   const uint64_t policy = l2_policy(constants.priority);
   for (int col = columns.first; col < cols; col += columns.stride) copy_async(x + col, input + col, policy);
-  if (prefetches()) prefetch_later_rows(window, policy);
+  if (is_prefetching_thread()) prefetch_later_rows(window, policy);
   wait_for_copies();
 
   // Measure: the mean first, then distances from it.
@@ -5243,6 +5246,6 @@ _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()
 
 _epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # after _load_epilogue
 _ops, _why_not = _load(_NAME)
-_layer_norm_op = _ops and _ops.layer_norm.default  # looked up once: a call of a small input takes 10 us
+_layer_norm_op = _ops and _ops.layer_norm.default  # looked up once: a small call takes the host 16 us
 if _ops:
     _register_vmap(_layer_norm_op)

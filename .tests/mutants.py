@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant("scale dropped, backward", "grad = grad * epilogue.scale", "grad = grad", ACTIVATION),
     Mutant("derivative of GELU's tanh form without the factor 3", "0.21406444881780076f", "0.07135481627260025f", ACTIVATION),
     # ---- Rows in registers, forward ----
-    Mutant("registers: eps dropped", "correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col + constants.eps", "correct_mean(distances[r], mean[r], constants.per_col) * constants.per_col", VALUES),
+    Mutant("registers: eps dropped", "rstd[r] = rsqrt(m2 * constants.per_col + constants.eps)", "rstd[r] = rsqrt(m2 * constants.per_col)", VALUES),
     Mutant("registers: RMS norm in 16 bits", "mean[r] = quotient(mean[r], float(cols), per_col);", "mean[r] = 0;", VALUES),
     Mutant("registers: a thread's last row not written", "if (r < rows.count) store<T, V>(rows.first", "if (r == 0 || r + 1 < rows.count) store<T, V>(rows.first", VALUES),
     Mutant("registers: last incomplete group of rows left out", "ceil_div(call.rows, step * p.rows) * step", "std::max<int64_t>(1, call.rows / (step * p.rows)) * step", VALUES),
@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant("registers: a row past the end is written", "if (r < rows.count) store<T, V>(rows.first", "store<T, V>(rows.first", "guard_bands"),
     Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * cols;", "input_row = static_cast<const T*>(call.input) + int(row * cols);", "2_to_the_31"),
     # ---- Rows in shared memory ----
-    Mutant("shared memory: eps dropped", "rsqrt(m2 * constants.per_col + constants.eps)", "rsqrt(m2 * constants.per_col)", SHARED),
+    Mutant("shared memory: eps dropped", "const float rstd = rsqrt(m2 * constants.per_col + constants.eps)", "const float rstd = rsqrt(m2 * constants.per_col)", SHARED),
     Mutant("shared memory: distances from 0", "widened(load<T, V>(x + columns.at(i))) - mean[0];", "widened(load<T, V>(x + columns.at(i)));", SHARED),
     Mutant("shared memory: last pack of some threads left out", "(cols - columns.first + columns.stride - 1) / columns.stride", "(cols - columns.first) / columns.stride", SHARED),
     Mutant("shared memory: copy not waited for", "prefetch_later_rows(window, policy); wait_for_copies();", "prefetch_later_rows(window, policy);", SHARED),
