@@ -432,6 +432,7 @@ cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream
   return emulate("emulate_convolution", call, scratch, stream);
 }
 bool fits_convolution(DType dtype, bool tf32) {
+  TORCH_CHECK(guards > 0, "the tensors' device is not current");
   return of_kernels<bool(DType, bool)>("emulate_fits")(dtype, tf32);
 }
 }  // namespace TORCH_EXTENSION_NAME
