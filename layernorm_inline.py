@@ -681,8 +681,8 @@ _INTERFACE = (
 // The extension's name carries a hash of its sources: two versions live in one process.
 namespace TORCH_EXTENSION_NAME {
 
-// One text, two libraries: of the layer norm alone, which the import compiles, and of what has an epilogue
-// (an activation, a scale) and the convolution, compiled when first asked for.
+// One text, two libraries: of the layer norm alone, which the import compiles, and of what has an epilogue (an
+// activation, a scale) and the convolution, compiled when first asked for.
 #ifdef LAYERNORM_WITH_EPILOGUE
 constexpr bool kFused = true;
 #else
@@ -740,8 +740,8 @@ struct Convolution {
   bool affine_float32, tf32;
 };
 
-// How a call asks for device memory that it needs until the CUDA stream has run it. It has one piece: asking
-// again gives up the one before.
+// How a call asks for device memory that it needs until the CUDA stream has run it. It has one piece: asking again
+// gives up the one before.
 struct Scratch {
   void* (*allocate)(size_t bytes, void* owner);
   void* owner;
@@ -818,28 +818,25 @@ void check_device(const char* name, const Tensor& t, const Tensor& input) {
               input.device(), " and ", name, " is on ", t.device());
 }
 
-void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype,
-                  const Tensor& input) {
+void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& input) {
   TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
               text(t.sym_sizes()));
-  TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ",
-              t.scalar_type());
+  TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ", t.scalar_type());
   check_device(name, t, input);
 }
 
 void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
   if (!present(affine)) return;
   TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ",
-              text(affine->sym_sizes()), " and normalized_shape = ", text(shape));
+              " to be of same shape as normalized_shape, but got ", name, " of shape ", text(affine->sym_sizes()),
+              " and normalized_shape = ", text(shape));
   check_device(name, *affine, input);
   const auto dtype = affine->scalar_type();
   TORCH_CHECK(dtype == input.scalar_type() || dtype == at::kFloat, "Expected ", name,
               " of dtype Float or the input's (", input.scalar_type(), "), but got ", dtype);
 }
 
-void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& input,
-                  SymIntArrayRef shape) {
+void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& input, SymIntArrayRef shape) {
   check_affine("weight", weight, input, shape);
   check_affine("bias", bias, input, shape);
   TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
@@ -853,14 +850,12 @@ void check_dtype(const Tensor& input) {
                               "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
 }
 
-void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-           const OptionalTensor& bias) {
-  TORCH_CHECK(!shape.empty(),
-              "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
+void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK(!shape.empty(), "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
-              "Given normalized_shape=", text(shape), ", expected input with shape [*, ",
-              text(shape).substr(1), ", but got input of size ", text(sizes));
+              "Given normalized_shape=", text(shape), ", expected input with shape [*, ", text(shape).substr(1),
+              ", but got input of size ", text(sizes));
   check_dtype(input);
   check_affine(weight, bias, input, shape);
 }
@@ -875,8 +870,8 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
 
 // ---- Kernels. META: their outputs' shapes and dtypes only, for torch.compile, export and fake tensors ----
 
-// Contiguous, as at::native_layer_norm's outputs, whatever the strides of `like`. On CUDA not through the
-// dispatcher: a call of 8 x 768 with gradient takes 14.2 us instead of 14.9.
+// Contiguous, as at::native_layer_norm's outputs, whatever the strides of `like`. On CUDA not through the dispatcher: a
+// call of 8 x 768 with gradient takes 14.2 us instead of 14.9.
 template <bool META>
 Tensor allocate(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
   const auto options = like.options().dtype(dtype);
@@ -953,8 +948,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
                         const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, normalized_shape, weight, bias);
   Tensor output = allocate<META>(input.sym_sizes(), input.scalar_type(), input), statistics;
-  if (SAVE_STATISTICS)
-    statistics = allocate<META>({2, row_count(input, normalized_shape)}, at::kFloat, input);
+  if (SAVE_STATISTICS) statistics = allocate<META>({2, row_count(input, normalized_shape)}, at::kFloat, input);
   if (!META && input.numel() > 0) {
     const Tensor x = input.contiguous();
     const OptionalTensor w = contiguous(weight), b = contiguous(bias);
@@ -1004,9 +998,8 @@ void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef
 
 template <bool META>
 Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                              const Tensor& statistics, const OptionalTensor& weight,
-                              const OptionalTensor& bias, int64_t activation, double scale,
-                              std::array<bool, 3> output_mask) {
+                              const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                              int64_t activation, double scale, std::array<bool, 3> output_mask) {
   // Also what forward saved: a parameter can be converted since, and hooks may give back another tensor.
   check(input, normalized_shape, weight, bias);
   check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
@@ -1017,8 +1010,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   if (output_mask[1] && present(weight)) std::get<1>(gradients) = allocate_as(*weight);
   if (output_mask[2] && present(bias)) std::get<2>(gradients) = allocate_as(*bias);
   if (!META) {
-    run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale,
-                 gradients);
+    run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
   }
   return gradients;
 }
@@ -1032,8 +1024,8 @@ auto find_op(const char* name) {
       .typed<F>();
 }
 
-// What PyTorch can differentiate: for create_graph=True, forward mode and torch.func. Not at::layer_norm,
-// whose second derivatives take mean and rstd for constants, so that the third are wrong.
+// What PyTorch can differentiate: for create_graph=True, forward mode and torch.func. Not at::layer_norm, whose second
+// derivatives take mean and rstd for constants, so that the third are wrong.
 Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, shape, weight, bias);
@@ -1056,11 +1048,8 @@ Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const Opti
 using torch::autograd::variable_list;
 using Tensors = std::array<Tensor, 5>;
 
-// Whether levels of torch.func are active: a C++ autograd node does not know them, nor has backward a rule
-// for vmap.
-bool in_transform() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
+// Whether levels of torch.func are active: a C++ autograd node does not know them, nor has backward a rule for vmap.
+bool in_transform() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode); }
 
 // Of forward mode, which the kernels do not know.
 bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
@@ -1141,8 +1130,8 @@ struct LayerNormBackward : KernelBackward {
                          const std::array<bool, 5>& wanted) const override {
     static const auto op = find_op<decltype(layer_norm_backward<false>)>("backward");
     const auto& [x, w, b, statistics, none] = tensors;
-    const auto [grad_input, grad_weight, grad_bias] = op.call(
-        grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
+    const auto [grad_input, grad_weight, grad_bias] =
+        op.call(grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
     return {grad_input, grad_weight, grad_bias};
   }
 
@@ -1166,8 +1155,7 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
     const bool saves = torch::autograd::compute_requires_grad(input, weight, bias);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (!saves) return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
-    std::tie(output, statistics) =
-        saving_op.call(input, normalized_shape, weight, bias, eps, activation, scale);
+    std::tie(output, statistics) = saving_op.call(input, normalized_shape, weight, bias, eps, activation, scale);
   }
   auto& node = add_node<LayerNormBackward>(output, input, weight, bias);
   node.saved[3] = {statistics, false};
@@ -1182,8 +1170,8 @@ Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape,
   static const auto op = find_op<LayerNormOp>("layer_norm");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
-                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias),
-                 eps, activation, scale);
+                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias), eps,
+                 activation, scale);
 }
 
 }  // namespace
@@ -1233,8 +1221,8 @@ std::vector<SymInt> output_sizes(const Tensor& input) {
   return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
 }
 
-// Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of
-// cuDNN, it raises where they and RNNs differ.
+// Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of cuDNN, it
+// raises where they and RNNs differ.
 bool tf32_allowed(bool (at::Context::*ask)() const) { return (at::globalContext().*ask)(); }
 template <typename Argument>
 bool tf32_allowed(bool (at::Context::*ask)(Argument) const) {
@@ -1263,8 +1251,7 @@ Tensor aligned(const Tensor& input) {
 
 // The model of several PyTorch operations: for derivatives of them, and where the kernel does not fit.
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                            double scale) {
+                            const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   static const auto op = find_op<LayerNormOp>("layer_norm");
   const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
   return op.call(y, {64}, weight, bias, eps, kGelu, scale);
@@ -1272,8 +1259,8 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
 
 // rstd: see struct Convolution.
 Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                       const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& rstd,
-                       double eps, double scale) {
+                       const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& rstd, double eps,
+                       double scale) {
   const Tensor output = allocate<false>(output_sizes(input), input.scalar_type(), input);
   if (output.numel() == 0) return output;
   const Tensor x = aligned(input), conv = conv_weight.contiguous();
@@ -1306,15 +1293,15 @@ Tensor convolution(const Tensor& input, const Tensor& conv_weight, const Optiona
   return run_convolution(input, conv_weight, conv_bias, weight, bias, {}, eps, scale);
 }
 
-// The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the
-// room that PyTorch's convolution takes for another layout of it is ever there for all of the batch.
+// The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the room that
+// PyTorch's convolution takes for another layout of it is ever there for all of the batch.
 constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
 
 template <bool META>
-ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tensor& input,
-                                          const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                                          const OptionalTensor& weight, const OptionalTensor& bias,
-                                          double eps, double scale, std::array<bool, 5> output_mask) {
+ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
+                                          const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                          const OptionalTensor& bias, double eps, double scale,
+                                          std::array<bool, 5> output_mask) {
   check_convolution(input, conv_weight, conv_bias, weight, bias);
   check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -1365,9 +1352,8 @@ ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tenso
   };
   // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is.
   const Tensor grad_conv_bias = wants_conv_bias ? grad_conv_weight.sum({0, 2, 3, 4}).mul(0) : Tensor();
-  return {grad_input, result(output_mask[1], grad_conv_weight, conv_weight),
-          result(true, grad_conv_bias, conv_bias), result(true, grad_weight, weight),
-          result(true, grad_bias, bias)};
+  return {grad_input, result(output_mask[1], grad_conv_weight, conv_weight), result(true, grad_conv_bias, conv_bias),
+          result(true, grad_weight, weight), result(true, grad_bias, bias)};
 }
 
 struct ConvolutionBackward : KernelBackward {
@@ -1389,8 +1375,7 @@ struct ConvolutionBackward : KernelBackward {
 };
 
 Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                            const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                            double scale) {
+                            const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   static const auto op = find_op<decltype(convolution<false>)>("conv_transpose3d_layer_norm_gelu");
   const bool saves = torch::autograd::compute_requires_grad(input, conv_weight, conv_bias, weight, bias);
   const bool in_forward_mode = has_tangent(input) || has_tangent(conv_weight) || has_tangent(conv_bias) ||
@@ -1457,8 +1442,8 @@ _ELEMENTS = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// The architecture that is compiled for. Functions of instructions that it lacks are compiled only if called,
-// so calls stand behind kArch, or the whole kernel behind #if.
+// The architecture that is compiled for. Functions of instructions that it lacks are compiled only if called, so calls
+// stand behind kArch, or the whole kernel behind #if.
 #ifdef __CUDA_ARCH__
 constexpr int kArch = __CUDA_ARCH__;
 #else
@@ -1517,8 +1502,8 @@ __device__ To bit_cast(const From& from) {
   return to;
 }
 
-// Hides the value of x from the compiler: it can neither hoist what depends on x into scarce registers nor
-// recompute x at every use.
+// Hides the value of x from the compiler: it can neither hoist what depends on x into scarce registers nor recompute x
+// at every use.
 template <typename X>
 __device__ X opaque(X x) {
   if constexpr (sizeof(X) == 8) {
@@ -1529,8 +1514,8 @@ __device__ X opaque(X x) {
   return x;
 }
 
-// Computes a pointer once: the compiler would compute that of each pack anew (backward of bf16 rows of 2041:
-// 0.79 of copy speed -> 0.83).
+// Computes a pointer once: the compiler would compute that of each pack anew (backward of bf16 rows of 2041: 0.79 of
+// copy speed -> 0.83).
 template <typename T>
 __device__ T* keep_pointer(T* pointer) {
   pointer = opaque(pointer);
@@ -1543,9 +1528,9 @@ __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
 }
 
-// A priority in L2: with the highest one input stays when L2 is full, and output leaves soon after it is
-// written (float32 rows of 16 to 8192: 0.96 of copy speed -> 1.00). Where everything fits L2, output should
-// stay for its next reader (three layer norms of 16 MB of bf16 rows: 0.0342 ms -> 0.0314).
+// A priority in L2: with the highest one input stays when L2 is full, and output leaves soon after it is written
+// (float32 rows of 16 to 8192: 0.96 of copy speed -> 1.00). Where everything fits L2, output should stay for its next
+// reader (three layer norms of 16 MB of bf16 rows: 0.0342 ms -> 0.0314).
 enum class L2Priority { First, Last };  // to leave
 
 __device__ inline uint64_t l2_policy(L2Priority priority) {
@@ -1671,8 +1656,8 @@ struct Unaligned {
   __device__ void load(const T* p, int mid_word) {
     const Word* from = reinterpret_cast<const Word*>(p - mid_word);
     UNROLL(w, kWords) words[w] = from[w];
-    // The last element alone, as the rest of its word may lie outside the tensor. Unconditional, or loads
-    // would wait for one another (bf16, only input misaligned: 0.67 of copy speed -> 0.83).
+    // The last element alone, as the rest of its word may lie outside the tensor. Unconditional, or loads would wait
+    // for one another (bf16, only input misaligned: 0.67 of copy speed -> 0.83).
     if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
@@ -1689,15 +1674,13 @@ struct Unaligned {
   }
 };
 
-// Calls f with std::true_type where weight and bias are there and of input's 16-bit dtype: asking at every
-// load is a fifth of all instructions.
+// Calls f with std::true_type where weight and bias are there and of input's 16-bit dtype: asking at every load is a
+// fifth of all instructions.
 template <typename T, bool EARLY = false, typename F>
 __device__ void with_same_dtype(const Forward& call, F f) {
   constexpr bool kAsks = sizeof(T) == 2 && !EARLY;
   // A function, as three kernels spill with the condition in its place.
-  const auto has_same_dtype = [&] {
-    return call.weight != nullptr && call.bias != nullptr && !call.affine_float32;
-  };
+  const auto has_same_dtype = [&] { return call.weight != nullptr && call.bias != nullptr && !call.affine_float32; };
   if (kAsks && has_same_dtype()) {
     f(std::bool_constant<kAsks>());
   } else {
@@ -1707,8 +1690,7 @@ __device__ void with_same_dtype(const Forward& call, F f) {
 
 // weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
 template <typename T, int V, bool SHIFTED, bool SAME_DTYPE>
-__device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col,
-                                 int begin) {
+__device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
   if constexpr (SAME_DTYPE && SHIFTED && V > 1) {
     // Aligned where only input is not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
@@ -1750,16 +1732,16 @@ __device__ inline float fast_reciprocal(float x) {
   return y;
 }
 
-// 1 / sqrt(x), for one thread a row: rsqrtf (off by up to 2 units in the last place) and a step of Newton's,
-// with both parts of x * near.
+// 1 / sqrt(x), for one thread a row: rsqrtf (off by up to 2 units in the last place) and a step of Newton's, with both
+// parts of x * near.
 __device__ inline float inverse_root(float x) {
   const float near = rsqrtf(x), high = x * near, low = fmaf(x, near, -high);
   const float better = fmaf(0.5f * near, fmaf(-high, near, 1) - low * near, near);
   return isnan(better) ? near : better;  // x was 0 or infinity
 }
 
-// A product rounded by itself. Fused into a later subtraction it would keep digits that the sum of such
-// products has lost: grad_input of a row of one column would not be 0.
+// A product rounded by itself. Fused into a later subtraction it would keep digits that the sum of such products has
+// lost: grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 
 template <int V>
@@ -1771,8 +1753,8 @@ __device__ Vec<float, V> product(Vec<float, V> a, const Vec<float, V>& b) {
 
 _STATISTICS = r"""
 // ---- Statistics: mean, distances from it, moments ----
-// Never a raw sum of squares, which loses every digit of rows whose mean is large against their spread. Two
-// ways, both exact for rows of equal numbers, whose distances from the mean must be 0:
+// Never a raw sum of squares, which loses every digit of rows whose mean is large against their spread. Two ways, both
+// exact for rows of equal numbers, whose distances from the mean must be 0:
 //   - Threads that hold a row take its mean first, then distances from it: sum_of, quotient, Distances.
 //   - Parts of a row, each measured from its own mean, are Moments, which combine as in Chan, Golub, LeVeque
 //     (1979): m2 grows by the squared distances between the means.
@@ -1810,8 +1792,8 @@ __device__ inline void add_distance(Distances& d, float distance) {
 }
 __device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
 
-// The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0, nor does an
-// infinite sum become NaN and so 0: the product is not rounded.
+// The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0, nor does an infinite
+// sum become NaN and so 0: the product is not rounded.
 __device__ inline float correct_mean(const Distances& d, float& mean, float per_col) {
   const float off = d.sum * per_col, squares = fma(-off, d.sum, d.squares);
   mean += off;
@@ -1833,11 +1815,10 @@ __device__ inline void add_moments(Moments& all, float count, float mean, float 
   all.count += count;
 }
 
-// The number from which all blocks of a float32 row count their means, so that what they exchange is small
-// and exact (1 x 85994, mean 10^4: off by 0.1 units in the last place without, 0.002 with). The middle one of
-// three elements, as one may be an outlier. They are not at a row's ends, where padding is, nor at even
-// distances, as outliers are (with two at the ends and 6 outliers of 10^4 among 65536, grad_input was off by
-// 300 units).
+// The number from which all blocks of a float32 row count their means, so that what they exchange is small and exact (1
+// x 85994, mean 10^4: off by 0.1 units in the last place without, 0.002 with). The middle one of three elements, as one
+// may be an outlier. They are not at a row's ends, where padding is, nor at even distances, as outliers are (with two
+// at the ends and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
@@ -1882,8 +1863,8 @@ __device__ X exchange(const X& x, int offset) {
   return {exchange(x0, offset), exchange(x1, offset)};
 }
 
-// Combines over groups of `width` neighbouring lanes, a power of two up to 32. Every lane gets the result;
-// the order is fixed, so that results repeat bit for bit.
+// Combines over groups of `width` neighbouring lanes, a power of two up to 32. Every lane gets the result; the order is
+// fixed, so that results repeat bit for bit.
 template <typename X, int R>
 __device__ void combine_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -1898,8 +1879,8 @@ __device__ X combine_lanes(X x, int width) {
   return values[0];
 }
 
-// The sum of term(n) in four chains, so that additions need not wait for one another. sum_of would keep all
-// sixteen terms, in local memory (bf16 rows of 32768: 0.93 of copy speed -> 0.68).
+// The sum of term(n) in four chains, so that additions need not wait for one another. sum_of would keep all sixteen
+// terms, in local memory (bf16 rows of 32768: 0.93 of copy speed -> 0.68).
 template <int N, typename F>
 __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
@@ -1907,8 +1888,8 @@ __device__ auto sum_of_terms(F term) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Combines {mean, m2} of N parts a lane over `width` lanes: their mean, then distances from it, a shorter
-// chain than two by two. Means are taken from the first: at 10^7 times the spread plain ones are off by more.
+// Combines {mean, m2} of N parts a lane over `width` lanes: their mean, then distances from it, a shorter chain than
+// two by two. Means are taken from the first: at 10^7 times the spread plain ones are off by more.
 template <int N, int M>
 __device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
   const float first = __shfl_sync(~0u, parts[0].x, 0, width);
@@ -1946,8 +1927,8 @@ __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   return {mean, combine_lanes(m2, LANES)};
 }
 
-// Sums N numbers, a power of two, over a warp; lane l gets the sum of number l / (32 / N). Each exchange
-// halves what is left to add: four sums take 6 exchanges, one after the other 20.
+// Sums N numbers, a power of two, over a warp; lane l gets the sum of number l / (32 / N). Each exchange halves what is
+// left to add: four sums take 6 exchanges, one after the other 20.
 template <int N>
 __device__ float sum_lanes(float (&x)[N]) {
   int offset = 16;
@@ -1966,8 +1947,8 @@ __device__ float sum_lanes(float (&x)[N]) {
 
 constexpr int kMaxWarps = 16;  // of a block, unless said otherwise
 
-// Combines over the blockDim.x threads of a row, a power of two up to 32 or up to WARPS whole warps. slots:
-// for each warp and r, and not those of the call before, from which slow warps may still read.
+// Combines over the blockDim.x threads of a row, a power of two up to 32 or up to WARPS whole warps. slots: for each
+// warp and r, and not those of the call before, from which slow warps may still read.
 template <bool IN_WARP = false, int WARPS = kMaxWarps, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
   if (IN_WARP) return combine_lanes(x, 32);
@@ -2014,8 +1995,8 @@ __device__ X combine_row(X x, X (*slots)[1]) {
 
 _EPILOGUE = r"""
 // ---- Epilogue: scale * activation(z), z the layer norm ----
-// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel: Gaussian
-// Error Linear Units, 2016, arXiv:1606.08415).
+// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel: Gaussian Error Linear
+// Units, 2016, arXiv:1606.08415).
 
 struct Epilogue {
   Activation activation;
@@ -2029,26 +2010,26 @@ __device__ float polynomial(float t, float sum, Coefficients... coefficients) {
   return sum;
 }
 
-// The tail 1 - Phi(t), t >= 0, where 1 + erf has lost its digits. Its binary logarithm is nearly a parabola,
-// which a polynomial fits: within 5e-6 of the tail up to 5, t times it within 5e-9 (float32 rows of 64: 129
-// us plain, 130 with this GELU, 13% more with erff).
+// The tail 1 - Phi(t), t >= 0, where 1 + erf has lost its digits. Its binary logarithm is nearly a parabola, which a
+// polynomial fits: within 5e-6 of the tail up to 5, t times it within 5e-9 (float32 rows of 64: 129 us plain, 130 with
+// this GELU, 13% more with erff).
 __device__ inline float normal_tail(float t) {
-  return fast_exp2(polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f,
-                              -0.000275404571f, -1.93357664e-05f, 0.00698241359f, -0.0524731502f,
-                              -0.459207386f, -1.15110636f, -0.99999994f));
+  return fast_exp2(polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f, -0.000275404571f,
+                              -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f, -1.15110636f,
+                              -0.99999994f));
 }
 
 // After a convolution in TF32: within 8e-6 of the tail.
 __device__ inline float normal_tail_5_digits(float t) {
-  return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f,
-                              -0.0536014629f, -0.458833878f, -1.15109677f, -1.00000961f));
+  return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f, -0.0536014629f,
+                              -0.458833878f, -1.15109677f, -1.00000961f));
 }
 
-// For output of 16 bits: within 2.1e-4 of the tail up to 4.3, where float16 ends, with half the instructions
-// (bf16 rows of 1024: 0.083 ms -> 0.076).
+// For output of 16 bits: within 2.1e-4 of the tail up to 4.3, where float16 ends, with half the instructions (bf16 rows
+// of 1024: 0.083 ms -> 0.076).
 __device__ inline float normal_tail_16_bits(float t) {
-  return fast_exp2(polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f,
-                              -1.00029845f));
+  return fast_exp2(
+      polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f, -1.00029845f));
 }
 
 // At infinity as PyTorch: infinity, and NaN at -infinity. max(z, 0) - |z| tail would be NaN at both.
@@ -2063,20 +2044,20 @@ struct Gelu {
   static __device__ float value(float z) {
     return gelu_of_tail(z, sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z)));
   }
-  // At -t the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for float32. In one exponential
-  // instead of two, backward of 16-bit rows is 3 to 4% faster.
+  // At -t the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for float32. In one exponential instead
+  // of two, backward of 16-bit rows is 3 to 4% faster.
   static __device__ float derivative(float z) {
     // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
     const float t = fabsf(z) > 40 && fabsf(z) < INFINITY ? 40.0f : fabsf(z);
     const float density = fast_exp2(-0.72134752f * t * t);
     float below;
     if constexpr (sizeof(T) == 2) {
-      below = density * polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
-                                   -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f);
+      below = density * polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f, -0.125826925f,
+                                   0.247959629f, -0.797662377f, 0.499996036f);
     } else {
       below = density * polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
-                                   -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f,
-                                   -0.13280578f, 0.249972567f, -0.797882855f, 0.49999997f);
+                                   -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
+                                   0.249972567f, -0.797882855f, 0.49999997f);
     }
     return z < 0 ? below : 1 - below;
   }
@@ -2085,9 +2066,7 @@ struct Gelu {
 template <typename T>
 struct GeluTanh {
   // z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); returns -u in powers of two.
-  static __device__ float exponent(float z) {
-    return z * (-2.302208198144325f - 0.1029432395800235f * z * z);
-  }
+  static __device__ float exponent(float z) { return z * (-2.302208198144325f - 0.1029432395800235f * z * z); }
   static __device__ float value(float z) { return z * fast_reciprocal(1 + fast_exp2(exponent(z))); }
   // With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
   static __device__ float derivative(float z) {
@@ -2105,8 +2084,8 @@ __device__ void with_activation(Activation activation, F f) {
   LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
 }
 
-// HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every
-// combination that its loops ask about (float32 rows: 6455 instructions -> 1463).
+// HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every combination
+// that its loops ask about (float32 rows: 6455 instructions -> 1463).
 template <bool HIDDEN>
 __device__ Epilogue opaque_activation(Epilogue epilogue) {
   if constexpr (HIDDEN) epilogue.activation = Activation(opaque(int(epilogue.activation)));
@@ -2116,20 +2095,17 @@ __device__ Epilogue opaque_activation(Epilogue epilogue) {
 template <typename T, int V>
 __device__ void apply_epilogue(Vec<float, V>& z, const Epilogue& epilogue) {
   if constexpr (kFused) {
-    with_activation<T>(epilogue.activation, [&](auto activation) {
-      UNROLL(v, V) z[v] = activation.value(z[v]);
-    });
+    with_activation<T>(epilogue.activation, [&](auto activation) { UNROLL(v, V) z[v] = activation.value(z[v]); });
     if (epilogue.scale != 1) z = z * epilogue.scale;
   }
 }
 
-// Turns grad_output, the gradient of scale * activation(z), into that of z = xhat * weight + bias, rounded to
-// input's dtype as PyTorch's operations would. A kernel of its own doubled the time (float32 rows of 64,
-// backward: 205 us -> 418).
+// Turns grad_output, the gradient of scale * activation(z), into that of z = xhat * weight + bias, rounded to input's
+// dtype as PyTorch's operations would. A kernel of its own doubled the time (float32 rows of 64, backward: 205 us ->
+// 418).
 template <typename T, int V>
-__device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat,
-                                 const Vec<float, V>& weight, const Vec<float, V>& bias,
-                                 const Backward& call) {
+__device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat, const Vec<float, V>& weight,
+                                 const Vec<float, V>& bias, const Backward& call) {
   const Epilogue epilogue = opaque_activation<true>(Epilogue{call.activation, float(call.scale)});
   if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
   auto grad = widened(grad_output);
@@ -2163,8 +2139,7 @@ __device__ inline void copy_async(void* shared, const void* global, uint64_t pol
 
 // Copies one number in the background.
 __device__ inline void copy_float(float* shared, const float* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -2206,15 +2181,13 @@ __device__ inline void barrier_wait(uint64_t* barrier, int parity) {
 }
 
 __device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-// Copies whole 16-byte units and counts them at the barrier. Callers begin where a line does: from its middle
-// a copy takes 12% more of L2's sectors (float32 rows of 50257: 0.87 of copy speed -> 0.92).
-__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier,
-                                 uint64_t policy) {
+// Copies whole 16-byte units and counts them at the barrier. Callers begin where a line does: from its middle a copy
+// takes 12% more of L2's sectors (float32 rows of 50257: 0.87 of copy speed -> 0.92).
+__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
@@ -2222,11 +2195,10 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
       : "memory");
 }
 
-// Takes whole 16-byte units. Check the machine code of a call under a condition: ptxas 13.0 took `bytes` from
-// a register that was set in one case only, and four times as many came.
+// Takes whole 16-byte units. Check the machine code of a call under a condition: ptxas 13.0 took `bytes` from a
+// register that was set in one case only, and four times as many came.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes),
-               "l"(policy)
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
                : "memory");
 }
 
@@ -2236,8 +2208,8 @@ struct Copy {
   int bytes;  // of whole 16-byte units
 };
 
-// Starts N copies, by kCopyThreads threads: from sm_90 on one asks for all of a copy. `full` expects one
-// arrival with them, and where threads copy themselves one of each when its copies are there.
+// Starts N copies, by kCopyThreads threads: from sm_90 on one asks for all of a copy. `full` expects one arrival with
+// them, and where threads copy themselves one of each when its copies are there.
 constexpr int kCopyThreads = kArch >= 900 ? 1 : 64;
 template <int N>
 __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread, uint64_t policy) {
@@ -2260,14 +2232,13 @@ __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread
   }
 }
 
-// Orders this thread's writes to shared memory before bulk copies and matrix products that it lets others
-// begin.
+// Orders this thread's writes to shared memory before bulk copies and matrix products that it lets others begin.
 __device__ inline void writes_before_copies() {
   if constexpr (kArch >= 900) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Programmatic dependent launch (sm_90 and up): blocks of a call's next kernel take their places while the
-// last ones of this kernel run, do what needs no result of it, and wait.
+// Programmatic dependent launch (sm_90 and up): blocks of a call's next kernel take their places while the last ones of
+// this kernel run, do what needs no result of it, and wait.
 
 __device__ inline void let_next_start() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;");
@@ -2278,16 +2249,14 @@ __device__ inline void wait_for_previous() {
 }
 
 // ---- Device: mailboxes of blocks that share a row ----
-// gridDim.x blocks share a row. Each publishes what it has of it, a pair of floats, in its own mailbox of the
-// row, 8 bytes, and reads the others' until none is empty.
+// gridDim.x blocks share a row. Each publishes what it has of it, a pair of floats, in its own mailbox of the row, 8
+// bytes, and reads the others' until none is empty.
 
 constexpr int kPeers = 5;  // mailboxes that a lane reads at once
 constexpr int kMaxBlocksPerRow = 32 * kPeers;
 
 // Rows share no 128-byte line, which both would poll and write.
-__host__ __device__ inline int64_t mailboxes_per_row(int blocks) {
-  return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16;
-}
+__host__ __device__ inline int64_t mailboxes_per_row(int blocks) { return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16; }
 
 // A stage of a ring and the parity of its barriers.
 struct RingPosition {
@@ -2316,12 +2285,11 @@ __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
 }
 
 __device__ inline void publish(uint64_t* mailbox, float2 pair) {
-  *const_cast<volatile uint64_t*>(mailbox) =
-      uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
+  *const_cast<volatile uint64_t*>(mailbox) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
 
-// Reads a row's mailboxes (null: none) of blocks first, first + 32, ... at once: an answer takes about as
-// long as a row. False if one is empty.
+// Reads a row's mailboxes (null: none) of blocks first, first + 32, ... at once: an answer takes about as long as a
+// row. False if one is empty.
 __device__ inline bool try_read(const uint64_t* mailboxes, int first, float2 (&pairs)[kPeers]) {
   uint64_t bits[kPeers];
   bool complete = true;
@@ -2349,14 +2317,12 @@ struct RowConstants {
   L2Priority priority;  // of input
 };
 
-// Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all;
-// before, every thread takes sectors. sm_75 does not prefetch.
-__device__ inline bool is_prefetching_thread() {
-  return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800;
-}
+// Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all; before, every
+// thread takes sectors. sm_75 does not prefetch.
+__device__ inline bool is_prefetching_thread() { return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800; }
 
-// Brings whole 16-byte units to L2, before sm_90 a step's bytes a thread, always with the highest priority:
-// with the normal one float32 rows of 16 to 8192 lose 4% (see l2_policy).
+// Brings whole 16-byte units to L2, before sm_90 a step's bytes a thread, always with the highest priority: with the
+// normal one float32 rows of 16 to 8192 lose 4% (see l2_policy).
 __device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy, int thread, int threads,
                                       int step) {
   if constexpr (kArch >= 900) {
@@ -2369,13 +2335,12 @@ __device__ inline void prefetch_units(const void* global, int bytes, uint64_t po
 }
 constexpr int kSectorBytes = 32;
 __device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy) {  // by a block
-  prefetch_units(global, bytes, policy, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y,
-                 kSectorBytes);
+  prefetch_units(global, bytes, policy, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y, kSectorBytes);
 }
 
-// Each block prefetches to L2 the rows of a block that starts later: an SM has registers for few blocks, and
-// they wait for their rows (bf16 rows of 2041: 0.92 of copy speed -> 0.97, of 6001: 0.75 -> 0.88; code for
-// sm_80, float32 rows of 16384: 0.87 -> 0.955, bf16 rows of 12288: 0.82 -> 0.94).
+// Each block prefetches to L2 the rows of a block that starts later: an SM has registers for few blocks, and they wait
+// for their rows (bf16 rows of 2041: 0.92 of copy speed -> 0.97, of 6001: 0.75 -> 0.88; code for sm_80, float32 rows of
+// 16384: 0.87 -> 0.955, bf16 rows of 12288: 0.82 -> 0.94).
 struct PrefetchWindow {
   const char* begin;     // of what block 0 prefetches, on a 16-byte boundary
   const char* end;       // of input
@@ -2450,8 +2415,8 @@ bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<c
 
 // ---- Device: launching ----
 
-// Allows a kernel all there is, once. Allowing what a call needs would let a host thread with shorter rows
-// take it away from another that is about to launch.
+// Allows a kernel all there is, once. Allowing what a call needs would let a host thread with shorter rows take it away
+// from another that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   const std::lock_guard<std::mutex> lock(device.mutex);
   if (device.max_shared_set.count(kernel) > 0) return cudaSuccess;
@@ -2464,8 +2429,8 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   return error;
 }
 
-// kProgrammatic: its blocks start while those of the kernel before it end, for which it waits itself.
-// kCooperative: its blocks all run at once, as they wait for one another.
+// kProgrammatic: its blocks start while those of the kernel before it end, for which it waits itself. kCooperative: its
+// blocks all run at once, as they wait for one another.
 enum LaunchKind { kPlain, kProgrammatic, kCooperative };
 
 struct Launch {
@@ -2503,15 +2468,12 @@ bool cannot_cooperate(cudaError_t error) {
 }
 
 RowConstants row_constants(const Forward& call, const Device& device) {
-  return {float(call.eps),
-          1.0f / float(call.cols),
-          {call.activation, float(call.scale)},
-          input_priority(call, device)};
+  return {float(call.eps), 1.0f / float(call.cols), {call.activation, float(call.scale)}, input_priority(call, device)};
 }
 
-// How far ahead rows come to L2, for each SM, but for an eighth of L2 at most. Too early, they leave it
-// unread (32880 bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.951 with 80; 48 KB make
-// inputs of 12 to 64 MB 2% slower).
+// How far ahead rows come to L2, for each SM, but for an eighth of L2 at most. Too early, they leave it unread (32880
+// bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.951 with 80; 48 KB make inputs of 12 to 64 MB 2%
+// slower).
 constexpr int kPrefetchBytes = 40 << 10;
 
 PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
@@ -2524,8 +2486,8 @@ PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device
 
 // ---- Device: grad_weight and grad_bias from partial sums of a kernel's blocks ----
 
-// Rows that a thread adds up one by one, at most: then it adds their sums to its partials. Of a constant
-// grad_output 256 rows are off by 32 roundings, 2000 by 250.
+// Rows that a thread adds up one by one, at most: then it adds their sums to its partials. Of a constant grad_output
+// 256 rows are off by 32 roundings, 2000 by 250.
 constexpr int kRowsPerSum = 256;
 
 // Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
@@ -2537,9 +2499,8 @@ __device__ void add_sums(float* partials, Vec<float, V> sums, bool is_first) {
 
 // Adds sums of V columns to partials, (2, gridDim.y, cols). Without partials they are the gradients.
 template <typename T, int V>
-__device__ void add_gradients(const Backward& call, float* partials, int64_t col,
-                              const Vec<float, V>& grad_weight, const Vec<float, V>& grad_bias,
-                              bool is_first) {
+__device__ void add_gradients(const Backward& call, float* partials, int64_t col, const Vec<float, V>& grad_weight,
+                              const Vec<float, V>& grad_bias, bool is_first) {
   if (partials == nullptr) {
     store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight);
     store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
@@ -2555,8 +2516,7 @@ constexpr int kSumThreads = 512, kSumRows = 16;
 static_assert(kSumThreads % kSumRows == 0 && (kSumRows & (kSumRows - 1)) == 0, "no thread is left over");
 
 template <typename T>
-__global__ void __launch_bounds__(kSumThreads)
-    sum_partials(Backward call, const float* partials, int partial_rows) {
+__global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const float* partials, int partial_rows) {
   __shared__ float share[kSumThreads];
   void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
   const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -2588,21 +2548,21 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
   while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 2048 * context.device.sms)
     threads_per_column /= 2;
   const dim3 block(kSumThreads / threads_per_column, threads_per_column);
-  return launch_kernel(sum_partials<T>, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic},
-                       context, call, partials, int(partial_rows));
+  return launch_kernel(sum_partials<T>, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic}, context, call,
+                       partials, int(partial_rows));
 }
 """
 
 _ROWS = r"""
 // ---- Rows: the steps of kernels whose threads hold them ----
-// A thread loads its columns of one or several rows, takes the mean and then the distances from it, each
-// summed with the other threads of the row, and writes the result. Statistics are the textbook ones.
+// A thread loads its columns of one or several rows, takes the mean and then the distances from it, each summed with
+// the other threads of the row, and writes the result. Statistics are the textbook ones.
 
 template <typename T>
 using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances>;
 
-// A thread's columns: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are not
-// aligned (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
+// A thread's columns: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are not aligned
+// (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
 template <typename T, bool SHIFTED, bool IN_WARP>
 struct Columns {
   static constexpr int V = 16 / sizeof(T);
@@ -2626,8 +2586,7 @@ struct Columns {
   }
 };
 
-// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count`
-// exist.
+// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count` exist.
 template <typename T>
 struct RowPlaces {
   T* first;
@@ -2748,9 +2707,8 @@ __device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const Forward& 
 // Normalizes and writes V columns of each row, `offset` elements after rows.first.
 template <typename T, int V, int ROWS>
 __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T, V> (&x)[ROWS],
-                              const float (&mean)[ROWS], const float (&rstd)[ROWS],
-                              const Vec<float, V>& weight, const Vec<float, V>& bias,
-                              const Epilogue& epilogue) {
+                              const float (&mean)[ROWS], const float (&rstd)[ROWS], const Vec<float, V>& weight,
+                              const Vec<float, V>& bias, const Epilogue& epilogue) {
   constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows ask once for all
   const Epilogue asked = opaque_activation<kAsksAnew>(epilogue);
   UNROLL(r, ROWS) {
@@ -2764,8 +2722,7 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
 template <bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const RowParts<T, PACKS, ROWS>& x,
                            const Columns<T, SHIFTED, IN_WARP>& columns, const AffinePacks<T, PACKS>& affine,
-                           const float (&mean)[ROWS], const float (&rstd)[ROWS],
-                           const RowConstants& constants) {
+                           const float (&mean)[ROWS], const float (&rstd)[ROWS], const RowConstants& constants) {
   constexpr int V = 16 / sizeof(T);
   UNROLL(i, PACKS) {
     if (!columns.has(i)) continue;
@@ -2789,38 +2746,37 @@ _REGISTERS = r"""
 namespace registers {
 
 // ---- Rows in registers, forward ----
-// Takes rows of up to 4 x 512 loads of 16 bytes: 32 KB, or 28 KB where rows do not start on 16-byte
-// boundaries (SHIFTED). The threads of a row hold it in registers: input is read once and output written
-// once, at the speed of a copy as long as enough rows are in flight. So a thread has few loads, blocks are
-// small, and each prefetches to L2 the rows of a later one. Statistics are the textbook ones: the mean, then
-// distances from it. Of short rows a thread holds four, with weight and bias loaded once for all of them.
+// Takes rows of up to 4 x 512 loads of 16 bytes: 32 KB, or 28 KB where rows do not start on 16-byte boundaries
+// (SHIFTED). The threads of a row hold it in registers: input is read once and output written once, at the speed of a
+// copy as long as enough rows are in flight. So a thread has few loads, blocks are small, and each prefetches to L2 the
+// rows of a later one. Statistics are the textbook ones: the mean, then distances from it. Of short rows a thread holds
+// four, with weight and bias loaded once for all of them.
 
-// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move, or one of each of
-// four rows of up to 32 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, of 255: 0.67 -> 0.88).
+// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move, or one of each of four rows
+// of up to 32 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, of 255: 0.67 -> 0.88).
 constexpr int kLoads = 4, kFourRowsLoads = 32;
-// Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once
-// for both (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
+// Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once for both
+// (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
 constexpr int kTwoRowsThreads = 384;
-// A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two
-// a thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
+// A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two a thread:
+// 0.87 of copy speed with 64 threads, 0.85 with 128).
 constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
-// Threads of the longest rows. An SM has room for three such blocks, of 16 bits for two (Turing and RTX 50:
-// one fewer): one loads while another stores.
+// Threads of the longest rows. An SM has room for three such blocks, of 16 bits for two (Turing and RTX 50: one fewer):
+// one loads while another stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
-// Threads that an SM holds, at most: so many loads all begin at once. float32 rows have two a thread while
-// SMs have no more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 ->
-// 0.97, H100).
+// Threads that an SM holds, at most: so many loads all begin at once. float32 rows have two a thread while SMs have no
+// more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 -> 0.97, H100).
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
-// 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an
-// SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
+// 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an SM, not 768
+// (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
 constexpr int kFourRowsThreads = 128;  // of a block, also where a warp has a row
 template <typename T, int PACKS, int ROWS>
 constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 
-// Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They
-// must be of input's dtype then, as a branch at their use would make ptxas load them there.
+// Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be of
+// input's dtype then, as a branch at their use would make ptxas load them there.
 template <int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr bool loads_affine_early = !SHIFTED && (PACKS < kLoads || IN_WARP);
 
@@ -2865,8 +2821,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   const T* input_row = static_cast<const T*>(call.input) + row * cols;
   T* output_row = static_cast<T*>(call.output) + row * cols;
   const Columns<T, SHIFTED, IN_WARP> columns(output_row, count > 0 ? cols : 0);
-  const bool aligned =
-      (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
+  const bool aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
   const RowPlaces<const T> input = {keep_pointer(input_row + columns.first), row_stride, count};
   const RowPlaces<T> output = {keep_pointer(output_row + columns.first), row_stride, count};
 
@@ -2882,8 +2837,7 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) sum[r] = sum_of_row(x, r);
-  row_means<T, PACKS * kThreads * V, IN_WARP>(mean, sum, columns.count(PACKS), cols, constants.per_col,
-                                              slots);
+  row_means<T, PACKS * kThreads * V, IN_WARP>(mean, sum, columns.count(PACKS), cols, constants.per_col, slots);
   UNROLL(r, ROWS) distances[r] = distances_of_row(x, columns, r, mean[r]);
   combine_row<IN_WARP>(distances, slots.distances);
   UNROLL(r, ROWS) {
@@ -2914,8 +2868,8 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
-// Loads and rows of a thread: four loads, unless the row fits a warp or few warps better with fewer. Few
-// bytes have a thread for each load; more would wait for places on an SM.
+// Loads and rows of a thread: four loads, unless the row fits a warp or few warps better with fewer. Few bytes have a
+// thread for each load; more would wait for places on an SM.
 void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
   const int64_t loads = loads_of(call), places = int64_t(kSmThreads) * device.sms;
   const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
@@ -2973,8 +2927,8 @@ cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
   const dim3 block(p.threads_per_row, p.rows_per_block);
   kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
-      call, row_constants(call, context.device),
-      prefetch_window(call, p.rows * p.rows_per_block, context.device), p.step_log2);
+      call, row_constants(call, context.device), prefetch_window(call, p.rows * p.rows_per_block, context.device),
+      p.step_log2);
   return cudaGetLastError();
 }
 
@@ -2982,18 +2936,18 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
 //   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
 //   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
-// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512). The kernel is persistent: a thread
-// keeps its columns, whose grad_weight and grad_bias gather in registers, and input and grad_output are read
-// once. ROWS rows share a barrier, while the next ROWS are in flight. Each block leaves its sums in partials,
-// (2, gridDim.x, cols), for sum_partials.
-// 16-bit rows that are not aligned come in words, two elements each (V = 2). One by one, a thread's registers
-// held one row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.83). Where cols is odd, every other row
-// begins in the middle of a word: a block has only rows of the one kind or of the other, so that a thread
-// keeps its columns. The column outside of whole words is the extra, of thread 0.
+// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512). The kernel is persistent: a thread keeps its
+// columns, whose grad_weight and grad_bias gather in registers, and input and grad_output are read once. ROWS rows
+// share a barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2, gridDim.x, cols), for
+// sum_partials.
+// 16-bit rows that are not aligned come in words, two elements each (V = 2). One by one, a thread's registers held one
+// row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.83). Where cols is odd, every other row begins in the
+// middle of a word: a block has only rows of the one kind or of the other, so that a thread keeps its columns. The
+// column outside of whole words is the extra, of thread 0.
 
-// A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers,
-// so that an SM has 512 threads: 8 columns of two rows (float32 one by one: of one), and for 16 bits also 16
-// columns of one, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89).
+// A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers, so that
+// an SM has 512 threads: 8 columns of two rows (float32 one by one: of one), and for 16 bits also 16 columns of one,
+// where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89).
 constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
@@ -3048,8 +3002,7 @@ struct RowsInFlight {
 };
 
 template <typename T, int V>
-__device__ Vec<float, V> load_affine_columns(const Backward& call, const void* affine, int col,
-                                             float fallback) {
+__device__ Vec<float, V> load_affine_columns(const Backward& call, const void* affine, int col, float fallback) {
   constexpr int F = is_in_words<T, V> ? 1 : V;  // a word of input need not be one of weight
   Vec<float, V> w;
   UNROLL(n, V / F) {
@@ -3077,16 +3030,14 @@ __device__ void share_bias(float* share, const Backward& call, const BackwardCol
     const auto bias = load_affine_columns<T, V>(call, call.bias, columns.at(i), 0);
     store<float, V>(share + columns.slot + i * columns.stride, bias);
   }
-  if (columns.has_extra)
-    share[call.cols - 1] = load_affine_columns<T, 1>(call, call.bias, columns.extra, 0)[0];
+  if (columns.has_extra) share[call.cols - 1] = load_affine_columns<T, 1>(call, call.bias, columns.extra, 0)[0];
   __syncthreads();
 }
 
 // Starts loading rows row + r * next_row.
 template <typename T, int V, int PACKS, int ROWS>
 __device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward& call,
-                          const BackwardColumns<T, V, PACKS>& columns, int64_t row, int next_row,
-                          uint64_t policy) {
+                          const BackwardColumns<T, V, PACKS>& columns, int64_t row, int next_row, uint64_t policy) {
   const int row_step = next_row * int(call.cols), to_extra = columns.extra - columns.first;
   const int64_t at = row * int(call.cols) + columns.first;
   UNROLL(r, ROWS) {
@@ -3107,8 +3058,8 @@ __device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward&
   }
 }
 
-// The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the
-// bytes, which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
+// The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the bytes,
+// which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
 template <typename T, int ROWS>
 __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
   if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
@@ -3120,9 +3071,9 @@ __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t 
 
 // N columns of a row: their xhat, and their shares of the row's sums and of the columns' gradients.
 template <typename T, int N>
-__device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, Pack<T, N>& dy, float mean,
-                                     float rstd, const float* bias_at, const Vec<float, N>& weight,
-                                     Sums& sums, Vec<float, N>& grad_weight, Vec<float, N>& grad_bias) {
+__device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, Pack<T, N>& dy, float mean, float rstd,
+                                     const float* bias_at, const Vec<float, N>& weight, Sums& sums,
+                                     Vec<float, N>& grad_weight, Vec<float, N>& grad_bias) {
   const Vec<float, N> xhat = (widened(x) - mean) * rstd;
   if constexpr (kFused) {
     apply_derivative<T>(dy, xhat, weight, load_affine<T, N>(bias_at, true, 0, 0), call);
@@ -3140,8 +3091,8 @@ __device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, 
 
 // grad_input of N columns; means: the row's sums over its columns.
 template <typename T, int N>
-__device__ void write_grad_input(T* to, const Pack<T, N>& dy, const Vec<float, N>& xhat,
-                                 const Vec<float, N>& weight, float rstd, const Sums& means) {
+__device__ void write_grad_input(T* to, const Pack<T, N>& dy, const Vec<float, N>& xhat, const Vec<float, N>& weight,
+                                 float rstd, const Sums& means) {
   const Vec<float, N> grad = widened(dy);
   Vec<float, N> dx;
   UNROLL(v, N) {
@@ -3227,15 +3178,14 @@ __global__ void __launch_bounds__(kBackwardThreads)
         dy[r][i] = next.dy[r][i];
         // Without a mean, as that of bf16 rows can exceed 1e36, and its product with rstd float32.
         const float mean = kZeros ? next.mean[r] * float(columns.live[i]) : next.mean[r];
-        xhat[r][i] = add_columns<T>(call, next.x[r][i], dy[r][i], mean, rstd[r],
-                                    share + columns.slot + i * columns.stride, own.weight[i], sums[r],
-                                    own.grad_weight[i], own.grad_bias[i]);
+        xhat[r][i] =
+            add_columns<T>(call, next.x[r][i], dy[r][i], mean, rstd[r], share + columns.slot + i * columns.stride,
+                           own.weight[i], sums[r], own.grad_weight[i], own.grad_bias[i]);
       }
       if (columns.has_extra) {
         extra_dy[r] = next.extra_dy[r];
-        extra_xhat[r] =
-            add_columns<T>(call, next.extra_x[r], extra_dy[r], next.mean[r], rstd[r], share + cols - 1,
-                           own.extra_weight, sums[r], own.extra_grad_weight, own.extra_grad_bias);
+        extra_xhat[r] = add_columns<T>(call, next.extra_x[r], extra_dy[r], next.mean[r], rstd[r], share + cols - 1,
+                                       own.extra_weight, sums[r], own.extra_grad_weight, own.extra_grad_bias);
       }
     }
     start_turn(row + row_stride);
@@ -3253,8 +3203,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
           write_grad_input(to + i * columns.stride, dy[r][i], xhat[r][i], own.weight[i], rstd[r], means);
       }
       if (columns.has_extra) {
-        write_grad_input(to + (columns.extra - columns.first), extra_dy[r], extra_xhat[r], own.extra_weight,
-                         rstd[r], means);
+        write_grad_input(to + (columns.extra - columns.first), extra_dy[r], extra_xhat[r], own.extra_weight, rstd[r],
+                         means);
       }
     }
   }
@@ -3279,9 +3229,7 @@ int most_columns(DType dtype, int pack) {
   return size_of(dtype) == 2 && pack > 1 ? 16 : std::min(kBackwardBytes / size_of(dtype), kBackwardColumns);
 }
 
-bool takes(const Backward& call, int pack) {
-  return call.cols <= most_columns(call.dtype, pack) * kBackwardThreads;
-}
+bool takes(const Backward& call, int pack) { return call.cols <= most_columns(call.dtype, pack) * kBackwardThreads; }
 
 BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const Device& device) {
   const int block_threads = size_of(call.dtype) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
@@ -3322,8 +3270,7 @@ cudaError_t launch(Backward call, const Context& context) {
   scratch += sum_bytes;
   for (const void** tensor : {&call.input, &call.grad_output}) {
     if (begins(*tensor)) continue;
-    const cudaError_t error =
-        cudaMemcpyAsync(scratch, *tensor, bytes, cudaMemcpyDeviceToDevice, context.stream);
+    const cudaError_t error = cudaMemcpyAsync(scratch, *tensor, bytes, cudaMemcpyDeviceToDevice, context.stream);
     if (error != cudaSuccess) return error;
     *tensor = std::exchange(scratch, scratch + room);
   }
@@ -3340,20 +3287,20 @@ _SHARED = r"""
 namespace shared {
 
 // ---- Rows in shared memory, forward (sm_80 and up) ----
-// Takes aligned rows that are too long for registers and of which an SM's shared memory holds several; longer
-// ones go to the pipeline. A thread loads all its packs of the row at once, so that as much is in flight as
-// fits an SM, and only reads what it has copied itself.
+// Takes aligned rows that are too long for registers and of which an SM's shared memory holds several; longer ones go
+// to the pipeline. A thread loads all its packs of the row at once, so that as much is in flight as fits an SM, and
+// only reads what it has copied itself.
 // Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
 // Threads of a row, at most (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
 constexpr int kMostThreads = 1024, kThreads16Bits = 512;
-// Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of
-// copy speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949). An SM must hold
-// two (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
+// Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of copy
+// speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949). An SM must hold two (code for
+// sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
 constexpr int kMostBytes = 71 << 10, kMostBytes16Bits = 43 << 10;
-// Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of
-// 16384: 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
+// Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of 16384:
+// 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
 // Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
@@ -3363,8 +3310,8 @@ template <typename T>
 constexpr int kBlockThreads = sizeof(T) == 4 ? kMostThreads : kThreads16Bits;
 template <typename T>
 constexpr int kLeastBlocks = sizeof(T) == 4 ? kFloatBlocks : kRowBlocks;  // of so many threads, on an SM
-// Weight and bias of so many packs at once (16-bit rows of 32768, if taken here: 0.87 of copy speed with one,
-// 0.90 with two).
+// Weight and bias of so many packs at once (16-bit rows of 32768, if taken here: 0.87 of copy speed with one, 0.90 with
+// two).
 template <typename T>
 constexpr int kAtOnce = kArch >= 1000 && sizeof(T) == 4 ? 1 : 2;  // float32 would spill there
 
@@ -3449,19 +3396,19 @@ _PIPELINE = r"""
 namespace pipeline {
 
 // ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
-// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each has a slice
-// of the columns, with weight, bias or their gradients in registers for the whole run. Slices of row after
-// row are copied to a ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more
-// combines and publishes what they measured, one or two gather what the row's blocks have published. The 16
-// apply a slice `delay` stages later: nobody waits for the exchange, and each byte moves once.
-// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66 such
-// groups take turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied,
-// each is applied 3 after it is measured.
+// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each has a slice of the
+// columns, with weight, bias or their gradients in registers for the whole run. Slices of row after row are copied to a
+// ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more combines and publishes what
+// they measured, one or two gather what the row's blocks have published. The 16 apply a slice `delay` stages later:
+// nobody waits for the exchange, and each byte moves once.
+// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66 such groups take
+// turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied, each is applied 3
+// after it is measured.
 
 constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
 constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
-// Before Hopper the second gatherer is a second loader instead (backward of bf16 rows of 8192: 0.67 of copy
-// speed -> 0.84), and a prefetch asks for two sectors (float32 rows of 131072: 0.89 -> 0.92).
+// Before Hopper the second gatherer is a second loader instead (backward of bf16 rows of 8192: 0.67 of copy speed ->
+// 0.84), and a prefetch asks for two sectors (float32 rows of 131072: 0.89 -> 0.92).
 constexpr int kSecondLoader = kGatherer + 1, kPrefetchStep = 64;
 constexpr int kThreadColumns = 16, kMaxStages = 10;
 constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
@@ -3470,12 +3417,12 @@ constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
 // Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536: 0.694 -> 0.665).
 constexpr int kBackwardControlBytes = 8 << 10;
-// Stages between measuring and applying, in a group (float32 rows of 50257 with 6: 0.955 of copy speed ->
-// 0.940) and of a block alone (of 6000 with 1: 0.93 -> 0.88). kManyBlocks need one more (backward, bf16 rows
-// of 1048576: 0.88 -> 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
+// Stages between measuring and applying, in a group (float32 rows of 50257 with 6: 0.955 of copy speed -> 0.940) and of
+// a block alone (of 6000 with 1: 0.93 -> 0.88). kManyBlocks need one more (backward, bf16 rows of 1048576: 0.88 ->
+// 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
 constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyBlocks = 100;
-// Blocks that share a row, at least, for backward to prefetch: fewer soon have a free stage (float32 rows of
-// 8192: 0.98 of copy speed without, 0.93 with; of 1048576: 0.63, 0.76; forward of 32768: 0.86, 0.92).
+// Blocks that share a row, at least, for backward to prefetch: fewer soon have a free stage (float32 rows of 8192: 0.98
+// of copy speed without, 0.93 with; of 1048576: 0.63, 0.76; forward of 32768: 0.86, 0.92).
 constexpr int kBackwardPrefetchBlocks = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kMinSlice = 2048;
@@ -3514,9 +3461,9 @@ struct Slice {
 };
 
 // ---- Pipeline: forward and backward, as the roles see them ----
-// They measure parts of slices, each as a pair of floats; combine pairs, first those of a slice, then those
-// of a row; finish what a row is applied with from the last; and apply it. row_scalars: kScalars numbers that
-// are loaded with a row.
+// They measure parts of slices, each as a pair of floats; combine pairs, first those of a slice, then those of a row;
+// finish what a row is applied with from the last; and apply it. row_scalars: kScalars numbers that are loaded with a
+// row.
 
 // Pairs are {mean, m2}; means of float32 are distances from the row's reference.
 template <typename T>
@@ -3525,8 +3472,8 @@ struct ForwardPass {
   using Element = T;
   using ForRow = RowStats;
   static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 1;
-  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89). float32 has
-  // time, but no room. Its row_scalars are three elements.
+  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89). float32 has time, but
+  // no room. Its row_scalars are three elements.
   enum : int { kLanesPerPart = sizeof(T) == 2 ? 2 : 8, kScalars = sizeof(T) == 4 ? 3 : 0 };
   static constexpr bool kForward = true;
   Vec<float, V> weight[kPacks], bias[kPacks];
@@ -3564,15 +3511,13 @@ struct ForwardPass {
 
   // Of N pairs a lane, over `width` lanes.
   template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], int columns,
-                                   int width) {
+  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
     return combine_means<N>(pairs, counts, float(columns), width);
   }
 
-  static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row,
-                                  bool saves) {
-    // Not a division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89). Of an infinite m2
-    // it would be NaN.
+  static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row, bool saves) {
+    // Not a division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89). Of an infinite m2 it would be
+    // NaN.
     const float cols = call.cols, m2 = total.y, from = reference(row_scalars);
     const float variance = (m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2) + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
@@ -3642,12 +3587,11 @@ struct BackwardPass {
     return {total.x * per_col, total.y * per_col};
   }
 
-  __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& means,
-                        const float4& row_scalars) const {
+  __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& means, const float4& row_scalars) const {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = means.x, mean_wdy_xhat = means.y, mean = row_scalars.x, rstd = row_scalars.y;
-    // 16 bits (see normalized) take three instructions instead of six. For equal numbers of_x is 0; rstd is
-    // not part of it, as their product would overflow for numbers below 1e-19.
+    // 16 bits (see normalized) take three instructions instead of six. For equal numbers of_x is 0; rstd is not part of
+    // it, as their product would overflow for numbers below 1e-19.
     const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
@@ -3681,8 +3625,8 @@ struct Control {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
-// Copied in the background where a load would stall the loading threads: three far elements (float32 rows of
-// 50257: 0.912 of copy speed -> 0.946), and before Hopper (backward of bf16 rows of 8192: 0.84 -> 0.94).
+// Copied in the background where a load would stall the loading threads: three far elements (float32 rows of 50257:
+// 0.912 of copy speed -> 0.946), and before Hopper (backward of bf16 rows of 8192: 0.84 -> 0.94).
 template <typename Pass>
 constexpr bool kCopiesScalars = Pass::kScalars > 0 && (Pass::kForward || kCopyThreads > 1);
 // Not more than must arrive (backward of bf16 rows of 8192: 0.963 of copy speed, 0.952 with one always).
@@ -3707,8 +3651,7 @@ struct Block {
   __device__ Copy copy(int stage, int t, int row) const {  // begins where the slice's first cache line does
     const char* from = static_cast<const char*>(Pass::tensor(call, t)) + offset(row) * sizeof(T);
     const int before = reinterpret_cast<uintptr_t>(from) % kLineBytes;
-    return {ring + (stage * Pass::kTensors + t) * pipe.slice_bytes, from - before,
-            before + columns * int(sizeof(T))};
+    return {ring + (stage * Pass::kTensors + t) * pipe.slice_bytes, from - before, before + columns * int(sizeof(T))};
   }
   __device__ Slice<T> slice(int stage, int row) const {
     const Copy x = copy(stage, 0, row), dy = copy(stage, Pass::kTensors - 1, row);
@@ -3744,8 +3687,7 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
     barrier_wait(&control.empty[stage.index], stage.parity ^ 1);  // at once in the first round
     float* row_scalars = &control.row_scalars[stage.index].x;
     UNROLL(i, Pass::kScalars) {
-      if (kCopiesScalars<Pass> && thread == 0)
-        copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
+      if (kCopiesScalars<Pass> && thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
     }
     if (turn >= pipe.flight) {  // more would only queue up, with what the group publishes behind it
       barrier_wait(&control.full[landing.index], landing.parity);
@@ -3783,8 +3725,8 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
   }
 }
 
-// A warp that gathers what the group has published. It looks at its next 32 / lanes rows at once, as several
-// may have been published since (one row a look: bf16 rows of 50176 0.68 of copy speed instead of 0.85).
+// A warp that gathers what the group has published. It looks at its next 32 / lanes rows at once, as several may have
+// been published since (one row a look: bf16 rows of 50176 0.68 of copy speed instead of 0.85).
 template <typename Pass>
 __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   const Pipeline& pipe = block.pipe;
@@ -3803,14 +3745,12 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
       __nanosleep(32);
       continue;
     }
-    const float2 total = pipe.blocks_per_row <= 32
-                             ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
-                             : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
+    const float2 total = pipe.blocks_per_row <= 32 ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
+                                                   : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
     if (peer == 0 && ahead < rows && turn < block.turns) {
       const int stage = turn % pipe.stages;
       // It was loaded long ago; so row_scalars are seen.
-      if (Pass::kForward && Pass::kScalars > 0)
-        barrier_wait(&block.control.full[stage], turn / pipe.stages % 2);
+      if (Pass::kForward && Pass::kScalars > 0) barrier_wait(&block.control.full[stage], turn / pipe.stages % 2);
       block.finish_row(stage, total, row, block.rank == 0);
     }
     next += rows * pipe.gatherers;
@@ -3915,9 +3855,9 @@ bool takes(const Call& call, const Device& device) {
          call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
-// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are few
-// rows, and in backward (rows of 262144: 33 blocks a row use 132 SMs, 32 only 128). Forward has half the
-// bytes to hide an exchange behind (bf16 rows of 1048576: 0.83 of copy speed with 128 blocks, 0.69 with 132).
+// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are few rows, and
+// in backward (rows of 262144: 33 blocks a row use 132 SMs, 32 only 128). Forward has half the bytes to hide an
+// exchange behind (bf16 rows of 1048576: 0.83 of copy speed with 128 blocks, 0.69 with 132).
 template <typename Pass>
 int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
@@ -3950,8 +3890,8 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   p.stages = std::clamp(p.stages, 3, kMaxStages);
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.flight = std::clamp(flight_bytes / (kTensors * p.slice * kBytes), 1, p.stages - 1);
-  // The exchange takes some rows' time. Longer, it would leave too few stages to load into; but in backward
-  // of many blocks the exchange is slower than loading (three stages, float32 rows of 1048576: 0.78 -> 0.90).
+  // The exchange takes some rows' time. Longer, it would leave too few stages to load into; but in backward of many
+  // blocks the exchange is slower than loading (three stages, float32 rows of 1048576: 0.78 -> 0.90).
   const bool many = p.blocks_per_row >= kManyBlocks;
   const int delay = p.blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
   p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
@@ -3972,12 +3912,10 @@ cudaError_t launch(const Call& call, const Context& context) {
   const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // mailboxes begin on a line
   const int64_t bytes = 4 * sums + 8 * call.rows * mailboxes_per_row(p.blocks_per_row);
   auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads,
-                         p.blocks_per_row > 1 ? kCooperative : kPlain,
+  const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, p.blocks_per_row > 1 ? kCooperative : kPlain,
                          p.stages * Pass::kTensors * p.slice_bytes};
-  const cudaError_t error =
-      launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p,
-                    reinterpret_cast<uint64_t*>(partials + sums), adds ? partials : nullptr);
+  const cudaError_t error = launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p,
+                                          reinterpret_cast<uint64_t*>(partials + sums), adds ? partials : nullptr);
   if constexpr (!Pass::kForward) {
     if (error == cudaSuccess) return launch_sum_partials<T>(call, partials, partial_rows, context);
   }
@@ -3991,14 +3929,13 @@ _JOINT = r"""
 namespace joint {
 
 // ---- Rows that many SMs hold together, forward, float32 (sm_90 to sm_110) ----
-// Takes aligned rows too long for the pipeline (on 132 SMs more than 1081344 columns). A group of blocks, one
-// on each SM, shares a row; each keeps its slice in shared memory until the group knows the row's statistics,
-// so that each byte moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16, with twice
-// the weight and bias to a byte, would be slower: 0.146 ms, 0.118). A slice moves in stages through a ring.
-// Warps apply a stage and measure the one a slice and kAhead stages further on: the next row's exchange is
-// under way before this row is done.
-// Example: those 16 rows on 132 SMs. One group; a slice of 31776 columns is 16 stages of 8 KB; a ring has 22.
-// A thread has 31 packs of weight and 20 of bias in registers; shared memory has the other 44 KB.
+// Takes aligned rows too long for the pipeline (on 132 SMs more than 1081344 columns). A group of blocks, one on each
+// SM, shares a row; each keeps its slice in shared memory until the group knows the row's statistics, so that each byte
+// moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16, with twice the weight and bias to a
+// byte, would be slower: 0.146 ms, 0.118). A slice moves in stages through a ring. Warps apply a stage and measure the
+// one a slice and kAhead stages further on: the next row's exchange is under way before this row is done.
+// Example: those 16 rows on 132 SMs. One group; a slice of 31776 columns is 16 stages of 8 KB; a ring has 22. A thread
+// has 31 packs of weight and 20 of bias in registers; shared memory has the other 44 KB.
 
 // Stages that are measured ahead (2: 0.184 ms, 3: 0.177, 4: 0.182), and on their way to L2 (4: 2 us more).
 constexpr int kAhead = 3, kPrefetch = 3;
@@ -4006,8 +3943,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;  // of 255 registers each,
 // 16-byte packs of a thread in a stage, of a block in a stage; stages of a slice and of a ring, at most.
 constexpr int V = 4, kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16, kRing = 28;
 constexpr int kStageBytes = 16 * kStageSize, kStageColumns = kStageSize * V;
-// Packs of weight, and of bias, in a thread's registers; the rest are in shared memory. A slice of fewer
-// stages takes the last places, so that only the last stage, known when unrolling, may be incomplete.
+// Packs of weight, and of bias, in a thread's registers; the rest are in shared memory. A slice of fewer stages takes
+// the last places, so that only the last stage, known when unrolling, may be incomplete.
 constexpr int kWeights = 31, kBiases = 20;
 constexpr int kLeastRows = 4;        // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
 constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weight and bias
@@ -4056,17 +3993,15 @@ struct Block {
   int stages = stages_of(packs), last_packs = packs - (stages - 1) * kStageSize;
   uint64_t policy = l2_policy(constants.priority);
 
-  __device__ int64_t offset(int row, int stage) const {
-    return row * call.cols + first_col + stage * kStageColumns;
-  }
+  __device__ int64_t offset(int row, int stage) const { return row * call.cols + first_col + stage * kStageColumns; }
   __device__ StagePart load(int slot) const {
     const auto* from = reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
     return {from[0], from[kThreads]};
   }
 };
 
-// Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier. Their warps are
-// the slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
+// Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier. Their warps are the
+// slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
 struct Fetch {
   const Block& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
@@ -4275,8 +4210,8 @@ template <typename T>
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, kCooperative, p.shared_bytes};
   void* mailboxes = context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row));
-  return launch_kernel(layer_norm_joint_rows<T>, launch, context, call, row_constants(call, context.device),
-                       p, static_cast<uint64_t*>(mailboxes));
+  return launch_kernel(layer_norm_joint_rows<T>, launch, context, call, row_constants(call, context.device), p,
+                       static_cast<uint64_t*>(mailboxes));
 }
 
 }  // namespace joint
@@ -4286,16 +4221,16 @@ _SPREAD = r"""
 namespace spread {
 
 // ---- Rows spread over the GPU, forward and backward ----
-// Takes every row that no other room takes, on every GPU. A first kernel reads input and leaves the moments
-// of each piece of a row (every `pieces`-th of what a block loads at once); a second makes statistics of
-// them; a third goes down the rows with weight and bias of its columns in registers. Input is read twice, and
-// grad_output; weight, as many bytes as a long row, once for many rows.
-// Example: 16 float32 rows of 4194304 on 132 SMs. 33 blocks measure a row, 4096 columns at once; another
-// makes its statistics; 2048 blocks normalize 2048 columns each, of all rows.
+// Takes every row that no other room takes, on every GPU. A first kernel reads input and leaves the moments of each
+// piece of a row (every `pieces`-th of what a block loads at once); a second makes statistics of them; a third goes
+// down the rows with weight and bias of its columns in registers. Input is read twice, and grad_output; weight, as many
+// bytes as a long row, once for many rows.
+// Example: 16 float32 rows of 4194304 on 132 SMs. 33 blocks measure a row, 4096 columns at once; another makes its
+// statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
 constexpr int kThreads = 256;  // of the first two kernels
-// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); of
-// unaligned rows, whose loads are small, as many as fit.
+// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); of unaligned
+// rows, whose loads are small, as many as fit.
 constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
 // Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
 constexpr int kTileColumns = 2048;
@@ -4417,8 +4352,8 @@ __global__ void __launch_bounds__(512)
 
 // grad_output, or what the epilogue's derivative makes of it.
 template <typename T, int V>
-__device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V>& xhat,
-                                     const Vec<float, V>& weight, const Backward& call, int64_t col) {
+__device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V>& xhat, const Vec<float, V>& weight,
+                                     const Backward& call, int64_t col) {
   if constexpr (kFused) {
     const auto bias = load_affine<T, V>(call.bias, call.affine_float32, col, 0);
     apply_derivative<T>(grad_output, xhat, weight, bias, call);
@@ -4530,12 +4465,10 @@ cudaError_t launch(const Forward& call, const Context& context) {
   auto* row_stats =
       static_cast<RowStats*>(context.allocate(call.rows * (sizeof(RowStats) + p.pieces * sizeof(Moments))));
   auto* moments = reinterpret_cast<Moments*>(row_stats + call.rows);
-  partial_moments<T, V>
-      <<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
-  launch_kernel(finish_moments, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, moments,
-                row_stats);
-  launch_kernel(normalize_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic},
-                context, call, row_stats, ceil_div(call.rows, p.row_blocks));
+  partial_moments<T, V><<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
+  launch_kernel(finish_moments, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, moments, row_stats);
+  launch_kernel(normalize_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call,
+                row_stats, ceil_div(call.rows, p.row_blocks));
   return cudaGetLastError();
 }
 
@@ -4551,12 +4484,10 @@ cudaError_t launch(const Backward& call, const Context& context) {
   auto *row_means = reinterpret_cast<Sums*>(partials + sums_of_columns), *sums = row_means + call.rows;
   if (call.grad_input != nullptr) {
     backward_partial_sums<T, V><<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
-    launch_kernel(finish_sums, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, sums,
-                  row_means);
+    launch_kernel(finish_sums, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, sums, row_means);
   }
-  launch_kernel(backward_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic},
-                context, call, row_means, ceil_div(call.rows, p.row_blocks),
-                partial_rows > 0 ? partials : nullptr);
+  launch_kernel(backward_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call,
+                row_means, ceil_div(call.rows, p.row_blocks), partial_rows > 0 ? partials : nullptr);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
 }
@@ -4569,27 +4500,26 @@ _CONVOLUTION = r"""
 namespace convolution {
 
 // ---- Convolution: ConvTranspose3d, then LayerNorm, GELU and scaling (sm_80 and up) ----
-// With kernel 4, stride 2 and padding 1, output 2 q + p of a dimension is, over taps t = 0 and 1, the sum of
-// input q + p - t times weight 1 - p + 2 t: output 5 reads inputs 3 and 2, with weights 0 and 2. So outputs
-// of one parity p in each dimension are a dense convolution, and one line of them, all columns of 64
-// channels, is a product of matrices: channels x (taps, input channels) x columns. A block keeps the weights
-// of one parity of depth and of height on chip. Its two groups of four warps take four lines a round, two
-// apart in height, and in the next round those at the next depth: one of the two depths that they read is
-// there already. Four lanes hold a row of LayerNorm, 64 columns of one channel, in registers. T is of 16 bits
-// or float; float is rounded to TF32 or, if SPLIT, keeps its digits.
+// With kernel 4, stride 2 and padding 1, output 2 q + p of a dimension is, over taps t = 0 and 1, the sum of input q +
+// p - t times weight 1 - p + 2 t: output 5 reads inputs 3 and 2, with weights 0 and 2. So outputs of one parity p in
+// each dimension are a dense convolution, and one line of them, all columns of 64 channels, is a product of matrices:
+// channels x (taps, input channels) x columns. A block keeps the weights of one parity of depth and of height on chip.
+// Its two groups of four warps take four lines a round, two apart in height, and in the next round those at the next
+// depth: one of the two depths that they read is there already. Four lanes hold a row of LayerNorm, 64 columns of one
+// channel, in registers. T is of 16 bits or float; float is rounded to TF32 or, if SPLIT, keeps its digits.
 
 constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
-constexpr int kLines = 4;                        // of a round
-constexpr int kGroups = 2, kGroupThreads = 128;  // of a block
-constexpr int kTileChannels = 16;                // a tile has them of one line
+constexpr int kLines = 4;                                                           // of a round
+constexpr int kGroups = 2, kGroupThreads = 128;                                     // of a block
+constexpr int kTileChannels = 16;                                                   // a tile has them of one line
 constexpr int kTiles = kLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // of a warp
-constexpr int kRows = 2 * kTiles;  // of a lane: a quarter of each
+constexpr int kRows = 2 * kTiles;                                                   // of a lane: a quarter of each
 using Unit = Pack<uint32_t, 4>;
 constexpr int kFragment = 2 * kOutChannels;  // units: a product's weights for one tap of w
 constexpr int kWeights = kInChannels * kOutChannels * 4 * 4 * 4;
 
-// Hopper's own products (wgmma) run in the background and read shared memory themselves. With them four more
-// warps load input for the two groups, and leave registers to them (float32 in TF32: 0.61 ms -> 0.58).
+// Hopper's own products (wgmma) run in the background and read shared memory themselves. With them four more warps load
+// input for the two groups, and leave registers to them (float32 in TF32: 0.61 ms -> 0.58).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasAsyncProducts = true;
 #else
@@ -4598,10 +4528,10 @@ constexpr bool kHasAsyncProducts = false;
 constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
 static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536, "an SM's");
 
-// Shared memory: fragments of weights, LayerNorm's weight and bias, slabs. A slab is a round's input of one
-// depth: units of kUnit channels, (plane of channels, line, column), and zeros beside the first and last
-// column. A step is a tap of d, a tap of h and two planes, four fragments; an ASYNC product takes all lines
-// of them, for which every 8 columns have copies of their neighbours beside them.
+// Shared memory: fragments of weights, LayerNorm's weight and bias, slabs. A slab is a round's input of one depth:
+// units of kUnit channels, (plane of channels, line, column), and zeros beside the first and last column. A step is a
+// tap of d, a tap of h and two planes, four fragments; an ASYNC product takes all lines of them, for which every 8
+// columns have copies of their neighbours beside them.
 template <typename T, bool SPLIT, bool ASYNC = !SPLIT && kHasAsyncProducts>
 struct Layout {
   using Element = T;
@@ -4611,11 +4541,10 @@ struct Layout {
   static constexpr int kSteps = 4 * kChunks, kSlabLines = kLines + 1;
   static constexpr int kEightStep = ASYNC ? 10 : 8;  // units from 8 columns to the next
   static constexpr int kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2;
-  static constexpr int kPlaneStep = kSlabLines * kLineStep | 1;  // odd: four planes are spread over the banks
+  static constexpr int kPlaneStep = kSlabLines * kLineStep | 1;       // odd: four planes are spread over the banks
   static constexpr int kRegisterFragments = ASYNC && sizeof(T) == 4;  // no room in shared memory
   static constexpr int kUnits = kPlanes * kPlaneStep, kSharedFragments = 4 * kSteps - kRegisterFragments;
-  static constexpr int kBytes =
-      16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth;
+  static constexpr int kBytes = 16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth;
   static constexpr int kWarpsAcross = ASYNC ? 4 : 2;  // share a line, each with kTilesAcross of its tiles
   static constexpr int kTilesAcross = kOutChannels / kTileChannels / kWarpsAcross;
 
@@ -4631,20 +4560,19 @@ struct Layout {
   static __device__ int line_of(int row) { return row / 2 / kTilesAcross; }
 };
 template <typename T, bool SPLIT>
-constexpr int kSharedBytes =
-    std::max<int>(Layout<T, SPLIT, false>::kBytes, SPLIT ? 0 : Layout<T, SPLIT, true>::kBytes);
+constexpr int kSharedBytes = std::max<int>(Layout<T, SPLIT, false>::kBytes, SPLIT ? 0 : Layout<T, SPLIT, true>::kBytes);
 static_assert(kSharedBytes<float, false> <= 227 << 10, "Hopper's");
 
-// Tensor cores take 10 bits of mantissa. Ties go to even, as in cuDNN: up, one output of 850 would be off by
-// more than 1e-4 from PyTorch's. Arithmetic's NaN, 0x7fffffff, would carry into the sign.
+// Tensor cores take 10 bits of mantissa. Ties go to even, as in cuDNN: up, one output of 850 would be off by more than
+// 1e-4 from PyTorch's. Arithmetic's NaN, 0x7fffffff, would carry into the sign.
 __device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
   if (isnan(__uint_as_float(x))) return 0x7fc00000;
   return rounded ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
-// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of
-// w), then a fragment. For async products: (unit, output channel, input channel in the unit). Else as
-// mma.sync has it in registers: (16 output channels, lane, register).
+// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w), then
+// a fragment. For async products: (unit, output channel, input channel in the unit). Else as mma.sync has it in
+// registers: (16 output channels, lane, register).
 template <typename T>
 __global__ void __launch_bounds__(kFragment * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
   using L = Layout<T, false>;
@@ -4692,25 +4620,24 @@ __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint
 #define LAYERNORM_FOUR_SUMS(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define LAYERNORM_SIXTEEN_SUMS(i) \
   LAYERNORM_FOUR_SUMS(i), LAYERNORM_FOUR_SUMS(i + 4), LAYERNORM_FOUR_SUMS(i + 8), LAYERNORM_FOUR_SUMS(i + 12)
-#define LAYERNORM_MULTIPLY_ADD(types, factors, transposed, ...)                                             \
-  asm volatile(                                                                                             \
-      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned." types                            \
-      " {%0,%1,%2,%3,"                                                                                      \
-      "%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"                  \
-      "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"        \
-      "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " factors ", p, 1, 1" transposed "; }" \
-      : LAYERNORM_SIXTEEN_SUMS(0), LAYERNORM_SIXTEEN_SUMS(16), LAYERNORM_SIXTEEN_SUMS(32),                  \
-        LAYERNORM_SIXTEEN_SUMS(48)                                                                          \
-      : __VA_ARGS__                                                                                         \
-      : "memory")
+#define LAYERNORM_MULTIPLY_ADD(types, factors, transposed, ...)                                                      \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned." types                            \
+               " {%0,%1,%2,%3,"                                                                                      \
+               "%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"                  \
+               "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"        \
+               "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " factors ", p, 1, 1" transposed "; }" \
+               : LAYERNORM_SIXTEEN_SUMS(0), LAYERNORM_SIXTEEN_SUMS(16), LAYERNORM_SIXTEEN_SUMS(32),                  \
+                 LAYERNORM_SIXTEEN_SUMS(48)                                                                          \
+               : __VA_ARGS__                                                                                         \
+               : "memory")
 
-// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). A:
-// float's registers, or uint64_t, a matrix in shared memory.
+// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). A: float's
+// registers, or uint64_t, a matrix in shared memory.
 template <typename T, typename A>
 __device__ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
   if constexpr (std::is_array_v<A>) {
-    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}, %68", "", "r"(a[0]), "r"(a[1]),
-                           "r"(a[2]), "r"(a[3]), "l"(b));
+    LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "{%64, %65, %66, %67}, %68", "", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+                           "r"(a[3]), "l"(b));
   } else if constexpr (std::is_same_v<T, float>) {
     LAYERNORM_MULTIPLY_ADD("m64n128k8.f32.tf32.tf32", "%64, %65", "", "l"(a), "l"(b));
   } else if constexpr (std::is_same_v<T, __half>) {
@@ -4732,8 +4659,8 @@ enum : int { kTurn = 1, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
 
 // ---- Convolution: what the steps share ----
 
-// Outputs of a block are those of one parity of d and of h. Rounds go through depths first; the block has a
-// range of them, of which group 0 takes the first half. Groups take turns. first_: of this thread's rows.
+// Outputs of a block are those of one parity of d and of h. Rounds go through depths first; the block has a range of
+// them, of which group 0 takes the first half. Groups take turns. first_: of this thread's rows.
 template <typename L>
 struct Block {
   const Convolution& call;
@@ -4773,9 +4700,7 @@ struct Sums {
   float at[2][16 * kTiles];
 
   // Number i of 16 of a row: column 16 (i / 4) + 4 (lane % 4) + i % 4.
-  __device__ float& operator()(int row, int i) {
-    return at[i % 2][row / 2 * 16 + i / 4 * 4 + row % 2 * 2 + i / 2 % 2];
-  }
+  __device__ float& operator()(int row, int i) { return at[i % 2][row / 2 * 16 + i / 4 * 4 + row % 2 * 2 + i / 2 % 2]; }
   __device__ Vec<float, 4> four(int row, int i) {  // from number i on
     return {(*this)(row, i), (*this)(row, i + 1), (*this)(row, i + 2), (*this)(row, i + 3)};
   }
@@ -4783,8 +4708,8 @@ struct Sums {
 
 // ---- Convolution: input ----
 
-// Calls f for what this thread brings of a round's input: kUnit channels of a plane, kUnit columns, of every
-// kSweep-th line of the slabs of new taps.
+// Calls f for what this thread brings of a round's input: kUnit channels of a plane, kUnit columns, of every kSweep-th
+// line of the slabs of new taps.
 template <typename L, typename F>
 __device__ void for_share(const Round<L>& round, F f) {
   constexpr int kHalves = 8 / L::kUnit;  // of 8 columns, and of planes
@@ -4810,8 +4735,8 @@ __device__ void fetch(const Round<L>& round) {
   for_share(round, [&](Unit* units, int tap, int plane, int line, int column) {
     const int d = round.d + block.parity_d - tap, h = round.h + block.parity_h - 1 + line;
     const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
-    const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnit) * channel_step +
-                       column + (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
+    const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnit) * channel_step + column +
+                       (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
     UNROLL(i, L::kUnit) copy_or_zero(units + i, from + i * channel_step, exists);
   });
 }
@@ -4846,8 +4771,8 @@ __device__ inline void keep_in_registers(Sums& sums) {
   UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i % 64])::"memory");
 }
 
-// Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's,
-// bit for bit. In another one 47 thousand of 268 million bfloat16 outputs differ.
+// Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's, bit for bit.
+// In another one 47 thousand of 268 million bfloat16 outputs differ.
 template <typename L>
 __device__ void multiply_async(Sums& sums, const Round<L>& round, const uint32_t (&register_fragment)[4]) {
   using T = typename L::Element;
@@ -4876,8 +4801,8 @@ __device__ void multiply_async(Sums& sums, const Round<L>& round, const uint32_t
   keep_in_registers(sums);
 }
 
-// Float32 as the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the
-// second is computed at every use, as there are no registers to keep it for all weights.
+// Float32 as the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the second is
+// computed at every use, as there are no registers to keep it for all weights.
 template <int N>
 __device__ void split(const uint32_t (&x)[N], uint32_t (&first)[N], uint32_t (&second)[N]) {
   UNROLL(i, N) {
@@ -4911,8 +4836,7 @@ __device__ void multiply(Sums& sums, const Round<L>& round) {
     Unit a[2][2][2];  // parity of w, 16 of the channels, tap of w
     UNROLL(i, 8) a[i / 4][i % 2][i / 2 % 2] = weights[(4 * step + i / 2) * kFragment + i % 2 * 32];
     UNROLL(i, 8) {  // 8 columns of one of two lines
-      const Unit* units =
-          round.slab(step / L::kPlanes) + L::input_at(step, block.first_line + i / 4, i % 4 * 8);
+      const Unit* units = round.slab(step / L::kPlanes) + L::input_at(step, block.first_line + i / 4, i % 4 * 8);
       const auto* from = reinterpret_cast<const uint32_t*>(units - 1) + lane;
       uint32_t b[3][2];  // shifted by -1, 0, 1
       UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * L::kPlaneStep)];
@@ -4931,8 +4855,8 @@ __device__ void multiply(Sums& sums, const Round<L>& round) {
 
 // ---- Convolution: from sums to output ----
 
-// Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be
-// further from PyTorch's than KernelBench allows.
+// Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be further from
+// PyTorch's than KernelBench allows.
 template <typename T>
 __device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
   UNROLL(i, 16 * kTiles) {
@@ -4974,9 +4898,7 @@ __device__ void write_rows(const Round<L>& round, Sums& sums, const float (&rstd
     }
     return;
   }
-  constexpr auto kTail = L::kSplit        ? normal_tail
-                         : sizeof(T) == 4 ? normal_tail_5_digits
-                                          : normal_tail_16_bits;
+  constexpr auto kTail = L::kSplit ? normal_tail : sizeof(T) == 4 ? normal_tail_5_digits : normal_tail_16_bits;
   UNROLL(j, 4) {
     const float* affine = block.affine + 16 * j + quarter;
     const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
@@ -5146,8 +5068,8 @@ const Device& current_device() {
 
 // ---- Dispatch: which room takes a call ----
 
-// The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread
-// where no other room takes them, or the device refuses blocks that wait for one another.
+// The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread where no
+// other room takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
@@ -5213,8 +5135,7 @@ cudaError_t zero_gradients(const Backward& call, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
-  return dispatch(call, {current_device(), scratch, stream},
-                  {call.input, call.weight, call.bias, call.output});
+  return dispatch(call, {current_device(), scratch, stream}, {call.input, call.weight, call.bias, call.output});
 }
 
 cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
