@@ -973,11 +973,18 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
   }
 }
 
+// Contiguous from a boundary of so many bytes.
+Tensor aligned(const Tensor& t, uintptr_t boundary) {
+  const Tensor x = t.contiguous();
+  return reinterpret_cast<uintptr_t>(read(x)) % boundary == 0 ? x : x.clone();
+}
+
 // Writes those gradients that are defined.
 void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                   const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                   int64_t activation, double scale, const Gradients& gradients) {
-  const Tensor dy = grad_output.contiguous(), x = input.contiguous(), stats = statistics.contiguous();
+  // Kernels read two 16-bit numbers at a time.
+  const Tensor dy = aligned(grad_output, 4), x = aligned(input, 4), stats = statistics.contiguous();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
   Backward call = {};
   set_inputs(call, x, w, b);
@@ -1243,12 +1250,6 @@ bool fits_convolution(const Tensor& input) {
   return fits_convolution(dtype_of(input), takes_tf32());
 }
 
-// The kernel's inputs lie as it reads them: contiguous, input from a 16-byte boundary.
-Tensor aligned(const Tensor& input) {
-  const Tensor x = input.contiguous();
-  return reinterpret_cast<uintptr_t>(read(x)) % 16 == 0 ? x : x.clone();
-}
-
 // The model of several PyTorch operations: for derivatives of them, and where the kernel does not fit.
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
@@ -1263,7 +1264,7 @@ Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
                        double scale) {
   const Tensor output = allocate<false>(output_sizes(input), input.scalar_type(), input);
   if (output.numel() == 0) return output;
-  const Tensor x = aligned(input), conv = conv_weight.contiguous();
+  const Tensor x = aligned(input, 16), conv = conv_weight.contiguous();
   const OptionalTensor cb = contiguous(conv_bias), w = contiguous(weight), b = contiguous(bias);
   Convolution call = {};
   set_inputs(call, x, w, b);
@@ -1330,7 +1331,7 @@ ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tenso
     const int64_t step = std::max<int64_t>(1, kConvolutionBytes / std::max<int64_t>(1, bytes));
     for (int64_t first = 0; first < input.size(0) && rows > 0; first += step) {
       const int64_t count = std::min(step, input.size(0) - first);
-      const Tensor x = aligned(input.narrow(0, first, count)), dy = grad_output.narrow(0, first, count);
+      const Tensor x = aligned(input.narrow(0, first, count), 16), dy = grad_output.narrow(0, first, count);
       const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
       const Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, statistics[1], eps, 1);
       const bool wants_conv = grad_input.defined() || grad_conv_weight.defined();

@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant("binding: weight's strides ignored, forward", "const Tensor x = input.contiguous(); const OptionalTensor w = contiguous(weight)", "const Tensor x = input.contiguous(); const OptionalTensor w = weight", "stride"),
     Mutant("binding: weight's strides ignored, backward", "stats = statistics.contiguous(); const OptionalTensor w = contiguous(weight)", "stats = statistics.contiguous(); const OptionalTensor w = weight", "stride"),
     Mutant("binding: strides of statistics ignored", "stats = statistics.contiguous()", "stats = statistics", "changed_since"),
-    Mutant("binding: grad_output's strides ignored", "dy = grad_output.contiguous()", "dy = grad_output", "stride"),
+    Mutant("binding: grad_output's strides ignored", "dy = aligned(grad_output, 4)", "dy = grad_output", "stride"),
     Mutant("binding: float32 bias without weight", "present(weight) ? weight : bias;", "weight;", VALUES),
     Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); struct Owner", "struct Owner", "not_current"),
     Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); return fits_convolution", "return fits_convolution", "not_current"),
@@ -196,7 +196,7 @@ MUTANTS = [
     Mutant("binding: device of grad_output and statistics", "check_device(name, t, input);", "", "backward_checks"),
     Mutant("binding: copies what is copied on write", "return t.const_data_ptr();", "return t.data_ptr();", "copy_on_write"),
     Mutant("binding: gradients of the batch's last part only", "sum.add_(part)", "sum.copy_(part)", CONVOLUTION),
-    Mutant("binding: convolution's input taken to be aligned", "% 16 == 0 ? x : x.clone()", "% 16 == 0 ? x : x", CONVOLUTION),
+    Mutant("binding: convolution's input taken to be aligned", "% boundary == 0 ? x : x.clone()", "% boundary == 0 ? x : x", CONVOLUTION),
     Mutant("meta: strides of input", "return at::empty_symint(sizes, options)", "return at::empty_like(like, options)", "fake"),
     Mutant("meta: depth and height swapped", "input.sym_size(2) * 2, input.sym_size(3) * 2", "input.sym_size(3) * 2, input.sym_size(2) * 2", "fused_conditions"),
     # ---- Build ----
