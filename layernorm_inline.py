@@ -2513,10 +2513,9 @@ __device__ void add_gradients(const Backward& call, float* partials, int64_t col
 }
 
 // partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
-constexpr int kSumThreads = 512, kSumRows = 16;
+constexpr int kSumThreads = 512, kSumRows = 64;
 static_assert(kSumThreads % kSumRows == 0 && (kSumRows & (kSumRows - 1)) == 0, "no thread is left over");
 
-template <typename T>
 __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const float* partials, int partial_rows) {
   __shared__ float share[kSumThreads];
   void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
@@ -2533,23 +2532,30 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const
       sum += sum_of<float>(terms);  // not one by one: there can be thousands
     }
   }
-  share[threadIdx.y * blockDim.x + threadIdx.x] = sum;
-  __syncthreads();
+  float* own = share + threadIdx.y * blockDim.x + threadIdx.x;
+  *own = sum;
+  for (int half = blockDim.y / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y < half) *own += own[half * blockDim.x];
+  }
   if (threadIdx.y != 0 || col >= call.cols) return;
-  for (int y = 1; y < blockDim.y; ++y) sum += share[y * blockDim.x + threadIdx.x];
-  store_affine<T>(grad, call.affine_float32, col, Vec<float, 1>{sum});
+  const Vec<float, 1> total = {*own};
+  switch (call.dtype) {
+    case DType::Float16: return store_affine<__half>(grad, call.affine_float32, col, total);
+    case DType::BFloat16: return store_affine<__nv_bfloat16>(grad, call.affine_float32, col, total);
+    default: return store_affine<float>(grad, true, col, total);
+  }
 }
 
-template <typename T>
 cudaError_t launch_sum_partials(const Backward& call, const float* partials, int64_t partial_rows,
                                 const Context& context) {
   if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
-  // Threads of a column: no more than run at once (16 rows of 65536: 17 us -> 4).
+  // Threads of a column: no more in all than a quarter of what run at once (32768 x 320 bf16: 28.3 us -> 27.0).
   int threads_per_column = std::min(kSumRows, row_threads(partial_rows, 1));
-  while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 2048 * context.device.sms)
+  while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 512 * context.device.sms)
     threads_per_column /= 2;
   const dim3 block(kSumThreads / threads_per_column, threads_per_column);
-  return launch_kernel(sum_partials<T>, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic}, context, call,
+  return launch_kernel(sum_partials, {dim3(ceil_div(call.cols, block.x), 2), block, kProgrammatic}, context, call,
                        partials, int(partial_rows));
 }
 """
@@ -2751,11 +2757,14 @@ namespace registers {
 // (SHIFTED). The threads of a row hold it in registers: input is read once and output written once, at the speed of a
 // copy as long as enough rows are in flight. So a thread has few loads, blocks are small, and each prefetches to L2 the
 // rows of a later one. Statistics are the textbook ones: the mean, then distances from it. Of short rows a thread holds
-// four, with weight and bias loaded once for all of them.
+// two or four, with weight and bias loaded once for all of them.
 
-// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move, or one of each of four rows
-// of up to 32 loads (bf16 rows of 64: 0.83 of copy speed -> 0.96, of 255: 0.67 -> 0.88).
-constexpr int kLoads = 4, kFourRowsLoads = 32;
+// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move. Of rows of up to 32 loads
+// one of each of two (bf16, 16384 rows of 256 in L2: 5.0 us with four, 4.7), if they are not aligned of four (rows of
+// 255: 0.84 of copy speed with two, 0.93).
+constexpr int kLoads = 4, kShortLoads = 32;
+template <bool SHIFTED>
+constexpr int kShortRows = SHIFTED ? 4 : 2;
 // Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once for both
 // (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
 constexpr int kTwoRowsThreads = 384;
@@ -2770,11 +2779,12 @@ constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 // Threads that an SM holds, at most: so many loads all begin at once. float32 rows have two a thread while SMs have no
 // more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 -> 0.97, H100).
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
-// 16-bit rows, four a thread: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an SM, not 768
-// (bf16 rows of 64 with GELU: 79 us -> 75); unaligned 80, not 94 (rows of 255: 84 us -> 77).
-constexpr int kFourRowsThreads = 128;  // of a block, also where a warp has a row
+// 16-bit short rows: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an SM, not 768 (bf16
+// rows of 64 with GELU: 79 us -> 75).
+constexpr int kSmallBlockThreads = 128;  // also where a warp has a row
+constexpr int kWarpLoads = 8;            // of a lane, for float32 rows of up to 256 loads, if few bytes move
 template <typename T, int PACKS, int ROWS>
-constexpr bool is_four_16_bit_rows = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
+constexpr bool is_short_16_bit = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
 
 // Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be of
 // input's dtype then, as a branch at their use would make ptxas load them there.
@@ -2783,20 +2793,20 @@ constexpr bool loads_affine_early = !SHIFTED && (PACKS < kLoads || IN_WARP);
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int most_row_threads() {  // of a block
-  if (IN_WARP || is_four_16_bit_rows<T, PACKS, ROWS>) return kFourRowsThreads;
+  if (IN_WARP || is_short_16_bit<T, PACKS, ROWS>) return kSmallBlockThreads;
   return SHIFTED ? kShiftedThreads : kThreads;
 }
-static_assert(kBlockThreads <= kFourRowsThreads, "a block of four rows a thread is too large");
+static_assert(kBlockThreads <= kSmallBlockThreads, "a block of short rows is too large");
 static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
-static_assert(kFourRowsLoads <= kFourRowsThreads, "a row that is not aligned is too long for them");
+static_assert(kShortLoads <= kSmallBlockThreads, "a row that is not aligned is too long for them");
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr int row_blocks() {
   if (kArch == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
   if (kArch != 900 && PACKS == 2 && !IN_WARP) return kArch < 900 ? 1 : 2;
-  if (kArch < 800 && is_four_16_bit_rows<T, PACKS, ROWS>) return 5;
-  if (is_four_16_bit_rows<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
-  if (IN_WARP) return PACKS == kLoads ? 5 : 10 - PACKS;  // as many as hold their loads without spilling
+  if (kArch < 800 && is_short_16_bit<T, PACKS, ROWS>) return 5;
+  if (is_short_16_bit<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
+  if (IN_WARP) return PACKS < kLoads ? 10 - PACKS : PACKS == kLoads ? 5 : 4;  // as many as do not spill
   if (ROWS > 1) return 1;
   if (!SHIFTED && PACKS < kLoads) return kRowBlocks;
   return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
@@ -2872,22 +2882,22 @@ bool takes(const Forward& call, bool shifted) {
 // Loads and rows of a thread: four loads, unless the row fits a warp or few warps better with fewer. Few bytes have a
 // thread for each load; more would wait for places on an SM.
 void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
-  const int64_t loads = loads_of(call), places = int64_t(kSmThreads) * device.sms;
-  const int V = 16 / size_of(call.dtype), most_threads = shifted ? kShiftedThreads : kThreads;
+  const int64_t loads = loads_of(call), all_loads = call.rows * loads, places = int64_t(kSmThreads) * device.sms;
+  const bool is_float = call.dtype == DType::Float32;
   // Kernels of fewer loads have weight and bias early, so of input's dtype.
-  const bool takes_fewer = shifted || V == 4 || !call.affine_float32;
+  const bool takes_fewer = shifted || is_float || !call.affine_float32;
+  const bool can_choose = !shifted && takes_fewer && !(is_float && kFused);
   p.loads = kLoads, p.rows = 1;
-  if (!shifted && V == 4 && loads > 64 && loads < 96) return;  // in one warp: of a second one most would idle
-  if (!shifted && V == 4 && loads > kFourRowsLoads && loads <= 2 * kThreads && !kFused &&
-      call.rows * loads <= kTwoLoadsTurns * places) {
+  if (loads <= kShortLoads && takes_fewer) {
+    p.loads = 1, p.rows = shifted ? kShortRows<true> : all_loads <= places / 2 ? 1 : kShortRows<false>;
+  } else if (can_choose && loads <= 32 * kLoads) {
+    p.in_warp = true, p.loads = ceil_div(loads, 32);
+  } else if (can_choose && is_float && loads <= 32 * kWarpLoads && all_loads <= places) {
+    p.in_warp = true, p.loads = kWarpLoads;
+  } else if (can_choose && is_float && loads <= 2 * kThreads && all_loads <= kTwoLoadsTurns * places) {
     p.loads = 2;
-  } else if (!shifted && V == 8 && loads > kFourRowsLoads && loads <= 32 * kLoads && takes_fewer) {
-    p.in_warp = true;
-    p.loads = ceil_div(loads, 32);
-  } else if (call.rows * loads <= places && loads <= most_threads && takes_fewer) {
+  } else if (!shifted && loads <= kThreads && all_loads <= places && takes_fewer) {
     p.loads = 1;
-  } else if (loads <= kFourRowsLoads && takes_fewer) {
-    p.loads = 1, p.rows = kLoads;
   } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !kFused) {
     p.rows = 2;
   }
@@ -2910,19 +2920,22 @@ ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
 template <typename T, bool SHIFTED>
 cudaError_t launch(const Forward& call, const Context& context) {
   const ForwardPlan p = plan(call, SHIFTED, context.device);
-  auto kernel = layer_norm_rows<T, 1, 1, SHIFTED, false>;
-  if (p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, false>;
-  if (p.rows == kLoads) kernel = layer_norm_rows<T, 1, kLoads, SHIFTED, false>;
+  auto kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, false>;
+  if (p.loads == 1) kernel = layer_norm_rows<T, 1, kShortRows<SHIFTED>, SHIFTED, false>;
   if constexpr (SHIFTED && !kFused) {
-    if (p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, false>;
+    if (p.loads == kLoads && p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, false>;
   }
-  if constexpr (!SHIFTED && sizeof(T) == 2) {
-    if (p.in_warp) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true>;
-    if (p.in_warp && p.loads == 3) kernel = layer_norm_rows<T, 3, 1, SHIFTED, true>;
-    if (p.in_warp && p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, true>;
+  if constexpr (!SHIFTED) {
+    if (p.loads == 1 && p.rows == 1) kernel = layer_norm_rows<T, 1, 1, SHIFTED, false>;
+  }
+  if constexpr (!SHIFTED && (sizeof(T) == 2 || !kFused)) {
+    if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, true>;
+    if (p.loads == 3) kernel = layer_norm_rows<T, 3, 1, SHIFTED, true>;
+    if (p.in_warp && p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true>;
   }
   if constexpr (!SHIFTED && sizeof(T) == 4 && !kFused) {
-    if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false>;
+    if (p.loads == 2 && !p.in_warp) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false>;
+    if (p.loads == kWarpLoads) kernel = layer_norm_rows<T, kWarpLoads, 1, SHIFTED, true>;
   }
   const int64_t step = int64_t(1) << p.step_log2;
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
@@ -3246,7 +3259,7 @@ BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const 
 }
 
 template <typename T, int V>
-cudaError_t launch(Backward call, const Context& context) {
+cudaError_t launch(const Backward& call, const Context& context) {
   constexpr int kColumns = std::min<int>(kBackwardBytes / sizeof(T), kBackwardColumns);
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V;
   constexpr int kRows = kPack > 1 ? 2 : 1;
@@ -3259,26 +3272,11 @@ cudaError_t launch(Backward call, const Context& context) {
       p = one_row;
     }
   }
-  // Words must begin at 4 bytes; a tensor that does not is moved to scratch, behind partials.
-  const auto begins = [](const void* tensor) {
-    return !is_in_words<T, kPack> || reinterpret_cast<uintptr_t>(tensor) % 4 == 0;
-  };
-  const int64_t sum_bytes = ceil_div(2 * p.blocks * call.cols * sizeof(float), 16) * 16;
-  const int64_t bytes = call.rows * call.cols * sizeof(T), room = ceil_div(bytes, 16) * 16;
-  const int moved = !begins(call.input) + !begins(call.grad_output);
-  auto* scratch = static_cast<char*>(context.allocate(sum_bytes + moved * room));
-  auto* partials = reinterpret_cast<float*>(scratch);
-  scratch += sum_bytes;
-  for (const void** tensor : {&call.input, &call.grad_output}) {
-    if (begins(*tensor)) continue;
-    const cudaError_t error = cudaMemcpyAsync(scratch, *tensor, bytes, cudaMemcpyDeviceToDevice, context.stream);
-    if (error != cudaSuccess) return error;
-    *tensor = std::exchange(scratch, scratch + room);
-  }
+  auto* partials = static_cast<float*>(context.allocate(2 * p.blocks * call.cols * sizeof(float)));
   kernel<<<p.blocks, dim3(p.threads_per_row, p.rows_per_block), 0, context.stream>>>(
       call, partials, input_priority(call, context.device));
   const cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, p.blocks, context);
+  return error != cudaSuccess ? error : launch_sum_partials(call, partials, p.blocks, context);
 }
 
 }  // namespace registers
@@ -3807,6 +3805,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Control<Pass> control;
   const Block<Pass> block = {call, pipe, control, ring, mailboxes};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  let_next_start();  // sum_partials (backward of 2048 x 8192 bf16: 36.6 us -> 36.1)
 
   // A warp for each stage, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
   if (lane == 0 && warp < pipe.stages) {
@@ -3918,7 +3917,7 @@ cudaError_t launch(const Call& call, const Context& context) {
   const cudaError_t error = launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p,
                                           reinterpret_cast<uint64_t*>(partials + sums), adds ? partials : nullptr);
   if constexpr (!Pass::kForward) {
-    if (error == cudaSuccess) return launch_sum_partials<T>(call, partials, partial_rows, context);
+    if (error == cudaSuccess) return launch_sum_partials(call, partials, partial_rows, context);
   }
   return error;
 }
@@ -4490,7 +4489,7 @@ cudaError_t launch(const Backward& call, const Context& context) {
   launch_kernel(backward_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call,
                 row_means, ceil_div(call.rows, p.row_blocks), partial_rows > 0 ? partials : nullptr);
   const cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : launch_sum_partials<T>(call, partials, partial_rows, context);
+  return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
 }
 
 }  // namespace spread
@@ -5058,7 +5057,7 @@ const Device& current_device() {
     cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, d);
     cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
     cudaFuncAttributes attributes = {};
-    cudaFuncGetAttributes(&attributes, sum_partials<float>);
+    cudaFuncGetAttributes(&attributes, sum_partials);
     device.code = attributes.ptxVersion;
     int driver = 0;
     cudaDriverGetVersion(&driver);
