@@ -3561,24 +3561,22 @@ struct BackwardPass {
 
   __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) {
     const float mean = row_scalars.x, rstd = row_scalars.y;
-    Sums sums = {0, 0};
+    float2 sums = {};
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto xhat = (slice.pack(slice.x, i) - mean) * rstd, dy = slice.pack(slice.dy, i);
       const auto wdy = product(weight[i], dy);
-      UNROLL(v, V) sums.wdy += wdy[v], sums.wdy_xhat += wdy[v] * xhat[v];
+      UNROLL(v, V) sums.x += wdy[v], sums.y += wdy[v] * xhat[v];
       grad_weight[i] = grad_weight[i] + dy * xhat, grad_bias[i] = grad_bias[i] + dy;
     }
-    sums = combine_lanes(sums, kLanesPerPart);
-    return {sums.wdy, sums.wdy_xhat};
+    return combine_lanes(sums, kLanesPerPart);
   }
 
   template <int N, int M>
   static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], int, int width) {
     const float wdy = sum_of_terms<N>([&](int n) { return pairs[n].x; });
     const float wdy_xhat = sum_of_terms<N>([&](int n) { return pairs[n].y; });
-    const auto all = combine_lanes(Sums{wdy, wdy_xhat}, width);
-    return {all.wdy, all.wdy_xhat};
+    return combine_lanes(float2{wdy, wdy_xhat}, width);
   }
 
   static __device__ ForRow finish(const Call& call, float2 total, const float4&, int64_t, bool) {
@@ -3613,7 +3611,7 @@ struct BackwardPass {
 // ---- Pipeline: what the warps of a block share ----
 
 template <typename Pass>
-struct Control {
+struct alignas(kLineBytes) Control {
   static constexpr int kParts = 32 * kWarps / Pass::kLanesPerPart;
   uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];  // barriers
   float4 row_scalars[kMaxStages];
@@ -3621,8 +3619,6 @@ struct Control {
   float2 parts[kMaxStages][kParts];
   float part_columns[kParts];
 };
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
 // Copied in the background where a load would stall the loading threads: three far elements (float32 rows of 50257:
 // 0.912 of copy speed -> 0.946), and before Hopper (backward of bf16 rows of 8192: 0.84 -> 0.94).
@@ -3795,7 +3791,6 @@ __device__ void measure_and_apply(const Block<Pass>& block, float* partials, int
     }
   }
 }
-#endif
 
 template <typename Pass>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -3838,14 +3833,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename T, typename Call>
 using PassOf = std::conditional_t<std::is_same_v<Call, Forward>, ForwardPass<T>, BackwardPass<T>>;
 
-// Of shared memory, beside the ring.
-template <typename Pass>
-constexpr int kControlBytes = (sizeof(Control<Pass>) + kLineBytes - 1) / kLineBytes * kLineBytes;
-
 // The longest slice that threads can take and of which three stages fit: to load, to measure, to wait.
 template <typename Pass>
 int64_t longest_slice(const Device& device) {
-  const int bytes = (device.shared_bytes - kControlBytes<Pass>) / (3 * Pass::kTensors);
+  const int bytes = (device.shared_bytes - int(sizeof(Control<Pass>))) / (3 * Pass::kTensors);
   return std::min(kMaxSlice, (bytes / kLineBytes - 1) * kLineBytes / int(sizeof(typename Pass::Element)));
 }
 
@@ -3885,7 +3876,7 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   const bool on_lines =
       rows_start_at(kLineBytes, cols, call.dtype, {Pass::tensor(call, 0), Pass::tensor(call, kTensors - 1)});
   p.slice_bytes = p.slice * kBytes + (on_lines ? 0 : kLineBytes);
-  const int control_bytes = kForward ? kControlBytes<Pass> : kBackwardControlBytes;
+  const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
   p.stages = (device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes);
   p.stages = std::clamp(p.stages, 3, kMaxStages);
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
@@ -3969,7 +3960,6 @@ __host__ __device__ inline int shared_packs(int packs, int in_registers) {
   return max(0, packs + (kStages - stages_of(packs)) * kStageSize - in_registers * kThreads);
 }
 
-#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 struct Control {
   uint64_t full[kRing], empty[kRing], measured;  // barriers
   Moments moments[kWarps];
@@ -4126,7 +4116,6 @@ __device__ void apply_stage(float* output, const StagePart& x, int stage, float2
     if (exists) store<float, V, true>(output + j * kThreads * V, y);
   }
 }
-#endif
 
 template <typename T>  // float: as a template it is compiled only where it is launched
 __global__ void __launch_bounds__(kThreads, 1)
