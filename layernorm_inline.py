@@ -2259,6 +2259,11 @@ constexpr int kMaxBlocksPerRow = 32 * kPeers;
 // Rows share no 128-byte line, which both would poll and write.
 __host__ __device__ inline int64_t mailboxes_per_row(int blocks) { return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16; }
 
+// Of a block's slice of a row; that of the last block may be shorter, and others have none.
+__host__ __device__ inline int columns_of_slice(int64_t cols, int slice, int rank) {
+  return max(int64_t(0), min(int64_t(slice), cols - int64_t(rank) * slice));
+}
+
 // A stage of a ring and the parity of its barriers.
 struct RingPosition {
   int index = 0, parity = 0;
@@ -3415,7 +3420,7 @@ constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 
 // Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956).
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
 // Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536: 0.694 -> 0.665).
-constexpr int kBackwardControlBytes = 8 << 10;
+constexpr int kBackwardControlBytes = 6 << 10;
 // Stages between measuring and applying, in a group (float32 rows of 50257 with 6: 0.955 of copy speed -> 0.940) and of
 // a block alone (of 6000 with 1: 0.93 -> 0.88). kManyBlocks need one more (backward, bf16 rows of 1048576: 0.88 ->
 // 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
@@ -3438,11 +3443,6 @@ struct Pipeline {
   bool prefetch;               // rows come to L2 while they wait for a free stage
   L2Priority priority;         // of input
 };
-
-// Of a block's slice; that of a group's last block may be shorter, and others have none.
-__device__ inline int columns_of_slice(int64_t cols, int slice, int rank) {
-  return max(int64_t(0), min(int64_t(slice), cols - int64_t(rank) * slice));
-}
 
 // A block's slice of a row, in the ring. A thread has packs of V columns.
 template <typename T>
@@ -3873,9 +3873,7 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   p.slice = ceil_div(ceil_div(cols, blocks_of_row<Pass>(call, device)), kUnit) * kUnit;
   p.blocks_per_row = ceil_div(cols, p.slice);
   p.groups = std::min<int64_t>(call.rows, device.sms / p.blocks_per_row);
-  const bool on_lines =
-      rows_start_at(kLineBytes, cols, call.dtype, {Pass::tensor(call, 0), Pass::tensor(call, kTensors - 1)});
-  p.slice_bytes = p.slice * kBytes + (on_lines ? 0 : kLineBytes);
+  p.slice_bytes = p.slice * kBytes + kLineBytes;  // it may begin inside of a line
   const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
   p.stages = (device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes);
   p.stages = std::clamp(p.stages, 3, kMaxStages);
@@ -3937,20 +3935,12 @@ constexpr int kStageBytes = 16 * kStageSize, kStageColumns = kStageSize * V;
 // Packs of weight, and of bias, in a thread's registers; the rest are in shared memory. A slice of fewer stages takes
 // the last places, so that only the last stage, known when unrolling, may be incomplete.
 constexpr int kWeights = 31, kBiases = 20;
-constexpr int kLeastRows = 4;        // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
-constexpr int kControlBytes = 1024;  // of shared memory, beside the ring, weight and bias
+constexpr int kLeastRows = 4;  // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
 
 struct Plan {
   int blocks_per_row, groups;  // blocks_per_row 0: another room takes the call
-  int lines, more;             // 128-byte lines of a slice; the first `more` blocks have one more
+  int slice;                   // columns of a block; the last one of a group may have fewer
   int ring, shared_bytes;      // ring: stages
-
-  __host__ __device__ int first_col(int64_t cols, int rank) const {
-    return min(int(cols), 32 * (lines * rank + min(rank, more)));
-  }
-  __host__ __device__ int columns(int64_t cols, int rank) const {
-    return first_col(cols, rank + 1) - first_col(cols, rank);
-  }
 };
 
 __host__ __device__ inline int stages_of(int packs) { return (packs + kStageSize - 1) / kStageSize; }
@@ -3960,12 +3950,11 @@ __host__ __device__ inline int shared_packs(int packs, int in_registers) {
   return max(0, packs + (kStages - stages_of(packs)) * kStageSize - in_registers * kThreads);
 }
 
-struct Control {
+struct alignas(kLineBytes) Control {
   uint64_t full[kRing], empty[kRing], measured;  // barriers
   Moments moments[kWarps];
   float2 row_stats[2];  // mean, rstd; of rows in turns
 };
-static_assert(sizeof(Control) <= kControlBytes, "the host leaves too little shared memory");
 
 using Packed = Pack<float, V>;
 using StagePart = Vec<Packed, kStagePacks>;  // of a thread
@@ -3979,7 +3968,7 @@ struct Block {
   Control& control;
   uint64_t* mailboxes;
   int rank = blockIdx.x, thread = threadIdx.x;
-  int first_col = plan.first_col(call.cols, rank), packs = plan.columns(call.cols, rank) / V;
+  int first_col = rank * plan.slice, packs = columns_of_slice(call.cols, plan.slice, rank) / V;
   int stages = stages_of(packs), last_packs = packs - (stages - 1) * kStageSize;
   uint64_t policy = l2_policy(constants.priority);
 
@@ -3997,13 +3986,14 @@ struct Fetch {
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
   int row = blockIdx.y, stage = 0;
 
-  __device__ void next(int slot) {
+  __device__ void next(RingPosition slot) {
     if (row < block.call.rows) {
       const float* from = static_cast<const float*>(block.call.input) + block.offset(row, stage);
       const int bytes = 16 * (stage == block.stages - 1 ? block.last_packs : kStageSize);
       if (loads) {
-        barrier_arrive_expecting(&block.control.full[slot], bytes);
-        bulk_copy(block.ring + slot * kStageBytes, from, bytes, &block.control.full[slot], block.policy);
+        barrier_wait(&block.control.empty[slot.index], slot.parity ^ 1);  // at once in the first round
+        barrier_arrive_expecting(&block.control.full[slot.index], bytes);
+        bulk_copy(block.ring + slot.index * kStageBytes, from, bytes, &block.control.full[slot.index], block.policy);
       } else {
         prefetch_to_l2(from, bytes, block.policy);
       }
@@ -4011,20 +4001,13 @@ struct Fetch {
     if (++stage == block.stages) stage = 0, row += gridDim.y;
   }
   __device__ void begin() {
-    const int ring = block.plan.ring, count = loads ? ring - 1 : prefetches ? kPrefetch - 1 : 0;
-    if (prefetches) row += ring / block.stages * gridDim.y, stage = ring % block.stages;
-    for (int slot = 0; slot < count; ++slot) next(slot);
-  }
-  // Into the slot before this one, which all warps have applied, or are about to.
-  __device__ void next_before(const RingPosition& slot) {
-    if (!loads && !prefetches) return;
-    const RingPosition into = slot.after(block.plan.ring - 1, block.plan.ring);
-    if (loads) barrier_wait(&block.control.empty[into.index], into.parity ^ 1);
-    next(into.index);
+    const int ring = block.plan.ring, first = ring + kPrefetch - 1;  // of those to L2
+    if (prefetches) row += first / block.stages * gridDim.y, stage = first % block.stages;
+    for (int slot = 0; loads && slot < ring - 1; ++slot) next({slot});
   }
 };
 
-// weight or bias of a slice: N packs in a thread's registers, the rest in shared memory, copied meanwhile.
+// weight or bias of a slice: N packs in a thread's registers, the rest in shared memory.
 template <int N>
 struct Affine {
   Vec<float, V> packs[N];
@@ -4035,13 +4018,11 @@ struct Affine {
     UNROLL(i, kStages * kStagePacks) {
       const int pack = i * kThreads - (kStages - block.stages) * kStageSize + block.thread;
       if (pack < 0 || pack >= block.packs) continue;
-      const int col = block.first_col + pack * V;
+      const auto values = load_affine<float, V>(tensor, true, block.first_col + pack * V, fallback);
       if (i < N) {
-        packs[i < N ? i : 0] = load_affine<float, V>(tensor, true, col, fallback);
-      } else if (tensor != nullptr) {
-        copy_async(shared + (i - N) * kThreads, static_cast<const float*>(tensor) + col, block.policy);
+        packs[i < N ? i : 0] = values;
       } else {
-        shared[(i - N) * kThreads] = {fallback, fallback, fallback, fallback};
+        shared[(i - N) * kThreads] = packed<float>(values);
       }
     }
   }
@@ -4084,7 +4065,7 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
   float counts[kPeers];
-  UNROLL(i, kPeers) counts[i] = block.plan.columns(block.call.cols, first_peer + i * 32);
+  UNROLL(i, kPeers) counts[i] = columns_of_slice(block.call.cols, block.plan.slice, first_peer + i * 32);
   while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
   }
   const float2 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
@@ -4141,7 +4122,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Affine<kWeights> weight(block, call.weight, 1, affine + shared_packs(block.packs, kBiases));
   Moments moments = {};  // this thread's columns of the row that is measured
   measure_first_row(moments, block);
-  wait_for_copies();
 
   RingPosition slot;
   int row = blockIdx.y;
@@ -4152,7 +4132,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
     UNROLL(stage, kStages) {
       if (stage >= skipped) {
-        fetch.next_before(slot);
+        // Into the slot before this one, which all warps have applied, or are about to.
+        if (fetch.loads || fetch.prefetches) fetch.next(slot.after(plan.ring - 1, plan.ring));
         const int ahead = stage + kAhead;
         const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
         const bool measures_last = ahead % kStages == kStages - 1;
@@ -4180,19 +4161,18 @@ Plan plan(const Forward& call, const Device& device) {
   const int64_t least_group = ceil_div(call.cols / V, kStages * kStageSize);
   const int64_t groups = std::min(call.rows, device.sms / least_group);
   if (device.code < 90 || device.code >= 120 || groups == 0 || call.rows < kLeastRows * groups) return {};
-  const int blocks_per_row = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
-  const int lines = ceil_div(call.cols, 32);
-  Plan p = {blocks_per_row, int(groups), lines / blocks_per_row, lines % blocks_per_row};
-  int most_stages = 0, affine_packs = 0;
-  for (const int rank : {0, p.more, blocks_per_row - 1}) {  // blocks of all lengths
-    const int packs = p.columns(call.cols, rank) / V, stages = stages_of(packs);
-    if (stages < kStages / 2 || stages > kStages) return {};
-    most_stages = std::max(most_stages, stages);
+  const int64_t most_blocks = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
+  const int slice = ceil_div(ceil_div(call.cols, most_blocks), 32) * 32;  // slices start on lines where rows do
+  Plan p = {int(ceil_div(call.cols, slice)), int(groups), slice};
+  int affine_packs = 0;
+  for (const int rank : {0, p.blocks_per_row - 1}) {
+    const int packs = columns_of_slice(call.cols, slice, rank) / V, stages = stages_of(packs);
+    if (stages <= kAhead || stages > kStages) return {};
     affine_packs = std::max(affine_packs, shared_packs(packs, kBiases) + shared_packs(packs, kWeights));
   }
-  p.ring = std::min(kRing, (device.shared_bytes - kControlBytes - 16 * affine_packs) / kStageBytes);
+  p.ring = std::min(kRing, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
   p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
-  return blocks_per_row > 1 && p.ring >= most_stages + kAhead + 2 ? p : Plan();
+  return p.blocks_per_row > 1 && p.ring >= stages_of(slice / V) + kAhead + 2 ? p : Plan();
 }
 
 template <typename T>
