@@ -3620,13 +3620,11 @@ struct alignas(kLineBytes) Control {
   float part_columns[kParts];
 };
 
-// Copied in the background where a load would stall the loading threads: three far elements (float32 rows of 50257:
-// 0.912 of copy speed -> 0.946), and before Hopper (backward of bf16 rows of 8192: 0.84 -> 0.94).
+// Threads that copy in the background, and so arrive once more: before Hopper all that load, later one where
+// row_scalars are far elements, which would stall it (float32 rows of 50257: 0.912 of copy speed -> 0.946; but backward
+// of bf16 rows of 8192: 0.963 -> 0.952).
 template <typename Pass>
-constexpr bool kCopiesScalars = Pass::kScalars > 0 && (Pass::kForward || kCopyThreads > 1);
-// Not more than must arrive (backward of bf16 rows of 8192: 0.963 of copy speed, 0.952 with one always).
-template <typename Pass>
-constexpr int kCopiers = kCopiesScalars<Pass> || kCopyThreads > 1 ? kCopyThreads : 0;
+constexpr int kCopiers = kCopyThreads > 1 ? kCopyThreads : Pass::kForward && Pass::kScalars > 0;
 
 // A block's share of the work: in each turn, its slice of the row that its group has.
 template <typename Pass>
@@ -3664,7 +3662,7 @@ struct Block {
 // The loading threads: a slice of row after row, as stages become free.
 template <typename Pass>
 __device__ void load_slices(const Block<Pass>& block, int thread) {
-  constexpr bool kLoadsScalars = Pass::kScalars > 0 && !kCopiesScalars<Pass>;
+  constexpr int kLoaded = kCopiers<Pass> > 0 ? 0 : Pass::kScalars;
   const Pipeline& pipe = block.pipe;
   auto& control = block.control;
   const uint64_t policy = l2_policy(pipe.priority);
@@ -3678,17 +3676,17 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
       if (pipe.prefetch) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
     }
     float scalars[2];  // in flight while this thread waits
-    UNROLL(i, 2 * kLoadsScalars) scalars[i] = *Pass::scalar_at(block.call, row, i);
+    UNROLL(i, kLoaded) scalars[i] = *Pass::scalar_at(block.call, row, i);
     barrier_wait(&control.empty[stage.index], stage.parity ^ 1);  // at once in the first round
     float* row_scalars = &control.row_scalars[stage.index].x;
     UNROLL(i, Pass::kScalars) {
-      if (kCopiesScalars<Pass> && thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
+      if (kCopiers<Pass> > 0 && thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
     }
     if (turn >= pipe.flight) {  // more would only queue up, with what the group publishes behind it
       barrier_wait(&control.full[landing.index], landing.parity);
       landing.advance(pipe.stages);
     }
-    UNROLL(i, 2 * kLoadsScalars) row_scalars[i] = scalars[i];
+    UNROLL(i, kLoaded) row_scalars[i] = scalars[i];
     start_copies(copies, &control.full[stage.index], thread, policy);
     if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.full[stage.index]);
   }
@@ -3875,8 +3873,7 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   p.groups = std::min<int64_t>(call.rows, device.sms / p.blocks_per_row);
   p.slice_bytes = p.slice * kBytes + kLineBytes;  // it may begin inside of a line
   const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
-  p.stages = (device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes);
-  p.stages = std::clamp(p.stages, 3, kMaxStages);
+  p.stages = std::clamp((device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes), 3, kMaxStages);
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.flight = std::clamp(flight_bytes / (kTensors * p.slice * kBytes), 1, p.stages - 1);
   // The exchange takes some rows' time. Longer, it would leave too few stages to load into; but in backward of many
