@@ -2260,8 +2260,8 @@ constexpr int kMaxBlocksPerRow = 32 * kPeers;
 __host__ __device__ inline int64_t mailboxes_per_row(int blocks) { return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16; }
 
 // Of a block's slice of a row; that of the last block may be shorter, and others have none.
-__host__ __device__ inline int columns_of_slice(int64_t cols, int slice, int rank) {
-  return max(int64_t(0), min(int64_t(slice), cols - int64_t(rank) * slice));
+__host__ __device__ inline int columns_of_slice(int cols, int slice, int rank) {
+  return max(0, min(slice, cols - rank * slice));
 }
 
 // A stage of a ring and the parity of its barriers.
@@ -3409,11 +3409,11 @@ namespace pipeline {
 // turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied, each is applied 3
 // after it is measured.
 
-constexpr int kWarps = 16, kLoader = 16, kPublisher = 17, kGatherer = 18;
-constexpr int kGatherers = 2, kThreads = 32 * (kGatherer + kGatherers);
-// Before Hopper the second gatherer is a second loader instead (backward of bf16 rows of 8192: 0.67 of copy speed ->
-// 0.84), and a prefetch asks for two sectors (float32 rows of 131072: 0.89 -> 0.92).
-constexpr int kSecondLoader = kGatherer + 1, kPrefetchStep = 64;
+// Warps: 16 that compute, then one publishes, two gather, one loads. Before Hopper two load and one gathers (backward
+// of bf16 rows of 8192: 0.67 of copy speed -> 0.84), and a prefetch takes two sectors (float32 rows of 131072: 0.89 ->
+// 0.92).
+constexpr int kWarps = 16, kPublisher = kWarps, kGatherer = kPublisher + 1, kThreads = 32 * (kGatherer + 3);
+constexpr int kGatherers = 2, kLoader = kGatherer + (kCopyThreads > 32 ? 1 : kGatherers), kPrefetchStep = 64;
 constexpr int kThreadColumns = 16, kMaxStages = 10;
 constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
 
@@ -3651,8 +3651,8 @@ struct Block {
     const auto begin = [&](const Copy& c) { return reinterpret_cast<T*>(c.shared + c.bytes) - columns; };
     return {begin(x), begin(dy), offset(row), columns};
   }
-  __device__ void finish_row(int stage, float2 total, int row, bool saves) const {
-    control.row_stats[stage] = Pass::finish(call, total, control.row_scalars[stage], row, saves);
+  __device__ void finish_row(int stage, float2 total, int row) const {
+    control.row_stats[stage] = Pass::finish(call, total, control.row_scalars[stage], row, rank == 0);
     barrier_arrive(&control.stats_ready[stage]);
   }
 };
@@ -3711,7 +3711,7 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
     const float2 total = Pass::template combine<kEach>(pairs, counts, block.columns, kWidth);
     if (lane != 0) continue;
     if (block.pipe.blocks_per_row == 1) {  // row_scalars are there: who measured has waited for them
-      block.finish_row(stage.index, total, block.row(turn), true);
+      block.finish_row(stage.index, total, block.row(turn));
     } else {
       publish(mailbox_of(block.mailboxes, block.row(turn), block.rank), total);
     }
@@ -3727,12 +3727,10 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   float2 pairs[kPeers];
   float counts[kPeers];
   UNROLL(i, kPeers) counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32);
-  bool complete = false;
   for (int next = gatherer; next < block.turns;) {
     const int turn = next + ahead * pipe.gatherers, row = block.row(turn);
     const uint64_t* mailboxes = turn < block.turns ? mailbox_of(block.mailboxes, row, 0) : nullptr;
-    if (!complete) complete = try_read(mailboxes, peer, pairs);
-    const unsigned missing = __ballot_sync(~0u, !complete);
+    const unsigned missing = __ballot_sync(~0u, !try_read(mailboxes, peer, pairs));
     const int rows = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // complete ones
     if (rows == 0) {  // polled all the time, mailboxes would fill late (backward of float32 rows of 1048576)
       __nanosleep(32);
@@ -3744,10 +3742,9 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
       const int stage = turn % pipe.stages;
       // It was loaded long ago; so row_scalars are seen.
       if (Pass::kForward && Pass::kScalars > 0) barrier_wait(&block.control.full[stage], turn / pipe.stages % 2);
-      block.finish_row(stage, total, row, block.rank == 0);
+      block.finish_row(stage, total, row);
     }
     next += rows * pipe.gatherers;
-    complete = false;
   }
 }
 
@@ -3811,13 +3808,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (pipe.blocks_per_row > 1) empty_mailboxes(mailboxes, call.rows);
 
-  if (warp == kLoader || (kCopyThreads > 32 && warp == kSecondLoader)) {
-    const int thread = (warp == kLoader ? 0 : 32) + lane;
-    if (thread < kCopyThreads) load_slices(block, thread);
+  if (warp < kWarps) {
+    measure_and_apply(block, partials, lane);
   } else if (warp == kPublisher) {
     publish_slices(block, lane);
-  } else if (warp < kWarps) {
-    measure_and_apply(block, partials, lane);
+  } else if (warp >= kLoader) {
+    const int thread = threadIdx.x - 32 * kLoader;
+    if (thread < kCopyThreads) load_slices(block, thread);
   } else if (pipe.blocks_per_row > 1 && warp - kGatherer < pipe.gatherers) {
     gather_rows(block, warp - kGatherer, lane);
   }
@@ -4072,17 +4069,6 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   if (block.rank == 0) save_statistics(block.call, row, total.x, rstd);
 }
 
-// The group's first row, and the beginning of the second.
-__device__ void measure_first_row(Moments& moments, const Block& block) {
-  ROLLED(i, block.stages + kAhead) {
-    const bool is_last = i == block.stages - 1;
-    if (i >= block.stages && blockIdx.y + gridDim.y >= block.call.rows) break;
-    barrier_wait(&block.control.full[i], 0);
-    measure_stage(moments, block.load(i), is_last, block);
-    if (is_last) publish_row(moments, blockIdx.y, 0, block);
-  }
-}
-
 // `stage` counts from the places of the longest slice.
 __device__ void apply_stage(float* output, const StagePart& x, int stage, float2 row_stats,
                             const Affine<kWeights>& weight, const Affine<kBiases>& bias, const Block& block) {
@@ -4117,8 +4103,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   Packed* affine = reinterpret_cast<Packed*>(ring + plan.ring * kStageBytes);
   const Affine<kBiases> bias(block, call.bias, 0, affine);
   const Affine<kWeights> weight(block, call.weight, 1, affine + shared_packs(block.packs, kBiases));
-  Moments moments = {};  // this thread's columns of the row that is measured
-  measure_first_row(moments, block);
+  Moments moments = {};               // this thread's columns of the row that is measured
+  ROLLED(i, block.stages + kAhead) {  // of the group's first row, and the beginning of the second
+    const bool is_last = i == block.stages - 1;
+    if (i >= block.stages && blockIdx.y + groups >= rows) break;
+    barrier_wait(&control.full[i], 0);
+    measure_stage(moments, block.load(i), is_last, block);
+    if (is_last) publish_row(moments, blockIdx.y, 0, block);
+  }
 
   RingPosition slot;
   int row = blockIdx.y;

@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant("pipeline: eps dropped", "1 / cols) : m2) + float(call.eps)", "1 / cols) : m2)", PIPELINE),
     Mutant("pipeline: RMS norm", "return row_stats_of(from, total.x, rstd);", "return row_stats_of(0.f, 0.f, rstd);", PIPELINE),
     Mutant("pipeline: last block's statistics left out", "counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32)", "counts[i] = columns_of_slice(cols, pipe.slice, peer + 1 + i * 32)", PIPELINE),
-    Mutant("pipeline: last column left out", "min(int64_t(slice), cols - int64_t(rank) * slice)", "min(int64_t(slice), cols - 1 - int64_t(rank) * slice)", PIPELINE),
+    Mutant("pipeline: last column left out", "min(slice, cols - rank * slice)", "min(slice, cols - 1 - rank * slice)", PIPELINE),
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMaxBlocksPerRow);", "kMaxBlocksPerRow;", SPREAD),
     Mutant("pipeline, backward on Hopper: mean and rstd of the group's first row", "*Pass::scalar_at(block.call, row, i)", "*Pass::scalar_at(block.call, blockIdx.y, i)", PIPELINE),
