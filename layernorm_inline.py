@@ -2297,16 +2297,13 @@ __device__ inline void publish(uint64_t* mailbox, float2 pair) {
 // Reads a row's mailboxes (null: none) of blocks first, first + 32, ... at once: an answer takes about as long as a
 // row. False if one is empty.
 __device__ inline bool try_read(const uint64_t* mailboxes, int first, float2 (&pairs)[kPeers]) {
-  uint64_t bits[kPeers];
   bool complete = true;
   UNROLL(i, kPeers) {
     const int block = first + i * 32;
     const bool exists = mailboxes != nullptr && block < gridDim.x;
-    bits[i] = exists ? *const_cast<const volatile uint64_t*>(mailboxes + block) : 0;
-  }
-  UNROLL(i, kPeers) {
-    complete &= bits[i] != kEmptyMailbox;
-    pairs[i] = {__uint_as_float(unsigned(bits[i])), __uint_as_float(unsigned(bits[i] >> 32))};
+    const uint64_t bits = exists ? *const_cast<const volatile uint64_t*>(mailboxes + block) : 0;
+    complete &= bits != kEmptyMailbox;
+    pairs[i] = bit_cast<float2>(bits);
   }
   return complete;
 }
@@ -3425,8 +3422,8 @@ constexpr int kBackwardControlBytes = 6 << 10;
 // a block alone (of 6000 with 1: 0.93 -> 0.88). kManyBlocks need one more (backward, bf16 rows of 1048576: 0.88 ->
 // 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
 constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyBlocks = 100;
-// Blocks that share a row, at least, for backward to prefetch: fewer soon have a free stage (float32 rows of 8192: 0.98
-// of copy speed without, 0.93 with; of 1048576: 0.63, 0.76; forward of 32768: 0.86, 0.92).
+// Backward prefetches rows of so many blocks (float32 rows of 1048576: 0.63 of copy speed -> 0.76; of 8192: 0.98 ->
+// 0.93).
 constexpr int kBackwardPrefetchBlocks = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kMinSlice = 2048;
@@ -3460,9 +3457,8 @@ struct Slice {
 };
 
 // ---- Pipeline: forward and backward, as the roles see them ----
-// They measure parts of slices, each as a pair of floats; combine pairs, first those of a slice, then those of a row;
-// finish what a row is applied with from the last; and apply it. row_scalars: kScalars numbers that are loaded with a
-// row.
+// They measure parts of slices, each as a pair of floats; combine pairs, those of a slice, then those of a row; finish
+// what a row is applied with; and apply it. row_scalars: kScalars numbers that are loaded with a row.
 
 // Pairs are {mean, m2}; means of float32 are distances from the row's reference.
 template <typename T>
@@ -3515,8 +3511,7 @@ struct ForwardPass {
   }
 
   static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row, bool saves) {
-    // Not a division: all wait for this (bf16 rows of 65536: 0.87 of copy speed -> 0.89). Of an infinite m2 it would be
-    // NaN.
+    // No division, as all wait (bf16 rows of 65536: 0.87 of copy speed -> 0.89); infinity's quotient would be NaN.
     const float cols = call.cols, m2 = total.y, from = reference(row_scalars);
     const float variance = (m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2) + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
@@ -4754,8 +4749,7 @@ __device__ void multiply_async(Sums& sums, const Round<L>& round, const uint32_t
       multiply_add_async<T>(sums.at[parity_w], a, b);
     }
   }
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
   keep_in_registers(sums);
 }
 
