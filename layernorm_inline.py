@@ -1885,8 +1885,8 @@ __device__ X combine_lanes(X x, int width) {
 template <int N, typename F>
 __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
-  UNROLL(n, N) sums[n % 4] += term(n);
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  UNROLL(n, N) sums[n % 4] = combine(sums[n % 4], term(n));
+  return combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]));
 }
 
 // Combines {mean, m2} of N parts a lane over `width` lanes: their mean, then distances from it, a shorter chain than
@@ -3569,9 +3569,7 @@ struct BackwardPass {
 
   template <int N, int M>
   static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], int, int width) {
-    const float wdy = sum_of_terms<N>([&](int n) { return pairs[n].x; });
-    const float wdy_xhat = sum_of_terms<N>([&](int n) { return pairs[n].y; });
-    return combine_lanes(float2{wdy, wdy_xhat}, width);
+    return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
   }
 
   static __device__ ForRow finish(const Call& call, float2 total, const float4&, int64_t, bool) {
