@@ -763,30 +763,13 @@ bool fits_convolution(DType dtype, bool tf32);  // the current device has the sh
 CPP_SOURCE = (
     _INTERFACE
     + r"""
-#include <ATen/Context.h>
+#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/conv_transpose3d.h>
-#include <ATen/ops/convolution_backward.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
-#include <torch/version.h>
 
 #include <numeric>
 
@@ -883,14 +866,8 @@ OptionalTensor contiguous(const OptionalTensor& t) {
   return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
 }
 
-// Not data_ptr: it gives a copy-on-write tensor a copy of its own.
-const void* read(const Tensor& t) {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 0
-  return t.const_data_ptr();
-#else
-  return t.data_ptr();
-#endif
-}
+// const_data_ptr, which PyTorch 2.0 does not have. data_ptr gives a copy-on-write tensor a copy of its own.
+const void* read(const Tensor& t) { return t.unsafeGetTensorImpl()->data(); }
 const void* read(const OptionalTensor& t) { return present(t) ? read(*t) : nullptr; }
 void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 

@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant("binding: shape of grad_output and statistics", "t.sym_sizes().equals(sizes)", "true", "backward_checks"),
     Mutant("binding: dtype of grad_output and statistics", "t.scalar_type() == dtype, \"Expected", "true, \"Expected", "backward_checks"),
     Mutant("binding: device of grad_output and statistics", "check_device(name, t, input);", "", "backward_checks"),
-    Mutant("binding: copies what is copied on write", "return t.const_data_ptr();", "return t.data_ptr();", "copy_on_write"),
+    Mutant("binding: copies what is copied on write", "t.unsafeGetTensorImpl()->data()", "t.data_ptr()", "copy_on_write"),
     Mutant("binding: gradients of the batch's last part only", "sum.add_(part)", "sum.copy_(part)", CONVOLUTION),
     Mutant("binding: convolution's input taken to be aligned", "% boundary == 0 ? x : x.clone()", "% boundary == 0 ? x : x", CONVOLUTION),
     Mutant("meta: strides of input", "return at::empty_symint(sizes, options)", "return at::empty_like(like, options)", "fake"),
