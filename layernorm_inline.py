@@ -808,20 +808,18 @@ void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::S
   check_device(name, t, input);
 }
 
-void check_affine(const char* name, const OptionalTensor& affine, const Tensor& input, SymIntArrayRef shape) {
-  if (!present(affine)) return;
-  TORCH_CHECK(affine->sym_sizes().equals(shape), "Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ", text(affine->sym_sizes()),
-              " and normalized_shape = ", text(shape));
-  check_device(name, *affine, input);
-  const auto dtype = affine->scalar_type();
-  TORCH_CHECK(dtype == input.scalar_type() || dtype == at::kFloat, "Expected ", name,
-              " of dtype Float or the input's (", input.scalar_type(), "), but got ", dtype);
-}
-
 void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& input, SymIntArrayRef shape) {
-  check_affine("weight", weight, input, shape);
-  check_affine("bias", bias, input, shape);
+  for (const auto* affine : {&weight, &bias}) {
+    if (!present(*affine)) continue;
+    const char* name = affine == &weight ? "weight" : "bias";
+    const Tensor& t = **affine;
+    TORCH_CHECK(t.sym_sizes().equals(shape), "Expected ", name, " to be of same shape as normalized_shape, but got ",
+                name, " of shape ", text(t.sym_sizes()), " and normalized_shape = ", text(shape));
+    check_device(name, t, input);
+    const auto dtype = t.scalar_type();
+    TORCH_CHECK(dtype == input.scalar_type() || dtype == at::kFloat, "Expected ", name,
+                " of dtype Float or the input's (", input.scalar_type(), "), but got ", dtype);
+  }
   TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
               "Expected weight and bias of the same dtype, but got ", weight->scalar_type(), " and ",
               bias->scalar_type());
@@ -851,14 +849,13 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
   return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
 }
 
-// ---- Kernels. META: their outputs' shapes and dtypes only, for torch.compile, export and fake tensors ----
+// ---- Kernels. Of meta tensors (torch.compile, export, fake tensors) their outputs' shapes and dtypes only ----
 
 // Contiguous, as at::native_layer_norm's outputs, whatever the strides of `like`. On CUDA not through the dispatcher: a
 // call of 8 x 768 with gradient takes 14.2 us instead of 14.9.
-template <bool META>
 Tensor allocate(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
   const auto options = like.options().dtype(dtype);
-  if (META) return at::empty_symint(sizes, options);
+  if (like.is_meta()) return at::empty_symint(sizes, options);
   return Tensor(at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(sizes), options));
 }
 
@@ -886,13 +883,17 @@ Activation checked(int64_t activation, double scale) {
 
 // What all calls have. The tensors are contiguous.
 template <typename Call>
-void set_inputs(Call& call, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+Call call_of(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
+  Call call = {};
   const auto& affine = present(weight) ? weight : bias;
   call.input = read(input);
   call.weight = read(weight);
   call.bias = read(bias);
+  call.eps = eps;
+  call.scale = scale;
   call.dtype = dtype_of(input);
   call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  return call;
 }
 
 template <typename Call>
@@ -904,7 +905,7 @@ void run(const Call& call, const Tensor& input) {
   } owner = {input, {}};
   const auto allocate_scratch = [](size_t bytes, void* owner) {
     auto& [like, memory] = *static_cast<Owner*>(owner);
-    memory = allocate<false>({static_cast<int64_t>(bytes)}, at::kByte, like);
+    memory = allocate({static_cast<int64_t>(bytes)}, at::kByte, like);
     return memory.data_ptr();
   };
   const cudaError_t error = launch(call, {allocate_scratch, &owner}, c10::cuda::getCurrentCUDAStream());
@@ -920,17 +921,16 @@ void run(const Call& call, const Tensor& input) {
   C10_CUDA_CHECK(error);
 }
 
-template <bool META, bool SAVE_STATISTICS>
+template <bool SAVE_STATISTICS>
 auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, normalized_shape, weight, bias);
-  Tensor output = allocate<META>(input.sym_sizes(), input.scalar_type(), input), statistics;
-  if (SAVE_STATISTICS) statistics = allocate<META>({2, row_count(input, normalized_shape)}, at::kFloat, input);
-  if (!META && input.numel() > 0) {
+  Tensor output = allocate(input.sym_sizes(), input.scalar_type(), input), statistics;
+  if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, normalized_shape)}, at::kFloat, input);
+  if (!input.is_meta() && input.numel() > 0) {
     const Tensor x = input.contiguous();
     const OptionalTensor w = contiguous(weight), b = contiguous(bias);
-    Forward call = {};
-    set_inputs(call, x, w, b);
+    auto call = call_of<Forward>(x, w, b, eps, scale);
     call.output = write(output);
     call.cols = product(normalized_shape).expect_int();
     call.rows = input.numel() / call.cols;
@@ -938,9 +938,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
       call.mean = write(statistics);
       call.rstd = static_cast<float*>(call.mean) + call.rows;
     }
-    call.eps = eps;
     call.activation = checked(activation, scale);
-    call.scale = scale;
     run(call, input);
   }
   if constexpr (SAVE_STATISTICS) {
@@ -956,31 +954,6 @@ Tensor aligned(const Tensor& t, uintptr_t boundary) {
   return reinterpret_cast<uintptr_t>(read(x)) % boundary == 0 ? x : x.clone();
 }
 
-// Writes those gradients that are defined.
-void run_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
-                  const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
-                  int64_t activation, double scale, const Gradients& gradients) {
-  // Kernels read two 16-bit numbers at a time.
-  const Tensor dy = aligned(grad_output, 4), x = aligned(input, 4), stats = statistics.contiguous();
-  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
-  Backward call = {};
-  set_inputs(call, x, w, b);
-  call.grad_output = read(dy);
-  call.grad_input = write(std::get<0>(gradients));
-  call.grad_weight = write(std::get<1>(gradients));
-  call.grad_bias = write(std::get<2>(gradients));
-  call.cols = product(normalized_shape).expect_int();
-  if (call.cols == 0) return;
-  call.rows = input.numel() / call.cols;
-  call.mean = read(stats);
-  call.rstd = static_cast<const float*>(call.mean) + call.rows;
-  call.activation = checked(activation, scale);
-  call.scale = scale;
-  if (call.activation == Activation::None) call.bias = nullptr;
-  run(call, input);
-}
-
-template <bool META>
 Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                               const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                               int64_t activation, double scale, std::array<bool, 3> output_mask) {
@@ -988,21 +961,37 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   check(input, normalized_shape, weight, bias);
   check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
   check_tensor("statistics", statistics, {2, row_count(input, normalized_shape)}, at::kFloat, input);
-  auto allocate_as = [](const Tensor& t) { return allocate<META>(t.sym_sizes(), t.scalar_type(), t); };
+  const auto allocate_as = [](const Tensor& t) { return allocate(t.sym_sizes(), t.scalar_type(), t); };
   Gradients gradients;
-  if (output_mask[0]) std::get<0>(gradients) = allocate_as(input);
-  if (output_mask[1] && present(weight)) std::get<1>(gradients) = allocate_as(*weight);
-  if (output_mask[2] && present(bias)) std::get<2>(gradients) = allocate_as(*bias);
-  if (!META) {
-    run_backward(grad_output, input, normalized_shape, statistics, weight, bias, activation, scale, gradients);
-  }
+  auto& [grad_input, grad_weight, grad_bias] = gradients;
+  if (output_mask[0]) grad_input = allocate_as(input);
+  if (output_mask[1] && present(weight)) grad_weight = allocate_as(*weight);
+  if (output_mask[2] && present(bias)) grad_bias = allocate_as(*bias);
+  const SymInt cols = product(normalized_shape);
+  if (input.is_meta() || cols == 0) return gradients;
+
+  // Kernels read two 16-bit numbers at a time.
+  const Tensor dy = aligned(grad_output, 4), x = aligned(input, 4), stats = statistics.contiguous();
+  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+  auto call = call_of<Backward>(x, w, b, /*eps=*/0, scale);
+  call.grad_output = read(dy);
+  call.grad_input = write(grad_input);
+  call.grad_weight = write(grad_weight);
+  call.grad_bias = write(grad_bias);
+  call.cols = cols.expect_int();
+  call.rows = input.numel() / call.cols;
+  call.mean = read(stats);
+  call.rstd = static_cast<const float*>(call.mean) + call.rows;
+  call.activation = checked(activation, scale);
+  if (call.activation == Activation::None) call.bias = nullptr;
+  run(call, input);
   return gradients;
 }
 
 // ---- Autograd ----
 
 template <typename F>
-auto find_op(const char* name) {
+auto find_op(const char* name, F*) {
   return c10::Dispatcher::singleton()
       .findSchemaOrThrow((std::string(C10_STRINGIZE(TORCH_EXTENSION_NAME) "::") + name).c_str(), "")
       .typed<F>();
@@ -1029,24 +1018,30 @@ Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const Opti
   return (scale == 1 ? y : y * scale).to(input.scalar_type());
 }
 
+// Whether PyTorch's operations must run: levels of torch.func are active, which a C++ autograd node does not know (nor
+// has backward a rule for vmap), or a tensor has a tangent of forward mode, which the kernels do not know.
+template <typename... Inputs>
+bool must_compose(const Inputs&... inputs) {
+  const auto has_tangent = [](const OptionalTensor& t) { return present(t) && t->_fw_grad(0).defined(); };
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
+         (has_tangent(inputs) || ...);
+}
+
 using torch::autograd::variable_list;
 using Tensors = std::array<Tensor, 5>;
 
-// Whether levels of torch.func are active: a C++ autograd node does not know them, nor has backward a rule for vmap.
-bool in_transform() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode); }
-
-// Of forward mode, which the kernels do not know.
-bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
-bool has_tangent(const OptionalTensor& t) { return present(t) && has_tangent(*t); }
-
-// A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
+// A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer. backward(grad_output, tensors,
+// wanted) returns the inputs' gradients, composed(tensors) output by operations that PyTorch can differentiate.
+template <typename Backward, typename Composed>
 struct KernelBackward : torch::autograd::Node {
+  const char* label;
+  Backward backward;
+  Composed composed;
   std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
-  double eps, scale;
 
-  virtual variable_list backward(const Tensor& grad_output, const Tensors& tensors,
-                                 const std::array<bool, 5>& wanted) const = 0;
-  virtual Tensor composed_forward(const Tensors& tensors) const = 0;
+  KernelBackward(const char* label, Backward backward, Composed composed)
+      : label(label), backward(std::move(backward)), composed(std::move(composed)) {}
+  std::string name() const override { return label; }
 
   // PyTorch's locks, for threads that run backward over the same graph: between two unpacks, another one's
   // release_variables would take the rest away.
@@ -1064,8 +1059,9 @@ struct KernelBackward : torch::autograd::Node {
     std::array<bool, 5> wanted = {};
     for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
     const bool create_graph = at::GradMode::is_enabled();
-    if (!create_graph && !in_transform() && !has_tangent(grad_outputs[0])) {
-      return backward(grad_outputs[0], tensors, wanted);
+    if (!create_graph && !must_compose(grad_outputs[0])) {
+      const auto list = [](const auto&... gradients) { return variable_list{gradients...}; };
+      return std::apply(list, backward(grad_outputs[0], tensors, wanted));
     }
 
     lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
@@ -1077,7 +1073,7 @@ struct KernelBackward : torch::autograd::Node {
       tensors[i].requires_grad_();      // the user may have turned it off since
       inputs.push_back(tensors[i]);
     }
-    const auto found = torch::autograd::grad({composed_forward(tensors)}, inputs, grad_outputs,
+    const auto found = torch::autograd::grad({composed(tensors)}, inputs, grad_outputs,
                                              /*retain_graph=*/create_graph, create_graph);
     variable_list gradients(count);
     for (size_t i = 0, next = 0; i < count; ++i) {
@@ -1088,50 +1084,30 @@ struct KernelBackward : torch::autograd::Node {
 };
 
 // Puts a node into the graph, which computes the inputs' gradients from output's, and saves the inputs.
-template <typename N, typename... Inputs>
-N& add_node(Tensor& output, const Inputs&... inputs) {
+template <typename Backward, typename Composed, typename... Inputs>
+auto& add_node(const char* name, Tensor& output, Backward backward, Composed composed, const Inputs&... inputs) {
+  using Node = KernelBackward<Backward, Composed>;
   using Pointer = decltype(torch::autograd::Edge::function);
   Pointer pointer;
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    pointer = Pointer(new N, [](N* node) { deleteNode(node); });  // a deep graph without recursion
+    pointer = Pointer(new Node(name, std::move(backward), std::move(composed)),
+                      [](Node* node) { deleteNode(node); });  // a deep graph without recursion
   } else {
-    pointer = c10::make_intrusive<N>();
+    pointer = c10::make_intrusive<Node>(name, std::move(backward), std::move(composed));
   }
-  auto& node = static_cast<N&>(*pointer);
+  auto& node = static_cast<Node&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(inputs...));
   node.saved = {{{inputs, false}...}};
   torch::autograd::set_history(output, pointer);
   return node;
 }
 
-struct LayerNormBackward : KernelBackward {
-  c10::SymDimVector shape;
-  int64_t activation;
-
-  std::string name() const override { return "LayerNormBackward"; }
-
-  variable_list backward(const Tensor& grad_output, const Tensors& tensors,
-                         const std::array<bool, 5>& wanted) const override {
-    static const auto op = find_op<decltype(layer_norm_backward<false>)>("backward");
-    const auto& [x, w, b, statistics, none] = tensors;
-    const auto [grad_input, grad_weight, grad_bias] =
-        op.call(grad_output, x, shape, statistics, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
-    return {grad_input, grad_weight, grad_bias};
-  }
-
-  Tensor composed_forward(const Tensors& tensors) const override {
-    const auto& [x, w, b, statistics, none] = tensors;
-    return composed_layer_norm(x, shape, w, b, eps, activation, scale);
-  }
-};
-
-using LayerNormOp = decltype(layer_norm_forward<false, false>);
-
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  static const auto op = find_op<LayerNormOp>("layer_norm");
-  static const auto saving_op = find_op<decltype(layer_norm_forward<false, true>)>("forward");
-  if (in_transform() || has_tangent(input) || has_tangent(weight) || has_tangent(bias)) {
+  static const auto op = find_op("layer_norm", layer_norm_forward<false>);
+  static const auto saving_op = find_op("forward", layer_norm_forward<true>);
+  static const auto backward_op = find_op("backward", layer_norm_backward);
+  if (must_compose(input, weight, bias)) {
     return composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
   }
   Tensor output, statistics;
@@ -1141,51 +1117,30 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
     if (!saves) return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
     std::tie(output, statistics) = saving_op.call(input, normalized_shape, weight, bias, eps, activation, scale);
   }
-  auto& node = add_node<LayerNormBackward>(output, input, weight, bias);
-  node.saved[3] = {statistics, false};
-  node.shape = normalized_shape, node.activation = activation;
-  node.eps = eps, node.scale = scale;
+  c10::SymDimVector shape(normalized_shape);
+  const auto backward = [=](const Tensor& grad_output, const Tensors& saved, const std::array<bool, 5>& wanted) {
+    const auto& [x, w, b, stats, none] = saved;
+    const std::array<bool, 3> mask = {wanted[0], wanted[1], wanted[2]};
+    return backward_op.call(grad_output, x, shape, stats, w, b, activation, scale, mask);
+  };
+  const auto composed = [=](const Tensors& saved) {
+    return composed_layer_norm(saved[0], shape, saved[1], saved[2], eps, activation, scale);
+  };
+  add_node("LayerNormBackward", output, backward, composed, input, weight, bias).saved[3] = {statistics, false};
   return output;
 }
 
 // As nn.LayerNorm under autocast: computed in, and returned as, float32.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  static const auto op = find_op<LayerNormOp>("layer_norm");
+  static const auto op = find_op("layer_norm", layer_norm_forward<false>);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return op.call(at::autocast::cached_cast(at::kFloat, input), normalized_shape,
-                 at::autocast::cached_cast(at::kFloat, weight), at::autocast::cached_cast(at::kFloat, bias), eps,
-                 activation, scale);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  m.def(
-      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation=0, float scale=1.0) -> Tensor");
-  m.def(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation, float scale) -> (Tensor output, Tensor statistics)");
-  m.def(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
-      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
-      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  using torch::dispatch;
-  m.impl("layer_norm", dispatch(c10::kCUDA, layer_norm_forward<false, false>));
-  m.impl("layer_norm", dispatch(c10::kMeta, layer_norm_forward<true, false>));
-  m.impl("layer_norm", dispatch(c10::DispatchKey::Autograd, layer_norm_autograd));
-  m.impl("layer_norm", dispatch(c10::DispatchKey::AutocastCUDA, layer_norm_autocast));
-  m.impl("forward", dispatch(c10::kCUDA, layer_norm_forward<false, true>));
-  m.impl("forward", dispatch(c10::kMeta, layer_norm_forward<true, true>));
-  m.impl("backward", dispatch(c10::kCUDA, layer_norm_backward<false>));
-  m.impl("backward", dispatch(c10::kMeta, layer_norm_backward<true>));
+  const auto cast = [](const auto& t) { return at::autocast::cached_cast(at::kFloat, t); };
+  return op.call(cast(input), normalized_shape, cast(weight), cast(bias), eps, activation, scale);
 }
 
 #ifdef LAYERNORM_WITH_EPILOGUE
 // ---- Convolution ----
-
-namespace {
 
 using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 constexpr auto kGelu = static_cast<int64_t>(Activation::Gelu);
@@ -1230,52 +1185,44 @@ bool fits_convolution(const Tensor& input) {
 // The model of several PyTorch operations: for derivatives of them, and where the kernel does not fit.
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
-  static const auto op = find_op<LayerNormOp>("layer_norm");
+  static const auto op = find_op("layer_norm", layer_norm_forward<false>);
   const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
   return op.call(y, {64}, weight, bias, eps, kGelu, scale);
 }
 
 // rstd: see struct Convolution.
 Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                       const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& rstd, double eps,
-                       double scale) {
-  const Tensor output = allocate<false>(output_sizes(input), input.scalar_type(), input);
+                       const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale, void* rstd) {
+  const Tensor output = allocate(output_sizes(input), input.scalar_type(), input);
   if (output.numel() == 0) return output;
   const Tensor x = aligned(input, 16), conv = conv_weight.contiguous();
   const OptionalTensor cb = contiguous(conv_bias), w = contiguous(weight), b = contiguous(bias);
-  Convolution call = {};
-  set_inputs(call, x, w, b);
+  auto call = call_of<Convolution>(x, w, b, eps, scale);
   call.conv_weight = read(conv);
   call.conv_bias = read(cb);
   call.output = write(output);
-  call.rstd = static_cast<float*>(write(rstd));
+  call.rstd = static_cast<float*>(rstd);
   call.batch = input.size(0);
   call.depth = input.size(2);
   call.height = input.size(3);
-  call.eps = eps;
-  call.scale = scale;
   call.tf32 = takes_tf32();
   run(call, input);
   return output;
 }
 
-template <bool META>
 Tensor convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                    const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   check_convolution(input, conv_weight, conv_bias, weight, bias);
-  if (META) return allocate<META>(output_sizes(input), input.scalar_type(), input);
-  if (!fits_convolution(input)) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-    return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
-  }
-  return run_convolution(input, conv_weight, conv_bias, weight, bias, {}, eps, scale);
+  if (input.is_meta()) return allocate(output_sizes(input), input.scalar_type(), input);
+  if (fits_convolution(input)) return run_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale, nullptr);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
 }
 
 // The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the room that
 // PyTorch's convolution takes for another layout of it is ever there for all of the batch.
 constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
 
-template <bool META>
 ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
                                           const OptionalTensor& conv_bias, const OptionalTensor& weight,
                                           const OptionalTensor& bias, double eps, double scale,
@@ -1283,24 +1230,24 @@ ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tenso
   check_convolution(input, conv_weight, conv_bias, weight, bias);
   check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto zeros = [](bool wanted, const OptionalTensor& t, at::ScalarType dtype) {
-    if (!wanted || !present(t)) return Tensor();
-    return at::zeros_like(*t, t->options().dtype(dtype), at::MemoryFormat::Contiguous);
-  };
   // Of parameters the sums over parts of the batch, of float32 also where the gradients are not.
-  const bool wants_conv_bias = output_mask[2] && present(conv_bias);
-  const Tensor grad_input = zeros(output_mask[0], input, input.scalar_type());
-  const Tensor grad_conv_weight = zeros(output_mask[1] || wants_conv_bias, conv_weight, at::kFloat);
-  const Tensor grad_weight = zeros(output_mask[3], weight, at::kFloat);
-  const Tensor grad_bias = zeros(output_mask[4], bias, at::kFloat);
+  const std::array<OptionalTensor, 5> tensors = {input, conv_weight, conv_bias, weight, bias};
+  Tensors gradients;
+  auto& [grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias] = gradients;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const bool wanted = output_mask[i] || (i == 1 && output_mask[2]);  // conv_bias's comes from conv_weight's
+    if (!wanted || !present(tensors[i])) continue;
+    const auto options = input.options().dtype(i == 0 ? input.scalar_type() : at::kFloat);
+    gradients[i] = at::zeros_symint(tensors[i]->sym_sizes(), options);
+  }
 
-  if constexpr (!META) {
-    auto in_float32 = [](const OptionalTensor& t) {
-      return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
-    };
-    auto like = [](const Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
-    auto add = [](const Tensor& sum, const Tensor& part) {
+  const bool wants_conv = grad_input.defined() || grad_conv_weight.defined();
+  if (!input.is_meta()) {
+    const auto add = [](const Tensor& sum, const Tensor& part) {
       if (sum.defined()) sum.add_(part);
+    };
+    const auto in_float32 = [](const OptionalTensor& t) {
+      return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
     };
     const OptionalTensor w = in_float32(weight), b = in_float32(bias);
     const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
@@ -1310,72 +1257,81 @@ ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tenso
       const int64_t count = std::min(step, input.size(0) - first);
       const Tensor x = aligned(input.narrow(0, first, count), 16), dy = grad_output.narrow(0, first, count);
       const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
-      const Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, statistics[1], eps, 1);
-      const bool wants_conv = grad_input.defined() || grad_conv_weight.defined();
-      const Gradients parts = {wants_conv ? conv : Tensor(),  // a row is read before it is written
-                               like(grad_weight), like(grad_bias)};
-      run_backward(dy, conv, {64}, statistics, w, b, kGelu, scale, parts);
-      add(grad_weight, std::get<1>(parts));
-      add(grad_bias, std::get<2>(parts));
+      Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, eps, 1, write(statistics[1]));
+      const auto [part, part_weight, part_bias] = layer_norm_backward(dy, conv, {64}, statistics, w, b, kGelu, scale,
+                                                                      {wants_conv, output_mask[3], output_mask[4]});
+      conv.reset();  // its memory is free for what follows
+      add(grad_weight, part_weight);
+      add(grad_bias, part_bias);
       if (!wants_conv) continue;
       const auto [part_input, part_conv_weight, none] =
-          at::convolution_backward(conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
+          at::convolution_backward(part, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
                                    {grad_input.defined(), grad_conv_weight.defined(), false});
       if (grad_input.defined()) grad_input.narrow(0, first, count).copy_(part_input);
       add(grad_conv_weight, part_conv_weight);
     }
   }
-  auto result = [](bool wanted, const Tensor& sum, const OptionalTensor& t) {
-    return wanted && sum.defined() ? sum.to(t->scalar_type()) : Tensor();
-  };
   // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is.
-  const Tensor grad_conv_bias = wants_conv_bias ? grad_conv_weight.sum({0, 2, 3, 4}).mul(0) : Tensor();
-  return {grad_input, result(output_mask[1], grad_conv_weight, conv_weight), result(true, grad_conv_bias, conv_bias),
-          result(true, grad_weight, weight), result(true, grad_bias, bias)};
+  if (grad_conv_bias.defined()) grad_conv_bias = grad_conv_weight.sum({0, 2, 3, 4}).mul(0);
+  if (!output_mask[1]) grad_conv_weight.reset();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (gradients[i].defined()) gradients[i] = gradients[i].to(tensors[i]->scalar_type());
+  }
+  return {grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias};
 }
-
-struct ConvolutionBackward : KernelBackward {
-  std::string name() const override { return "ConvTranspose3dLayerNormGELUBackward"; }
-
-  variable_list backward(const Tensor& grad_output, const Tensors& tensors,
-                         const std::array<bool, 5>& wanted) const override {
-    static const auto op = find_op<decltype(convolution_backward<false>)>("convolution_backward");
-    const auto& [x, cw, cb, w, b] = tensors;
-    const auto [grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias] =
-        op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
-    return {grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias};
-  }
-
-  Tensor composed_forward(const Tensors& tensors) const override {
-    const auto& [x, cw, cb, w, b] = tensors;
-    return composed_convolution(x, cw, cb, w, b, eps, scale);
-  }
-};
 
 Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
-  static const auto op = find_op<decltype(convolution<false>)>("conv_transpose3d_layer_norm_gelu");
+  static const auto op = find_op("conv_transpose3d_layer_norm_gelu", convolution);
+  static const auto backward_op = find_op("convolution_backward", convolution_backward);
   const bool saves = torch::autograd::compute_requires_grad(input, conv_weight, conv_bias, weight, bias);
-  const bool in_forward_mode = has_tangent(input) || has_tangent(conv_weight) || has_tangent(conv_bias) ||
-                               has_tangent(weight) || has_tangent(bias);
   // Where the kernel does not run, the convolution's output is better kept than computed again.
-  if (in_transform() || in_forward_mode || (saves && !fits_convolution(input))) {
+  if (must_compose(input, conv_weight, conv_bias, weight, bias) || (saves && !fits_convolution(input))) {
     return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }
   Tensor output = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }();
-  if (saves) {
-    auto& node = add_node<ConvolutionBackward>(output, input, conv_weight, conv_bias, weight, bias);
-    node.eps = eps, node.scale = scale;
-  }
+  if (!saves) return output;
+  const auto backward = [=](const Tensor& grad_output, const Tensors& saved, const std::array<bool, 5>& wanted) {
+    const auto& [x, cw, cb, w, b] = saved;
+    return backward_op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
+  };
+  const auto composed = [=](const Tensors& saved) {
+    const auto& [x, cw, cb, w, b] = saved;
+    return composed_convolution(x, cw, cb, w, b, eps, scale);
+  };
+  add_node("ConvTranspose3dLayerNormGELUBackward", output, backward, composed, input, conv_weight, conv_bias, weight,
+           bias);
   return output;
 }
+#endif
 
 }  // namespace
 
+// ---- The ops ----
+
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation=0, float scale=1.0) -> Tensor");
+  m.def(
+      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation, float scale) -> (Tensor output, Tensor statistics)");
+  m.def(
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
+      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
+      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  using torch::dispatch;
+  m.impl("layer_norm", dispatch(c10::DispatchKey::Autograd, layer_norm_autograd));
+  m.impl("layer_norm", dispatch(c10::DispatchKey::AutocastCUDA, layer_norm_autocast));
+  for (const auto device : {c10::kCUDA, c10::kMeta}) {
+    m.impl("layer_norm", dispatch(device, layer_norm_forward<false>));
+    m.impl("forward", dispatch(device, layer_norm_forward<true>));
+    m.impl("backward", dispatch(device, layer_norm_backward));
+  }
+#ifdef LAYERNORM_WITH_EPILOGUE
   m.def(
       "conv_transpose3d_layer_norm_gelu(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? weight,"
       " Tensor? bias, float eps, float scale) -> Tensor");
@@ -1384,14 +1340,13 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       " Tensor? weight, Tensor? bias, float eps, float scale, bool[5] output_mask)"
       " -> (Tensor grad_input, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight,"
       " Tensor grad_bias)");
-  using torch::dispatch;
-  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kCUDA, convolution<false>));
-  m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::kMeta, convolution<true>));
   m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::DispatchKey::Autograd, convolution_autograd));
-  m.impl("convolution_backward", dispatch(c10::kCUDA, convolution_backward<false>));
-  m.impl("convolution_backward", dispatch(c10::kMeta, convolution_backward<true>));
-}
+  for (const auto device : {c10::kCUDA, c10::kMeta}) {
+    m.impl("conv_transpose3d_layer_norm_gelu", dispatch(device, convolution));
+    m.impl("convolution_backward", dispatch(device, convolution_backward));
+  }
 #endif
+}
 
 }  // namespace TORCH_EXTENSION_NAME
 """
