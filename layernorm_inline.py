@@ -149,11 +149,7 @@ def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, e
     ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
     shape = (info.batch_size, *ones, *normalized_shape)
     weight, bias = (t if d is None else t.reshape(shape) for t, d in zip((weight, bias), dims[1:]))
-    z = xhat.float()
-    if weight is not None:
-        z = z * weight
-    if bias is not None:
-        z = z + bias
+    z = xhat.float() * (1 if weight is None else weight) + (0 if bias is None else bias)
     return _activate(z, _NAMES[activation], scale).to(xhat.dtype), 0
 
 
@@ -184,9 +180,7 @@ def layer_norm(
 ) -> torch.Tensor:
     """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
 
-    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with mean and
-    biased variance over the trailing dimensions (https://arxiv.org/abs/1607.06450). Input is read once where a
-    row can wait on chip for its statistics (README: How it works), else twice; output is written once.
+    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with biased variance.
     Differentiable, to any order without an activation and twice with one.
 
     Args:
@@ -240,11 +234,6 @@ class LayerNorm(nn.LayerNorm):
 
     Constructor, parameters, state_dict, repr and initialization are inherited: whatever the
     installed PyTorch's nn.LayerNorm takes. Shapes, dtypes and errors: see layer_norm.
-
-    Example:
-        >>> norm = LayerNorm((64, 256, 256), device="cuda")
-        >>> norm(torch.rand(16, 64, 256, 256, device="cuda")).shape
-        torch.Size([16, 64, 256, 256])
     """
 
     @torch.jit.ignore  # TorchScript calls it as Python
@@ -347,9 +336,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         scaling_factor: float = 1.0,
     ):
         super().__init__()
-        self.conv_transpose = nn.ConvTranspose3d(
-            in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
-        )
+        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
         self.layer_norm = LayerNorm(out_channels, eps=eps)
         self.scaling_factor = scaling_factor
         _load_epilogue()
@@ -516,7 +503,7 @@ def _library(folder):
 
 def _compile(folder, codes):
     """Compiles the two sources into the library, and loads it. The folder is empty."""
-    name, _ = os.path.splitext(os.path.basename(_library(folder)))
+    name = os.path.basename(os.path.dirname(folder))
     macros, kernels = [], "CUDA kernels"
     if name.endswith("_epilogue"):
         macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels of activations and scale"
@@ -808,7 +795,11 @@ void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::S
   check_device(name, t, input);
 }
 
-void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& input, SymIntArrayRef shape) {
+// Of weight and bias everything, of input the dtype.
+void check_affine(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
   for (const auto* affine : {&weight, &bias}) {
     if (!present(*affine)) continue;
     const char* name = affine == &weight ? "weight" : "bias";
@@ -816,19 +807,12 @@ void check_affine(const OptionalTensor& weight, const OptionalTensor& bias, cons
     TORCH_CHECK(t.sym_sizes().equals(shape), "Expected ", name, " to be of same shape as normalized_shape, but got ",
                 name, " of shape ", text(t.sym_sizes()), " and normalized_shape = ", text(shape));
     check_device(name, t, input);
-    const auto dtype = t.scalar_type();
-    TORCH_CHECK(dtype == input.scalar_type() || dtype == at::kFloat, "Expected ", name,
-                " of dtype Float or the input's (", input.scalar_type(), "), but got ", dtype);
+    TORCH_CHECK(t.scalar_type() == dtype || t.scalar_type() == at::kFloat, "Expected ", name,
+                " of dtype Float or the input's (", dtype, "), but got ", t.scalar_type());
   }
   TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
               "Expected weight and bias of the same dtype, but got ", weight->scalar_type(), " and ",
               bias->scalar_type());
-}
-
-void check_dtype(const Tensor& input) {
-  const auto dtype = input.scalar_type();
-  TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                              "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
 }
 
 void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
@@ -837,8 +821,7 @@ void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weig
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
               "Given normalized_shape=", text(shape), ", expected input with shape [*, ", text(shape).substr(1),
               ", but got input of size ", text(sizes));
-  check_dtype(input);
-  check_affine(weight, bias, input, shape);
+  check_affine(input, shape, weight, bias);
 }
 
 SymInt product(SymIntArrayRef sizes) {
@@ -1149,11 +1132,9 @@ void check_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
                        const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
               "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
-  const auto dtype = input.scalar_type();
-  check_dtype(input);
-  check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, dtype, input);
-  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, dtype, input);
-  check_affine(weight, bias, input, {64});
+  check_affine(input, {64}, weight, bias);
+  check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, input.scalar_type(), input);
+  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, input.scalar_type(), input);
 }
 
 std::vector<SymInt> output_sizes(const Tensor& input) {

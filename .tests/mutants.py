@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant("binding: gradient of bias alone", "compute_requires_grad(input, weight, bias);", "compute_requires_grad(input, weight);", ASKED_FOR),
     Mutant("binding: tangent of grad_output dropped", "!must_compose(grad_outputs[0])", "!must_compose()", "forward_over_reverse"),
     Mutant("binding: input not cast under autocast", "op.call(cast(input)", "op.call(input", "autocast"),
-    Mutant("binding: weight on another device", "check_device(name, t, input); const", "const", "bad_dtypes_and_devices"),
+    Mutant("binding: weight on another device", "check_device(name, t, input); TORCH_CHECK", "TORCH_CHECK", "bad_dtypes_and_devices"),
     Mutant("binding: backward checks nothing", "check_tensor(\"grad_output\", grad_output, input.sym_sizes(), input.scalar_type(), input); check_tensor(\"statistics\", statistics, {2, row_count(input, normalized_shape)}, at::kFloat, input);", "", "backward_checks"),
     Mutant("binding: backward of the convolution checks nothing", "check_tensor(\"grad_output\", grad_output, output_sizes(input), input.scalar_type(), input); const", "const", "backward_checks"),
     Mutant("binding: shape of grad_output and statistics", "t.sym_sizes().equals(sizes)", "true", "backward_checks"),
