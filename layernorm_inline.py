@@ -180,7 +180,8 @@ def layer_norm(
 ) -> torch.Tensor:
     """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
 
-    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with biased variance.
+    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with biased variance
+    (https://arxiv.org/abs/1607.06450).
     Differentiable, to any order without an activation and twice with one.
 
     Args:

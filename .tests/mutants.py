@@ -155,7 +155,7 @@ MUTANTS = [
     Mutant("backward: last row left out of grad_weight", "grad_weight[v] += grad[v] * xhat[v];", "if (row + r * next_row < call.rows - 1) grad_weight[v] += grad[v] * xhat[v];", VALUES),
     Mutant("backward, words: a row's begin is not asked for", "mid_word = is_in_words<T, V> ? row * cols % 2 : 0", "mid_word = 0", VALUES),
     Mutant("backward, words: sums of the extra column lost", "if (columns.has_extra) gathered[columns.extra] = extra;", "", VALUES),
-    Mutant("backward, words: input that begins off 4 bytes", "x = aligned(input, 4)", "x = input.contiguous()", VALUES),
+    Mutant("backward, words: input that begins off 4 bytes", "dy = aligned(grad_output, 4), x = aligned(input, 4)", "dy = grad_output.contiguous(), x = input.contiguous()", VALUES),
     Mutant("backward, words: weight of those that are not live", "if (kAddsZeros<T, V>) own.weight[i] = {};", "", SHORT_CONSTANT, emulated="a register seldom happens to hold NaN"),
     Mutant("backward, words: those that are not live have a mean", "kZeros ? next.mean[r] * float(columns.live[i]) : next.mean[r]", "next.mean[r]", SHORT_CONSTANT),
     Mutant("backward, words: bias of the extra column lost", "share[call.cols - 1] = load_affine_columns<T, 1>(call, call.bias, columns.extra, 0)[0];", "share[call.cols - 1] = 0;", VALUES),
