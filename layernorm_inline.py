@@ -2484,6 +2484,13 @@ _ROWS = r"""
 template <typename T>
 using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances>;
 
+template <typename T, int V>
+__device__ DistanceSums<T> distances_of(const Vec<float, V>& from_mean) {
+  DistanceSums<T> sums = {};
+  UNROLL(v, V) add_distance(sums, from_mean[v]);
+  return sums;
+}
+
 // A thread's columns: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are not aligned
 // (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
 template <typename T, bool SHIFTED, bool IN_WARP>
@@ -2567,9 +2574,7 @@ __device__ DistanceSums<T> distances_of_row(const RowParts<T, PACKS, ROWS>& x,
   DistanceSums<T> total = {};
   if (columns.has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
   UNROLL(i, PACKS) {
-    const auto distances = widened(x.packs[i][r]) - mean;
-    DistanceSums<T> here = {};
-    UNROLL(v, distances.kSize) add_distance(here, distances[v]);
+    const auto here = distances_of<T>(widened(x.packs[i][r]) - mean);
     if (columns.has(i)) total = combine(total, here);
   }
   return total;
@@ -3208,64 +3213,55 @@ namespace shared {
 // Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
-// Threads of a row, at most (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
-constexpr int kMostThreads = 1024, kThreads16Bits = 512;
-// Bytes of a row, at most: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of copy
-// speed, pipeline 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949). An SM must hold two (code for
-// sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
-constexpr int kMostBytes = 71 << 10, kMostBytes16Bits = 43 << 10;
 // Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of 16384:
 // 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
-// Blocks of 1024 threads that an SM should hold: those of sm_86 to sm_89 and sm_110 have 1536.
-constexpr int kFloatBlocks = (kArch >= 860 && kArch < 900) || kArch == 1100 ? 1 : kRowBlocks - 1;
 
 template <typename T>
-constexpr int kBlockThreads = sizeof(T) == 4 ? kMostThreads : kThreads16Bits;
-template <typename T>
-constexpr int kLeastBlocks = sizeof(T) == 4 ? kFloatBlocks : kRowBlocks;  // of so many threads, on an SM
-// Weight and bias of so many packs at once (16-bit rows of 32768, if taken here: 0.87 of copy speed with one, 0.90 with
-// two).
-template <typename T>
-constexpr int kAtOnce = kArch >= 1000 && sizeof(T) == 4 ? 1 : 2;  // float32 would spill there
+struct Limits {
+  static constexpr bool k16Bits = sizeof(T) == 2, kSmHas1536 = (kArch >= 860 && kArch < 900) || kArch == 1100;
+  // Of a row (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
+  static constexpr int kThreads = k16Bits ? 512 : 1024;
+  // Of so many threads, on an SM, of which some have room for 1536 threads.
+  static constexpr int kBlocks = k16Bits ? kRowBlocks : kSmHas1536 ? 1 : kRowBlocks - 1;
+  // Of a row: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of copy speed, pipeline
+  // 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949).
+  static constexpr int kBytes = (k16Bits ? 43 : 71) << 10;
+  // Packs whose weight and bias are loaded at once (16-bit rows of 32768, if taken here: 0.87 of copy speed with one,
+  // 0.90 with two); of float32 two would spill from sm_100 on.
+  static constexpr int kAtOnce = k16Bits || kArch < 1000 ? 2 : 1;
+};
 
 template <typename T>
-__global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
+__global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
     layer_norm_shared_rows(Forward call, RowConstants constants, PrefetchWindow window) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  constexpr int V = 16 / sizeof(T);
+  if constexpr (kArch < 800) return __trap();  // takes() keeps calls away from such code
+  constexpr int V = 16 / sizeof(T), kMaxWarps = Limits<float>::kThreads / 32;
   extern __shared__ __align__(128) unsigned char row_bytes[];
-  __shared__ RowSlots<T, 1, kMostThreads / 32> slots;
+  __shared__ RowSlots<T, 1, kMaxWarps> slots;
   const int cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + int64_t(blockIdx.x) * cols;
   const Columns<T, false, false> columns(input, cols);
-  T* x = reinterpret_cast<T*>(row_bytes);
+  T* row = reinterpret_cast<T*>(row_bytes);
 
   // Load.
   const uint64_t policy = l2_policy(constants.priority);
-  for (int col = columns.first; col < cols; col += columns.stride) copy_async(x + col, input + col, policy);
+  for (int col = columns.first; col < cols; col += columns.stride) copy_async(row + col, input + col, policy);
   if (is_prefetching_thread()) prefetch_later_rows(window, policy);
   wait_for_copies();
 
   // Measure: the mean first, then distances from it.
   const int packs = (cols - columns.first + columns.stride - 1) / columns.stride;  // of this thread
+  const auto x = [&](int i) { return widened(load<T, V>(row + columns.at(i))); };
   float sum[1] = {}, mean[1];
 #pragma unroll(kLoads)
-  for (int i = 0; i < packs; ++i) {
-    const auto values = widened(load<T, V>(x + columns.at(i)));
-    sum[0] += sum_of<T>(values);
-  }
+  for (int i = 0; i < packs; ++i) sum[0] += sum_of<T>(x(i));
   row_means<T, INT_MAX, false>(mean, sum, packs * V, cols, constants.per_col, slots);
   DistanceSums<T> distances[1] = {};
 #pragma unroll(kLoads)
-  for (int i = 0; i < packs; ++i) {
-    const auto from_mean = widened(load<T, V>(x + columns.at(i))) - mean[0];
-    DistanceSums<T> here = {};
-    UNROLL(v, V) add_distance(here, from_mean[v]);
-    distances[0] = combine(distances[0], here);
-  }
-  combine_row<false, kMostThreads / 32>(distances, slots.distances);
+  for (int i = 0; i < packs; ++i) distances[0] = combine(distances[0], distances_of<T>(x(i) - mean[0]));
+  combine_row<false, kMaxWarps>(distances, slots.distances);
   const float m2 = correct_mean(distances[0], mean[0], constants.per_col);
   const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
   if (threadIdx.x == 0) save_statistics(call, blockIdx.x, mean[0], rstd);
@@ -3273,33 +3269,29 @@ __global__ void __launch_bounds__(kBlockThreads<T>, kLeastBlocks<T>)
   // Write.
   T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
   with_same_dtype<T>(call, [&](auto same_dtype) {
-#pragma unroll(kAtOnce<T>)
+#pragma unroll(Limits<T>::kAtOnce)
     for (int i = 0; i < packs; ++i) {
-      const int col = columns.at(i);
       Vec<float, V> weight, bias;
-      load_affine_pair<T, V, false, same_dtype.value>(weight, bias, call, col, 0);
-      const auto y = (widened(load<T, V>(x + col)) - mean[0]) * rstd * weight + bias;
-      store<T, V>(output + col, y);
+      load_affine_pair<T, V, false, same_dtype.value>(weight, bias, call, columns.at(i), 0);
+      store<T, V>(output + columns.at(i), (x(i) - mean[0]) * rstd * weight + bias);
     }
   });
-#else
-  __trap();  // takes() keeps calls away from such code
-#endif
 }
 
 // ---- Rows in shared memory, forward: host side ----
 
+// An SM must hold two rows (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
+template <typename T>
 bool takes(const Forward& call, const Device& device) {
-  const int64_t bytes = call.cols * size_of(call.dtype),
-                most = size_of(call.dtype) == 2 ? kMostBytes16Bits : kMostBytes;
-  return device.code >= 80 && bytes <= most && 2 * (bytes + kControlBytes) <= device.shared_bytes &&
+  const int64_t bytes = call.cols * sizeof(T);
+  return device.code >= 80 && bytes <= Limits<T>::kBytes && 2 * (bytes + kControlBytes) <= device.shared_bytes &&
          call.rows >= int64_t(kRowsForEachSm) * device.sms;
 }
 
 template <typename T>
 cudaError_t launch(const Forward& call, const Context& context) {
   const int64_t bytes = call.cols * sizeof(T);
-  const int threads = std::min(kBlockThreads<T>, row_threads(bytes / 16, kLoads));
+  const int threads = std::min(Limits<T>::kThreads, row_threads(bytes / 16, kLoads));
   return launch_kernel(layer_norm_shared_rows<T>, {call.rows, threads, kPlain, int(bytes)}, context, call,
                        row_constants(call, context.device), prefetch_window(call, 1, context.device));
 }
@@ -4940,7 +4932,7 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
   constexpr bool kAligned = V > 1;
   if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned>(call, context);
   if constexpr (kAligned && !kFused) {
-    if (shared::takes(call, device)) return shared::launch<T>(call, context);
+    if (shared::takes<T>(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
       const cudaError_t error = pipeline::launch<T>(call, context);
       if (!cannot_cooperate(error)) return error;

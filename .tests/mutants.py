@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * cols;", "input_row = static_cast<const T*>(call.input) + int(row * cols);", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "const float rstd = rsqrt(m2 * constants.per_col + constants.eps)", "const float rstd = rsqrt(m2 * constants.per_col)", SHARED),
-    Mutant("shared memory: distances from 0", "widened(load<T, V>(x + columns.at(i))) - mean[0];", "widened(load<T, V>(x + columns.at(i)));", SHARED),
+    Mutant("shared memory: distances from 0", "distances_of<T>(x(i) - mean[0])", "distances_of<T>(x(i))", SHARED),
     Mutant("shared memory: last pack of some threads left out", "(cols - columns.first + columns.stride - 1) / columns.stride", "(cols - columns.first) / columns.stride", SHARED),
     Mutant("shared memory: copy not waited for", "prefetch_later_rows(window, policy); wait_for_copies();", "prefetch_later_rows(window, policy);", SHARED),
     # ---- Long rows in a pipeline ----
