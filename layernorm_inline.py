@@ -1721,13 +1721,14 @@ struct Moments {
 };
 
 // Adds the moments of more numbers, at least one.
-__device__ inline void add_moments(Moments& all, float count, float mean, float m2) {
+__device__ inline Moments combine(Moments all, const Moments& more) {
   // The share of what came before: 0 of nothing, which keeps the first mean to the bit.
-  const float share = all.count * fast_reciprocal(all.count + count), delta = mean - all.mean;
+  const float share = all.count * fast_reciprocal(all.count + more.count), delta = more.mean - all.mean;
   // delta is not squared alone: of a first mean of 1e20 that would be infinity, times 0.
-  all.m2 += m2 + delta * (delta * (count * share));
-  all.mean = mean - delta * share;
-  all.count += count;
+  all.m2 += more.m2 + delta * (delta * (more.count * share));
+  all.mean = more.mean - delta * share;
+  all.count += more.count;
+  return all;
 }
 
 // The number from which all blocks of a float32 row count their means, so that what they exchange is small and exact (1
@@ -1818,7 +1819,7 @@ __device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[
 }
 
 // One a lane; the first lane's is empty only if all are.
-__device__ inline Moments combine_means(const Moments& moments, int width) {
+__device__ inline Moments combine_lanes(const Moments& moments, int width) {
   const float2 part[1] = {{moments.mean, moments.m2}};
   const float count[1] = {moments.count}, all = combine_lanes(moments.count, width);
   const float2 total = combine_means<1>(part, count, max(all, 1.0f), width);
@@ -1898,13 +1899,6 @@ __device__ void combine_row(X (&x)[R], X (*slots)[R]) {
     if (slot >= warps) x[r] = X{};
   }
   combine_lanes(x, WARPS);
-}
-
-template <typename X>
-__device__ X combine_row(X x, X (*slots)[1]) {
-  X values[1] = {x};
-  combine_row(values, slots);
-  return values[0];
 }
 """
 
@@ -3933,13 +3927,13 @@ __device__ void measure_stage(Moments& moments, const StagePart& x, bool is_last
   const auto pack = [&](int i) { return widened(x[i]); };
   const float per_count = exists(1) ? 0.5f / V : 1.f / V;
   const float2 stage = measure_packs<float, 1, kStagePacks>(pack, exists, count, per_count);
-  if (!is_last || count > 0) add_moments(moments, count, stage.x, stage.y);
+  if (!is_last || count > 0) moments = combine(moments, {count, stage.x, stage.y});
 }
 
 // A row is measured: the last warp tells the group what this block has of it.
 __device__ void publish_row(Moments& moments, int row, int parity, const Block& block) {
   const int warp = block.thread / 32, lane = block.thread % 32;
-  Moments total = combine_means(moments, 32);
+  Moments total = combine_lanes(moments, 32);
   moments = {};
   if (lane == 0) {
     block.control.moments[warp] = total;
@@ -3947,7 +3941,7 @@ __device__ void publish_row(Moments& moments, int row, int parity, const Block& 
   }
   if (warp != kWarps - 1) return;
   barrier_wait(&block.control.measured, parity);
-  total = combine_means(block.control.moments[lane % kWarps], kWarps);
+  total = combine_lanes(block.control.moments[lane % kWarps], kWarps);
   if (lane == 0) publish(mailbox_of(block.mailboxes, row, block.rank), {total.mean, total.m2});
   __syncwarp();
 }
@@ -4078,10 +4072,10 @@ _SPREAD = r"""
 namespace spread {
 
 // ---- Rows spread over the GPU, forward and backward ----
-// Takes every row that no other room takes, on every GPU. A first kernel reads input and leaves the moments of each
-// piece of a row (every `pieces`-th of what a block loads at once); a second makes statistics of them; a third goes
-// down the rows with weight and bias of its columns in registers. Input is read twice, and grad_output; weight, as many
-// bytes as a long row, once for many rows.
+// Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
+// (every `pieces`-th of what a block loads at once); a second combines a row's pieces; a third goes down the rows with
+// weight and bias of its columns in registers. Input is read twice, and grad_output; weight, as many bytes as a long
+// row, once for many rows.
 // Example: 16 float32 rows of 4194304 on 132 SMs. 33 blocks measure a row, 4096 columns at once; another makes its
 // statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
@@ -4089,55 +4083,78 @@ constexpr int kThreads = 256;  // of the first two kernels
 // Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); of unaligned
 // rows, whose loads are small, as many as fit.
 constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
+constexpr int64_t kLeastPiece = 8192;  // columns: a block's start and end show
 // Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
 constexpr int kTileColumns = 2048;
-template <int V>
-constexpr int kTilePacks = V < 4 ? 4 / V : 1;
-template <int V>
-constexpr int kTileThreads = kTileColumns / (kTilePacks<V> * V);
-constexpr int64_t kLeastPiece = 8192;        // columns: a block's start and end show
-constexpr int64_t kBlocksPerSm = 8;          // of the third kernel: blocks share rows to have so many
-constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight and grad_bias
+constexpr int64_t kBlocksPerSm = 8;  // of the third kernel: blocks share rows to have so many
 
-// A thread's packs of V columns, one after all of the block's threads have one.
-template <int V, int THREADS>
-struct Packs {
+// A thread's columns of those that a block loads at once: a pack of V or, of unaligned rows (V = 1), four. It has
+// the first one, or none where first >= cols.
+template <typename T, int V, int THREADS = kTileColumns / std::max(V, 4)>
+struct Columns {
+  static constexpr int kThreads = THREADS, kPacks = std::max(1, 4 / V), kStep = kPacks * V * THREADS;
+  using Numbers = Vec<float, kPacks * V>;
   int64_t first, cols;
 
+  __device__ Columns(int64_t step, int64_t cols) : first(step * kStep + threadIdx.x * V), cols(cols) {}
   __device__ int64_t at(int i) const { return first + i * V * THREADS; }
-  __device__ bool has(int i) const { return at(i) < cols; }
-  // Returns how many columns a thread has.
-  template <typename T, int PACKS>
-  __device__ int load_from(const T* row, Pack<T, V> (&x)[PACKS]) const {
-    int count = 0;
-    UNROLL(i, PACKS) {
-      if (has(i)) x[i] = load<T, V>(row + at(i)), count += V;
+  __device__ bool has(int i) const { return i == 0 || at(i) < cols; }
+  static __device__ Vec<float, V> pack(const Numbers& x, int i) {
+    Vec<float, V> pack;
+    UNROLL(v, V) pack[v] = x[i * V + v];
+    return pack;
+  }
+  template <typename F>
+  __device__ Numbers load_packs(F load_pack) const {  // load_pack(column)
+    Numbers x = {};
+    UNROLL(i, kPacks) {
+      if (!has(i)) continue;
+      const Vec<float, V> pack = load_pack(at(i));
+      UNROLL(v, V) x[i * V + v] = pack[v];
     }
-    return count;
+    return x;
+  }
+  __device__ Numbers load_row(const void* tensor, int64_t row) const {
+    const T* from = static_cast<const T*>(tensor) + row * cols;
+    return load_packs([&](int64_t col) { return widened(load<T, V>(from + col)); });
+  }
+  template <typename Call>
+  __device__ Numbers load_parameter(const Call& call, const void* affine, float fallback) const {
+    return load_packs([&](int64_t col) { return load_affine<T, V>(affine, call.affine_float32, col, fallback); });
+  }
+  // grad_output, or what the epilogue's derivative makes of it.
+  __device__ Numbers load_gradient(const Backward& call, int64_t row, const Numbers& xhat,
+                                   const Numbers& weight) const {
+    const Numbers grad = load_row(call.grad_output, row);
+    if constexpr (!kFused) return grad;
+    auto pack = packed<T>(grad);
+    apply_derivative<T>(pack, xhat, weight, load_parameter(call, call.bias, 0), call);
+    return widened(pack);
+  }
+  __device__ void store_row(void* tensor, int64_t row, const Numbers& x) const {
+    T* to = static_cast<T*>(tensor) + row * cols;
+    UNROLL(i, kPacks) {
+      if (has(i)) store<T, V, true>(to + at(i), pack(x, i));
+    }
   }
 };
 
-// Those of its block's tile: from the last columns back, which L2 still holds.
-template <int V>
-__device__ Packs<V, kTileThreads<V>> packs_of_tile(int64_t cols) {
-  return {int64_t(gridDim.x - 1 - blockIdx.x) * kTileColumns + threadIdx.x * V, cols};
-}
-
-// ---- Spread: forward ----
+// ---- Spread: first kernel ----
 
 // Of all threads of a block; the first thread's are empty only if all are.
-__device__ Moments combine_block(Moments moments) {
+template <typename Part>
+__device__ Part combine_block(Part part) {
   constexpr int kWarps = kThreads / 32;
-  __shared__ Moments of_warps[kWarps];
-  moments = combine_means(moments, 32);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = moments;
+  __shared__ Part of_warps[kWarps];
+  part = combine_lanes(part, 32);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = part;
   __syncthreads();
-  return combine_means(of_warps[threadIdx.x % kWarps], kWarps);
+  return combine_lanes(of_warps[threadIdx.x % kWarps], kWarps);
 }
 
 template <typename T, int V>
 __global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuringBlocks)
-    partial_moments(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
+    measure_pieces(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
   let_next_start();
   constexpr int kPacks = V == 1 ? 8 : 4;
   const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = kPacks * V * kThreads;
@@ -4147,206 +4164,154 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuri
   const float reference = sizeof(T) == 2 ? 0 : reference_of(sampled(0), sampled(1), sampled(2));
   if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
   Moments moments = {};
-  for (int64_t first = piece * step; first < cols; first += pieces * step) {
-    const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
-    Pack<T, V> loaded[kPacks];
-    const int count = packs.load_from(input, loaded);
-    const auto x = [&](int i) { return widened(loaded[i]) - reference; };
+  for (int64_t first = piece * step + threadIdx.x * V; first < cols; first += pieces * step) {
+    Pack<T, V> packs[kPacks];
+    int count = 0;
+    UNROLL(i, kPacks) {
+      const int64_t col = first + i * V * kThreads;
+      if (i == 0 || col < cols) packs[i] = load<T, V>(input + col), count += V;
+    }
+    const auto x = [&](int i) { return widened(packs[i]) - reference; };
     const auto has = [&](int i) { return i * V < count; };
-    const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(max(count, 1)));
-    if (count > 0) add_moments(moments, count, part.x, part.y);
+    const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(count));
+    moments = combine(moments, {float(count), part.x, part.y});
   }
   moments = combine_block(moments);
   if (threadIdx.x == 0) moments_of_pieces[row * pieces + piece] = moments;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    finish_moments(Forward call, int pieces, const Moments* moments_of_pieces, RowStats* row_stats) {
+template <typename T, int V>
+__global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
+    measure_pieces(Backward call, int pieces, Sums* sums_of_pieces, Sums*) {
+  let_next_start();
+  const int64_t row = blockIdx.x % call.rows;
+  const int piece = blockIdx.x / call.rows;
+  const float mean = static_cast<const float*>(call.mean)[row];
+  const float rstd = static_cast<const float*>(call.rstd)[row];
+  Sums sums = {};
+  Columns<T, V, kThreads> columns(piece, call.cols);
+  for (; columns.first < call.cols; columns.first += pieces * columns.kStep) {
+    const auto weight = columns.load_parameter(call, call.weight, 1);
+    const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
+    const auto wdy = product(weight, columns.load_gradient(call, row, xhat, weight));
+    Sums here = {};  // short sums first: thousands of terms one by one would lose digits
+    UNROLL(v, wdy.kSize) {
+      if (columns.has(v / V)) here.wdy += wdy[v], here.wdy_xhat += wdy[v] * xhat[v];
+    }
+    sums = combine(sums, here);
+  }
+  sums = combine_block(sums);
+  if (threadIdx.x == 0) sums_of_pieces[row * pieces + piece] = sums;
+}
+
+// ---- Spread: second kernel ----
+
+__device__ inline void finish(const Forward& call, int64_t row, const Moments& moments, RowStats& stats) {
+  const float reference = stats.mean, rstd = inverse_root(moments.m2 / float(call.cols) + float(call.eps));
+  stats = row_stats_of(reference, moments.mean, rstd);
+  save_statistics(call, row, reference + moments.mean, rstd);
+}
+__device__ inline void finish(const Backward& call, int64_t, const Sums& sums, Sums& means) {
+  means = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
+}
+
+template <typename Call, typename Part, typename ForRow>
+__global__ void __launch_bounds__(kThreads) finish_rows(Call call, int pieces, const Part* parts, ForRow* for_rows) {
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
-  const float reference = row_stats[row].mean;
-  Moments moments = {};
-  for (int i = threadIdx.x; i < pieces; i += kThreads) {
-    const Moments piece = moments_of_pieces[row * pieces + i];
-    add_moments(moments, piece.count, piece.mean, piece.m2);
-  }
-  moments = combine_block(moments);
-  if (threadIdx.x != 0) return;
-  const float rstd = inverse_root(moments.m2 / float(call.cols) + float(call.eps));
-  row_stats[row] = row_stats_of(reference, moments.mean, rstd);
-  save_statistics(call, row, reference + moments.mean, rstd);
+  Part part = {};
+  for (int i = threadIdx.x; i < pieces; i += kThreads) part = combine(part, parts[row * pieces + i]);
+  part = combine_block(part);
+  if (threadIdx.x == 0) finish(call, row, part, for_rows[row]);
 }
+
+// ---- Spread: third kernel ----
 
 template <typename T, int V>
 __global__ void __launch_bounds__(512)
     normalize_columns(Forward call, const RowStats* row_stats, int64_t rows_per_block) {
-  const auto packs = packs_of_tile<V>(call.cols);
-  Vec<float, V> weight[kTilePacks<V>], bias[kTilePacks<V>];
-  UNROLL(i, kTilePacks<V>) {
-    if (!packs.has(i)) continue;
-    weight[i] = load_affine<T, V>(call.weight, call.affine_float32, packs.at(i), 1);
-    bias[i] = load_affine<T, V>(call.bias, call.affine_float32, packs.at(i), 0);
-  }
-
+  const Columns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);  // from the last back, which L2 still holds
+  if (columns.first >= call.cols) return;
+  const auto weight = columns.load_parameter(call, call.weight, 1), bias = columns.load_parameter(call, call.bias, 0);
   wait_for_previous();
   const int64_t first_row = blockIdx.y * rows_per_block;
   ROLLED(r, min(rows_per_block, call.rows - first_row)) {  // unrolled, fewer blocks fit an SM
-    const RowStats stats = row_stats[first_row + r];
-    T* output = static_cast<T*>(call.output) + (first_row + r) * call.cols;
-    Pack<T, V> x[kTilePacks<V>];
-    packs.load_from(static_cast<const T*>(call.input) + (first_row + r) * call.cols, x);
-    UNROLL(i, kTilePacks<V>) {
-      if (!packs.has(i)) continue;
-      auto y = normalized<T>(widened(x[i]), stats) * weight[i] + bias[i];
-      apply_epilogue<T>(y, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
-      store<T, V, true>(output + packs.at(i), y);
-    }
+    const int64_t row = first_row + r;
+    const RowStats stats = row_stats[row];
+    auto y = normalized<T>(columns.load_row(call.input, row), stats) * weight + bias;
+    apply_epilogue<T>(y, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
+    columns.store_row(call.output, row, y);
   }
 }
 
-// ---- Spread: backward ----
-
-// grad_output, or what the epilogue's derivative makes of it.
+// With the columns' grad_weight and grad_bias in registers, too. Unasked, the compiler would leave no registers for a
+// third block; with an activation a third would spill.
 template <typename T, int V>
-__device__ Vec<float, V> gradient_of(Pack<T, V>& grad_output, const Vec<float, V>& xhat, const Vec<float, V>& weight,
-                                     const Backward& call, int64_t col) {
-  if constexpr (kFused) {
-    const auto bias = load_affine<T, V>(call.bias, call.affine_float32, col, 0);
-    apply_derivative<T>(grad_output, xhat, weight, bias, call);
-  }
-  return widened(grad_output);
-}
-
-// First the two sums of each piece of a row,
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
-    backward_partial_sums(Backward call, int pieces, Sums* sums_of_pieces) {
-  __shared__ Sums slots[kMaxWarps][1];
-  let_next_start();
-  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = kTilePacks<V> * V * kThreads;
-  const int piece = blockIdx.x / call.rows;
-  const T* input = static_cast<const T*>(call.input) + row * cols;
-  const T* grad_output = static_cast<const T*>(call.grad_output) + row * cols;
-  const float mean = static_cast<const float*>(call.mean)[row];
-  const float rstd = static_cast<const float*>(call.rstd)[row];
-  Sums sums = {};
-  for (int64_t first = piece * step; first < cols; first += pieces * step) {
-    const Packs<V, kThreads> packs = {first + threadIdx.x * V, cols};
-    Sums here = {};  // short sums first: thousands of terms one by one would lose digits
-    UNROLL(i, kTilePacks<V>) {
-      const int64_t col = packs.at(i);
-      if (col >= cols) continue;
-      const auto xhat = (widened(load<T, V>(input + col)) - mean) * rstd;
-      Pack<T, V> dy = load<T, V>(grad_output + col);
-      const auto weight = load_affine<T, V>(call.weight, call.affine_float32, col, 1);
-      const auto grad = gradient_of<T>(dy, xhat, weight, call, col);
-      const auto wdy = product(weight, grad);
-      UNROLL(v, V) here.wdy += wdy[v], here.wdy_xhat += wdy[v] * xhat[v];
-    }
-    sums = combine(sums, here);
-  }
-  sums = combine_row(sums, slots);
-  if (threadIdx.x == 0) sums_of_pieces[row * pieces + piece] = sums;
-}
-
-// then their means over the row,
-__global__ void __launch_bounds__(kThreads)
-    finish_sums(Backward call, int pieces, const Sums* sums_of_pieces, Sums* row_means) {
-  __shared__ Sums slots[kMaxWarps][1];
-  let_next_start();
-  wait_for_previous();
-  const int64_t row = blockIdx.x;
-  sums_of_pieces += row * pieces;
-  Sums sums = {};
-  for (int i = threadIdx.x; i < pieces; i += blockDim.x) sums = combine(sums, sums_of_pieces[i]);
-  sums = combine_row(sums, slots);
-  if (threadIdx.x == 0) row_means[row] = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
-}
-
-// then the gradients, with the columns' weight, grad_weight and grad_bias in registers.
-template <typename T, int V>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(Columns<T, V>::kThreads, V == 8 ? 4 : kRowBlocks - kFused)
     backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
-  // Also for weight: where grad_input is not wanted, its writer may be the previous kernel.
-  wait_for_previous();
-  const auto packs = packs_of_tile<V>(call.cols);
-  Vec<float, V> weight[kTilePacks<V>], grad_weight[kTilePacks<V>] = {}, grad_bias[kTilePacks<V>] = {};
-  UNROLL(i, kTilePacks<V>) {
-    if (packs.has(i)) weight[i] = load_affine<T, V>(call.weight, call.affine_float32, packs.at(i), 1);
-  }
-
+  const Columns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);  // from the last back, which L2 still holds
+  if (columns.first >= call.cols) return;
+  wait_for_previous();  // also for weight: where grad_input is not wanted, its writer may be the previous kernel
+  const auto weight = columns.load_parameter(call, call.weight, 1);
+  typename Columns<T, V>::Numbers grad_weight = {}, grad_bias = {};
   const int64_t first_row = blockIdx.y * rows_per_block;
   ROLLED(r, min(rows_per_block, call.rows - first_row)) {
     const int64_t row = first_row + r;
     const float mean = static_cast<const float*>(call.mean)[row];
     const float rstd = static_cast<const float*>(call.rstd)[row];
     const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
-    T* grad_input = static_cast<T*>(call.grad_input) + row * call.cols;
-    Pack<T, V> x[kTilePacks<V>], dy[kTilePacks<V>];
-    packs.load_from(static_cast<const T*>(call.input) + row * call.cols, x);
-    packs.load_from(static_cast<const T*>(call.grad_output) + row * call.cols, dy);
-    UNROLL(i, kTilePacks<V>) {
-      if (!packs.has(i)) continue;
-      const auto xhat = (widened(x[i]) - mean) * rstd;
-      const auto grad = gradient_of<T>(dy[i], xhat, weight[i], call, packs.at(i));
-      const auto dx = (product(weight[i], grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
-      grad_weight[i] = grad_weight[i] + grad * xhat, grad_bias[i] = grad_bias[i] + grad;
-      if (call.grad_input != nullptr) store<T, V, true>(grad_input + packs.at(i), dx);
-    }
+    const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
+    const auto grad = columns.load_gradient(call, row, xhat, weight);
+    const auto dx = (product(weight, grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
+    grad_weight = grad_weight + grad * xhat, grad_bias = grad_bias + grad;
+    if (call.grad_input != nullptr) columns.store_row(call.grad_input, row, dx);
   }
-
-  UNROLL(i, kTilePacks<V>) {
-    if (packs.has(i)) add_gradients<T>(call, partials, packs.at(i), grad_weight[i], grad_bias[i], true);
+  UNROLL(i, columns.kPacks) {
+    if (!columns.has(i)) continue;
+    add_gradients<T>(call, partials, columns.at(i), columns.pack(grad_weight, i), columns.pack(grad_bias, i), true);
   }
 }
 
 // ---- Spread: host side ----
 
-struct Plan {
-  int pieces;                 // of a row, a block each
-  int64_t tiles, row_blocks;  // blocks over columns and over rows, of the third kernel
-};
-
-Plan plan(int64_t rows, int64_t cols, const Device& device) {
-  const int64_t places = kMeasuringBlocks * device.sms;
+template <typename T, int V, typename Call>
+cudaError_t launch(const Call& call, const Context& context) {
+  constexpr bool kForward = std::is_same_v<Call, Forward>;
+  using Part = std::conditional_t<kForward, Moments, Sums>;
+  using ForRow = std::conditional_t<kForward, RowStats, Sums>;
+  const int64_t rows = call.rows, cols = call.cols, places = kMeasuringBlocks * context.device.sms;
   const int64_t waves = ceil_div(8 * rows, places);  // 8 pieces a row or more: at most 1/9 of the places idle
-  const int64_t pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
+  const int pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
   const int64_t tiles = ceil_div(cols, kTileColumns);
-  return {int(pieces), tiles, std::min(rows, ceil_div(kBlocksPerSm * device.sms, tiles))};
-}
-
-template <typename T, int V>
-cudaError_t launch(const Forward& call, const Context& context) {
-  const Plan p = plan(call.rows, call.cols, context.device);
-  auto* row_stats =
-      static_cast<RowStats*>(context.allocate(call.rows * (sizeof(RowStats) + p.pieces * sizeof(Moments))));
-  auto* moments = reinterpret_cast<Moments*>(row_stats + call.rows);
-  partial_moments<T, V><<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, moments, row_stats);
-  launch_kernel(finish_moments, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, moments, row_stats);
-  launch_kernel(normalize_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call,
-                row_stats, ceil_div(call.rows, p.row_blocks));
-  return cudaGetLastError();
-}
-
-template <typename T, int V>
-cudaError_t launch(const Backward& call, const Context& context) {
-  Plan p = plan(call.rows, call.cols, context.device);
-  const int64_t fit = kPartialBytes / (2 * sizeof(float) * call.cols);
-  p.row_blocks = std::max(ceil_div(call.rows, kRowsPerSum), std::min(p.row_blocks, fit));
-  const int64_t partial_rows = p.row_blocks > 1 ? p.row_blocks : 0;  // of a single one they are the totals
-  const int64_t sums_of_columns = 2 * partial_rows * call.cols;
-  auto* partials = static_cast<float*>(
-      context.allocate(sums_of_columns * sizeof(float) + call.rows * (p.pieces + 1) * sizeof(Sums)));
-  auto *row_means = reinterpret_cast<Sums*>(partials + sums_of_columns), *sums = row_means + call.rows;
-  if (call.grad_input != nullptr) {
-    backward_partial_sums<T, V><<<call.rows * p.pieces, kThreads, 0, context.stream>>>(call, p.pieces, sums);
-    launch_kernel(finish_sums, {call.rows, kThreads, kProgrammatic}, context, call, p.pieces, sums, row_means);
+  int64_t row_blocks = std::min(rows, ceil_div(kBlocksPerSm * context.device.sms, tiles));
+  bool is_measured = true;
+  if constexpr (!kForward) {
+    row_blocks = std::max(row_blocks, ceil_div(rows, kRowsPerSum));
+    is_measured = call.grad_input != nullptr;
   }
-  launch_kernel(backward_columns<T, V>, {dim3(p.tiles, p.row_blocks), kTileThreads<V>, kProgrammatic}, context, call,
-                row_means, ceil_div(call.rows, p.row_blocks), partial_rows > 0 ? partials : nullptr);
-  const cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
+  const int64_t partial_rows = kForward || row_blocks == 1 ? 0 : row_blocks;  // of a single one they are the totals
+  const int64_t sums_of_columns = 2 * partial_rows * cols;
+  auto* partials = static_cast<float*>(
+      context.allocate(sums_of_columns * sizeof(float) + rows * (sizeof(ForRow) + pieces * sizeof(Part))));
+  auto* for_rows = reinterpret_cast<ForRow*>(partials + sums_of_columns);
+  auto* parts = reinterpret_cast<Part*>(for_rows + rows);
+  if (is_measured) {
+    measure_pieces<T, V><<<rows * pieces, kThreads, 0, context.stream>>>(call, pieces, parts, for_rows);
+    launch_kernel(finish_rows<Call, Part, ForRow>, {rows, kThreads, kProgrammatic}, context, call, pieces, parts,
+                  for_rows);
+  }
+  const Launch by_columns = {dim3(tiles, row_blocks), Columns<T, V>::kThreads, kProgrammatic};
+  const int64_t rows_per_block = ceil_div(rows, row_blocks);
+  if constexpr (kForward) {
+    launch_kernel(normalize_columns<T, V>, by_columns, context, call, for_rows, rows_per_block);
+    return cudaGetLastError();
+  } else {
+    launch_kernel(backward_columns<T, V>, by_columns, context, call, for_rows, rows_per_block,
+                  partial_rows > 0 ? partials : nullptr);
+    const cudaError_t error = cudaGetLastError();
+    return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
+  }
 }
 
 }  // namespace spread

@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant("pack size: bias not asked, backward", "call.weight, call.bias, call.grad_input}", "call.weight, call.grad_input}", VALUES),
     Mutant("pack size: grad_output not asked", "{call.grad_output, call.input, call.weight,", "{call.input, call.weight,", VALUES),
     # ---- Statistics ----
-    Mutant("combine: share of the wrong partner", "share = all.count * fast_reciprocal(", "share = count * fast_reciprocal(", SPREAD),
+    Mutant("combine: share of the wrong partner", "share = all.count * fast_reciprocal(", "share = more.count * fast_reciprocal(", SPREAD),
     Mutant("combine: count of a part left out", "parts[n].y + counts[n] * delta * delta", "parts[n].y + delta * delta", PIPELINE),
     Mutant("combine: warps without columns count", "return {all, total.x, total.y};", "return {max(all, 1.0f), total.x, total.y};", SPREAD, "on a GPU of 100 SMs only 16-bit rows of 10^6 columns have them: seven numbers too many"),
     Mutant("block's reduction: barrier left out", "__syncthreads(); const int slot = threadIdx.x % WARPS;", "const int slot = threadIdx.x % WARPS;", VALUES),
@@ -144,11 +144,11 @@ MUTANTS = [
     Mutant("joint: statistics begin with those of the row before", "moments = {}; if (lane == 0)", "if (lane == 0)", TOGETHER),
     # ---- Rows spread over the GPU ----
     Mutant("spread: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", SPREAD),
-    Mutant("spread: means of pieces left out", "add_moments(moments, piece.count, piece.mean, piece.m2);", "add_moments(moments, piece.count, 0.0f, piece.m2);", SPREAD),
-    Mutant("spread: count where a row ends", "add_moments(moments, count, part.x, part.y)", "add_moments(moments, float(V * kPacks), part.x, part.y)", SPREAD),
-    Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; const float reference", "const int64_t row = blockIdx.x; const float reference", SPREAD),
-    Mutant("spread: statistics of a block's first row", "stats = row_stats[first_row + r];", "stats = row_stats[first_row];", SPREAD),
-    Mutant("spread, backward: mean(wdy) dropped", "product(weight[i], grad) - means.wdy - xhat", "product(weight[i], grad) - xhat", SPREAD),
+    Mutant("spread: means of pieces left out", "all.mean = more.mean - delta * share;", "all.mean = -delta * share;", SPREAD),
+    Mutant("spread: count where a row ends", "combine(moments, {float(count), part.x, part.y})", "combine(moments, {float(V * kPacks), part.x, part.y})", SPREAD),
+    Mutant("spread: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; Part part", "const int64_t row = blockIdx.x; Part part", SPREAD),
+    Mutant("spread: statistics of a block's first row", "stats = row_stats[row];", "stats = row_stats[first_row];", SPREAD),
+    Mutant("spread, backward: mean(wdy) dropped", "product(weight, grad) - means.wdy - xhat", "product(weight, grad) - xhat", SPREAD),
     # ---- Backward: rows in registers, sums over rows ----
     Mutant("backward: mean(wdy) dropped, 16 bits", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
     Mutant("backward: mean(wdy) dropped, float32", "(product(weight[v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat)", "(product(weight[v], grad[v]) - xhat[v] * means.wdy_xhat)", VALUES),
