@@ -59,7 +59,7 @@ def random_case(
             x[row, 0 if row % 3 == 1 else -1] = min(0.5 * cols**0.5, most) * (-1) ** row
     dy = normal(rows * cols).view(rows, cols).mul_(0.5).add_(0.5).add_(x, alpha=0.5)
     if telling:
-        dy[-1] *= max(1, rows / 4)
+        dy[-1] *= max(1, min(rows / 4, 4000 if dtype == torch.float16 else math.inf))  # float16 ends at 65504
     x = placed(x.mul_(std).add_(mean), offsets[0], dtype)
     dy = placed(dy, offsets[3], dtype)
     affine_dtype = torch.float32 if "float32" in affine else dtype

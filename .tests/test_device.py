@@ -251,9 +251,10 @@ def test_l2_prefetch(backend, cols, offset, dtype):
 def rows_of_float64(x, dy, rows):
     """Output and grad_input of these rows, without weight and bias."""
     x, dy = x[rows].double(), dy[rows].double()
-    xhat = (x - x.mean(1, keepdim=True)) * (x.var(1, unbiased=False, keepdim=True) + EPS).rsqrt()
+    rstd = (x.var(1, unbiased=False, keepdim=True) + EPS).rsqrt()
+    xhat = x.sub_(x.mean(1, keepdim=True)).mul_(rstd)  # in place, as a row can have 17 GB
     c1, c2 = dy.mean(1, keepdim=True), (dy * xhat).mean(1, keepdim=True)
-    return xhat, (x.var(1, unbiased=False, keepdim=True) + EPS).rsqrt() * (dy - c1 - xhat * c2)
+    return xhat, dy.sub_(c1).sub_(xhat * c2).mul_(rstd)
 
 
 @on_cuda
