@@ -682,8 +682,7 @@ enum class DType { Float32, Float16, BFloat16 };
 enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 
 // All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
-// mean and rstd are float32. A null pointer is a tensor that is absent (weight, bias) or
-// not wanted (mean, rstd, gradients).
+// A null pointer is a tensor that is absent (weight, bias) or not wanted (mean, rstd, gradients).
 struct LayerNormCall {
   const void* input;   // (rows, cols) of dtype
   const void* weight;  // (cols) of dtype, or float32 where affine_float32
@@ -696,18 +695,16 @@ struct LayerNormCall {
 };
 
 struct Forward : LayerNormCall {
-  void* output;  // (rows, cols) of dtype
-  void* mean;    // (rows)
-  void* rstd;    // (rows)
+  void* output;        // (rows, cols) of dtype
+  float *mean, *rstd;  // (rows)
 };
 
 struct Backward : LayerNormCall {
-  const void* grad_output;  // (rows, cols) of dtype
-  const void* mean;         // (rows)
-  const void* rstd;         // (rows)
-  void* grad_input;         // (rows, cols) of dtype
-  void* grad_weight;        // (cols), as weight
-  void* grad_bias;          // (cols), as weight
+  const void* grad_output;   // (rows, cols) of dtype
+  const float *mean, *rstd;  // (rows)
+  void* grad_input;          // (rows, cols) of dtype
+  void* grad_weight;         // (cols), as weight
+  void* grad_bias;           // (cols), as weight
 };
 
 // ConvTranspose3d (32 channels in, 64 out, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
@@ -919,8 +916,8 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
     call.cols = product(normalized_shape).expect_int();
     call.rows = input.numel() / call.cols;
     if (SAVE_STATISTICS) {
-      call.mean = write(statistics);
-      call.rstd = static_cast<float*>(call.mean) + call.rows;
+      call.mean = static_cast<float*>(write(statistics));
+      call.rstd = call.mean + call.rows;
     }
     call.activation = checked(activation, scale);
     run(call, input);
@@ -964,8 +961,8 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   call.grad_bias = write(grad_bias);
   call.cols = cols.expect_int();
   call.rows = input.numel() / call.cols;
-  call.mean = read(stats);
-  call.rstd = static_cast<const float*>(call.mean) + call.rows;
+  call.mean = static_cast<const float*>(read(stats));
+  call.rstd = call.mean + call.rows;
   call.activation = checked(activation, scale);
   if (call.activation == Activation::None) call.bias = nullptr;
   run(call, input);
@@ -1533,15 +1530,9 @@ __device__ void store(T* p, const Vec<float, V>& x) {
 // weight[col .. col + V) or bias[...]; `fallback` where the tensor is null.
 template <typename T, int V>
 __device__ Vec<float, V> load_affine(const void* affine, bool affine_float32, int64_t col, float fallback) {
-  Vec<float, V> w;
-  if (affine == nullptr) {
-    w = Vec<float, V>() + fallback;
-  } else if (sizeof(T) == 2 && affine_float32) {
-    w = widened(load<float, V>(static_cast<const float*>(affine) + col));
-  } else {
-    w = widened(load<T, V>(static_cast<const T*>(affine) + col));
-  }
-  return w;
+  if (affine == nullptr) return Vec<float, V>() + fallback;
+  if (sizeof(T) == 2 && affine_float32) return widened(load<float, V>(static_cast<const float*>(affine) + col));
+  return widened(load<T, V>(static_cast<const T*>(affine) + col));
 }
 
 template <typename T, int V>
@@ -1707,6 +1698,16 @@ __device__ inline void add_distance(Distances& d, float distance) {
 }
 __device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
 
+template <typename T>
+using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances>;
+
+template <typename Sum, int V>
+__device__ Sum distances_of(const Vec<float, V>& from_mean) {
+  Sum sum = {};
+  UNROLL(v, V) add_distance(sum, from_mean[v]);
+  return sum;
+}
+
 // The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0, nor does an infinite
 // sum become NaN and so 0: the product is not rounded.
 __device__ inline float correct_mean(const Distances& d, float& mean, float per_col) {
@@ -1834,11 +1835,7 @@ __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   sum = combine_lanes(sum, LANES);
   const float mean = sizeof(T) == 2 ? quotient(sum, count, per_count) : sum * per_count;
   UNROLL(i, N) {
-    if (!has(i)) continue;
-    const auto distances = x(i) - mean;
-    float here = 0;
-    UNROLL(v, distances.kSize) add_distance(here, distances[v]);
-    m2 += here;
+    if (has(i)) m2 += distances_of<float>(x(i) - mean);
   }
   return {mean, combine_lanes(m2, LANES)};
 }
@@ -2302,8 +2299,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
 // Of input: it leaves first where half of L2 holds output.
-template <typename Call>
-L2Priority input_priority(const Call& call, const Device& device) {
+L2Priority input_priority(const LayerNormCall& call, const Device& device) {
   const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
   return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
 }
@@ -2475,21 +2471,22 @@ _ROWS = r"""
 // A thread loads its columns of one or several rows, takes the mean and then the distances from it, each summed with
 // the other threads of the row, and writes the result. Statistics are the textbook ones.
 
+// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count` exist.
 template <typename T>
-using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances>;
+struct RowPlaces {
+  T* first;
+  int row_stride, count;
+};
 
-template <typename T, int V>
-__device__ DistanceSums<T> distances_of(const Vec<float, V>& from_mean) {
-  DistanceSums<T> sums = {};
-  UNROLL(v, V) add_distance(sums, from_mean[v]);
-  return sums;
-}
-
-// A thread's columns: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are not aligned
-// (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
-template <typename T, bool SHIFTED, bool IN_WARP>
+// A thread's columns of ROWS rows: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are
+// not aligned (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 struct Columns {
   static constexpr int V = 16 / sizeof(T);
+  struct Parts {  // what it holds there; zeros where there is nothing
+    Pack<T, V> packs[PACKS][ROWS];
+    Pack<T, 1> extra[ROWS];
+  };
   int begin = 0, end, first, stride, extra = -1;
 
   __device__ Columns(const T* row, int cols) {
@@ -2500,79 +2497,57 @@ struct Columns {
     if (SHIFTED && col < (thread < V ? begin : cols)) extra = col;
   }
   __device__ int at(int i) const { return first + i * stride; }
-  __device__ int extra_offset() const { return extra - first; }
   __device__ bool has(int i) const { return at(i) < end; }
   __device__ bool has_extra() const { return SHIFTED && extra >= 0; }
-  __device__ int count(int packs) const {
+  __device__ int count() const {
     int count = has_extra();
-    UNROLL(i, packs) count += has(i) ? V : 0;
+    UNROLL(i, PACKS) count += has(i) ? V : 0;
     return count;
   }
-};
 
-// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count` exist.
-template <typename T>
-struct RowPlaces {
-  T* first;
-  int row_stride, count;
-};
-
-template <typename T, int PACKS, int ROWS>
-struct RowParts {  // a thread's columns of its rows; zeros where it has none
-  Pack<T, 16 / sizeof(T)> packs[PACKS][ROWS];
-  Pack<T, 1> extra[ROWS];
-};
-
-// aligned: whether the packs are 16-byte aligned in these rows too. No branch separates the loads.
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-__device__ void load_rows(RowParts<T, PACKS, ROWS>& x, const RowPlaces<const T>& rows,
-                          const Columns<T, SHIFTED, IN_WARP>& columns, bool aligned, uint64_t policy) {
-  constexpr int V = 16 / sizeof(T);
-  x = {};
-  UNROLL(r, ROWS) {
-    const T* row = rows.first + r * rows.row_stride;
-    const bool exists = r < rows.count;
-    if (!SHIFTED || aligned) {
-      UNROLL(i, PACKS) {
-        if (columns.has(i) & exists) x.packs[i][r] = load<T, V>(row + i * columns.stride, policy);
+  // aligned: whether the packs are 16-byte aligned in these rows too. No branch separates the loads.
+  __device__ void load_rows(Parts& x, const RowPlaces<const T>& rows, bool aligned, uint64_t policy) const {
+    x = {};
+    UNROLL(r, ROWS) {
+      const T* row = rows.first + r * rows.row_stride;
+      const bool exists = r < rows.count;
+      if (!SHIFTED || aligned) {
+        UNROLL(i, PACKS) {
+          if (has(i) & exists) x.packs[i][r] = load<T, V>(row + i * stride, policy);
+        }
+      } else {
+        Unaligned<T, V> words[PACKS] = {};
+        const int mid_word = Unaligned<T, V>::starts_mid_word(row);
+        UNROLL(i, PACKS) {
+          if (has(i) & exists) words[i].load(row + i * stride, mid_word);
+        }
+        UNROLL(i, PACKS) x.packs[i][r] = words[i].get(mid_word);
       }
-    } else {
-      Unaligned<T, V> words[PACKS] = {};
-      const int mid_word = Unaligned<T, V>::starts_mid_word(row);
-      UNROLL(i, PACKS) {
-        if (columns.has(i) & exists) words[i].load(row + i * columns.stride, mid_word);
-      }
-      UNROLL(i, PACKS) x.packs[i][r] = words[i].get(mid_word);
+    }
+    UNROLL(r, ROWS) {
+      if (has_extra() && r < rows.count) x.extra[r] = load<T, 1>(rows.first + r * rows.row_stride + (extra - first));
     }
   }
-  UNROLL(r, ROWS) {
-    if (columns.has_extra() && r < rows.count)
-      x.extra[r] = load<T, 1>(rows.first + r * rows.row_stride + columns.extra_offset());
-  }
-}
 
-template <typename T, int PACKS, int ROWS>
-__device__ float sum_of_row(const RowParts<T, PACKS, ROWS>& x, int r) {
-  float sum = widen(x.extra[r].at[0]);
-  float second = 0;  // chain of additions
-  UNROLL(i, PACKS) {
-    const auto values = widened(x.packs[i][r]);
-    UNROLL(v, values.kSize / 2) sum += values[2 * v], second += values[2 * v + 1];
+  __device__ float sum_of_row(const Parts& x, int r) const {
+    float sum = widen(x.extra[r].at[0]), second = 0;  // chains of additions
+    UNROLL(i, PACKS) {
+      const auto values = widened(x.packs[i][r]);
+      UNROLL(v, V / 2) sum += values[2 * v], second += values[2 * v + 1];
+    }
+    return sum + second;
   }
-  return sum + second;
-}
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-__device__ DistanceSums<T> distances_of_row(const RowParts<T, PACKS, ROWS>& x,
-                                            const Columns<T, SHIFTED, IN_WARP>& columns, int r, float mean) {
-  DistanceSums<T> total = {};
-  if (columns.has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
-  UNROLL(i, PACKS) {
-    const auto here = distances_of<T>(widened(x.packs[i][r]) - mean);
-    if (columns.has(i)) total = combine(total, here);
+  __device__ DistanceSums<T> distances_of_row(const Parts& x, int r, float mean) const {
+    DistanceSums<T> total = {};
+    if (has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
+    UNROLL(i, PACKS) {
+      const auto here = distances_of<DistanceSums<T>>(widened(x.packs[i][r]) - mean);
+      if (has(i)) total = combine(total, here);
+    }
+    return total;
   }
-  return total;
-}
+};
 
 // What warps of a row leave for one another.
 template <typename T, int ROWS, int WARPS = kMaxWarps>
@@ -2601,8 +2576,7 @@ __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int cou
 
 __device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
   if (call.mean == nullptr) return;
-  static_cast<float*>(call.mean)[row] = mean;
-  static_cast<float*>(call.rstd)[row] = rstd;
+  call.mean[row] = mean, call.rstd[row] = rstd;
 }
 
 // weight and bias of a thread's packs, of input's dtype, as they are loaded; without them 1 and 0.
@@ -2611,10 +2585,10 @@ struct AffinePacks {
   Pack<T, 16 / sizeof(T)> weight[PACKS], bias[PACKS];
 };
 
-template <typename T, int PACKS, bool SHIFTED, bool IN_WARP>
-__device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const Forward& call,
-                                  const Columns<T, SHIFTED, IN_WARP>& columns, uint64_t policy) {
-  constexpr int V = 16 / sizeof(T);
+template <typename T, int PACKS, typename Columns>
+__device__ void load_affine_packs(AffinePacks<T, PACKS>& affine, const Forward& call, const Columns& columns,
+                                  uint64_t policy) {
+  constexpr int V = Columns::V;
   const auto ones = packed<T>(Vec<float, V>() + 1.0f);
   UNROLL(i, PACKS) {
     affine.weight[i] = ones, affine.bias[i] = {};
@@ -2641,10 +2615,11 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
 }
 
 // Writes a thread's columns of its rows. EARLY: `affine` holds weight and bias already.
-template <bool SAME_DTYPE, bool EARLY, typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-__device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const RowParts<T, PACKS, ROWS>& x,
-                           const Columns<T, SHIFTED, IN_WARP>& columns, const AffinePacks<T, PACKS>& affine,
-                           const float (&mean)[ROWS], const float (&rstd)[ROWS], const RowConstants& constants) {
+template <bool SAME_DTYPE, bool EARLY, typename Parts, typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+__device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const Parts& x,
+                           const Columns<T, PACKS, ROWS, SHIFTED, IN_WARP>& columns,
+                           const AffinePacks<T, PACKS>& affine, const float (&mean)[ROWS], const float (&rstd)[ROWS],
+                           const RowConstants& constants) {
   constexpr int V = 16 / sizeof(T);
   UNROLL(i, PACKS) {
     if (!columns.has(i)) continue;
@@ -2659,7 +2634,7 @@ __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const 
   if (columns.has_extra()) {
     Vec<float, 1> weight, bias;
     load_affine_pair<T, 1, SHIFTED, SAME_DTYPE>(weight, bias, call, columns.extra, columns.begin);
-    write_columns(rows, columns.extra_offset(), x.extra, mean, rstd, weight, bias, constants.epilogue);
+    write_columns(rows, columns.extra - columns.first, x.extra, mean, rstd, weight, bias, constants.epilogue);
   }
 }
 """
@@ -2696,42 +2671,34 @@ constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
 // 16-bit short rows: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an SM, not 768 (bf16
 // rows of 64 with GELU: 79 us -> 75).
-constexpr int kSmallBlockThreads = 128;  // also where a warp has a row
-constexpr int kWarpLoads = 8;            // of a lane, for float32 rows of up to 256 loads, if few bytes move
-template <typename T, int PACKS, int ROWS>
-constexpr bool is_short_16_bit = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
-
+constexpr int kWarpLoads = 8;  // of a lane, for float32 rows of up to 256 loads, if few bytes move
 // Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be of
 // input's dtype then, as a branch at their use would make ptxas load them there.
 template <int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 constexpr bool loads_affine_early = !SHIFTED && (PACKS < kLoads || IN_WARP);
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-constexpr int most_row_threads() {  // of a block
-  if (IN_WARP || is_short_16_bit<T, PACKS, ROWS>) return kSmallBlockThreads;
-  return SHIFTED ? kShiftedThreads : kThreads;
-}
-static_assert(kBlockThreads <= kSmallBlockThreads, "a block of short rows is too large");
 static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
-static_assert(kShortLoads <= kSmallBlockThreads, "a row that is not aligned is too long for them");
+static_assert(kShortLoads <= kBlockThreads, "a row that is not aligned is too long for them");
+
+// The launch bounds: threads of a block, blocks of an SM.
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+struct Bounds {
+  static constexpr bool kShort16Bits = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
+  static constexpr int kMaxThreads = IN_WARP || kShort16Bits ? kBlockThreads : SHIFTED ? kShiftedThreads : kThreads;
+  static constexpr int blocks() {
+    if (kArch == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
+    if (kArch != 900 && PACKS == 2 && !IN_WARP) return kArch < 900 ? 1 : 2;
+    if (kShort16Bits) return kArch < 800 ? 5 : SHIFTED ? 6 : 7;
+    if (IN_WARP) return PACKS < kLoads ? 10 - PACKS : PACKS == kLoads ? 5 : 4;  // as many as do not spill
+    if (ROWS > 1) return 1;
+    return SHIFTED || (sizeof(T) == 2 && PACKS == kLoads) ? kRowBlocks - 1 : kRowBlocks;
+  }
+};
 
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-constexpr int row_blocks() {
-  if (kArch == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
-  if (kArch != 900 && PACKS == 2 && !IN_WARP) return kArch < 900 ? 1 : 2;
-  if (kArch < 800 && is_short_16_bit<T, PACKS, ROWS>) return 5;
-  if (is_short_16_bit<T, PACKS, ROWS>) return SHIFTED ? 6 : 7;
-  if (IN_WARP) return PACKS < kLoads ? 10 - PACKS : PACKS == kLoads ? 5 : 4;  // as many as do not spill
-  if (ROWS > 1) return 1;
-  if (!SHIFTED && PACKS < kLoads) return kRowBlocks;
-  return SHIFTED || sizeof(T) == 2 ? kRowBlocks - 1 : kRowBlocks;
-}
-
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-__global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_WARP>(),
-                                  row_blocks<T, PACKS, ROWS, SHIFTED, IN_WARP>())
+__global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMaxThreads,
+                                  Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::blocks())
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
-  constexpr int V = 16 / sizeof(T);
   constexpr bool kEarly = loads_affine_early<PACKS, ROWS, SHIFTED, IN_WARP>;
   __shared__ RowSlots<T, ROWS> slots;
   const int cols = call.cols;
@@ -2746,25 +2713,25 @@ __global__ void __launch_bounds__(most_row_threads<T, PACKS, ROWS, SHIFTED, IN_W
       ROWS == 1 ? row < call.rows : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
   const T* input_row = static_cast<const T*>(call.input) + row * cols;
   T* output_row = static_cast<T*>(call.output) + row * cols;
-  const Columns<T, SHIFTED, IN_WARP> columns(output_row, count > 0 ? cols : 0);
+  const Columns<T, PACKS, ROWS, SHIFTED, IN_WARP> columns(output_row, count > 0 ? cols : 0);
   const bool aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
   const RowPlaces<const T> input = {keep_pointer(input_row + columns.first), row_stride, count};
   const RowPlaces<T> output = {keep_pointer(output_row + columns.first), row_stride, count};
 
   // Load.
-  RowParts<T, PACKS, ROWS> x;
+  typename Columns<T, PACKS, ROWS, SHIFTED, IN_WARP>::Parts x;
   AffinePacks<T, PACKS> affine;
   if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
-  load_rows(x, input, columns, aligned, policy);
+  columns.load_rows(x, input, aligned, policy);
   if (kEarly) load_affine_packs(affine, call, columns, policy);
   if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
   // Measure: the mean first, then distances from it.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
-  UNROLL(r, ROWS) sum[r] = sum_of_row(x, r);
-  row_means<T, PACKS * kThreads * V, IN_WARP>(mean, sum, columns.count(PACKS), cols, constants.per_col, slots);
-  UNROLL(r, ROWS) distances[r] = distances_of_row(x, columns, r, mean[r]);
+  UNROLL(r, ROWS) sum[r] = columns.sum_of_row(x, r);
+  row_means<T, PACKS * kThreads * columns.V, IN_WARP>(mean, sum, columns.count(), cols, constants.per_col, slots);
+  UNROLL(r, ROWS) distances[r] = columns.distances_of_row(x, r, mean[r]);
   combine_row<IN_WARP>(distances, slots.distances);
   UNROLL(r, ROWS) {
     const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // and mean
@@ -2854,11 +2821,9 @@ cudaError_t launch(const Forward& call, const Context& context) {
   }
   const int64_t step = int64_t(1) << p.step_log2;
   const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
-  const dim3 block(p.threads_per_row, p.rows_per_block);
-  kernel<<<ceil_div(units, p.rows_per_block), block, 0, context.stream>>>(
-      call, row_constants(call, context.device), prefetch_window(call, p.rows * p.rows_per_block, context.device),
-      p.step_log2);
-  return cudaGetLastError();
+  const Launch launch = {dim3(ceil_div(units, p.rows_per_block)), dim3(p.threads_per_row, p.rows_per_block)};
+  return launch_kernel(kernel, launch, context, call, row_constants(call, context.device),
+                       prefetch_window(call, p.rows * p.rows_per_block, context.device), p.step_log2);
 }
 
 // ---- Rows in registers, backward ----
@@ -2877,7 +2842,7 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers, so that
 // an SM has 512 threads: 8 columns of two rows (float32 one by one: of one), and for 16 bits also 16 columns of one,
 // where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89).
-constexpr int kBackwardBytes = 32, kBackwardColumns = 8, kBackwardThreads = 512;
+constexpr int kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
 static_assert((kBackwardBlockThreads & (kBackwardBlockThreads - 1)) == 0 &&
@@ -2971,8 +2936,7 @@ __device__ void load_rows(RowsInFlight<T, V, PACKS, ROWS>& next, const Backward&
   const int64_t at = row * int(call.cols) + columns.first;
   UNROLL(r, ROWS) {
     if (row + r * next_row >= call.rows) continue;
-    next.mean[r] = static_cast<const float*>(call.mean)[row + r * next_row];
-    next.rstd[r] = static_cast<const float*>(call.rstd)[row + r * next_row];
+    next.mean[r] = call.mean[row + r * next_row], next.rstd[r] = call.rstd[row + r * next_row];
     const T* x = keep_pointer(static_cast<const T*>(call.input) + at + r * row_step);
     const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + at + r * row_step);
     UNROLL(i, PACKS) {
@@ -3010,10 +2974,8 @@ __device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, 
   const Vec<float, N> grad = widened(dy);
   UNROLL(v, N) {
     const float wdy = product(weight[v], grad[v]);
-    sums.wdy += wdy;
-    sums.wdy_xhat += wdy * xhat[v];
-    grad_weight[v] += grad[v] * xhat[v];
-    grad_bias[v] += grad[v];
+    sums.wdy += wdy, sums.wdy_xhat += wdy * xhat[v];
+    grad_weight[v] += grad[v] * xhat[v], grad_bias[v] += grad[v];
   }
   return xhat;
 }
@@ -3154,11 +3116,10 @@ struct BackwardPlan {
   int resident_rows;  // that an SM holds
 };
 
-int most_columns(DType dtype, int pack) {
-  return size_of(dtype) == 2 && pack > 1 ? 16 : std::min(kBackwardBytes / size_of(dtype), kBackwardColumns);
+bool takes(const Backward& call, int pack) {
+  const int columns = size_of(call.dtype) == 2 && pack > 1 ? 2 * kBackwardColumns : kBackwardColumns;
+  return call.cols <= columns * kBackwardThreads;
 }
-
-bool takes(const Backward& call, int pack) { return call.cols <= most_columns(call.dtype, pack) * kBackwardThreads; }
 
 BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const Device& device) {
   const int block_threads = size_of(call.dtype) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
@@ -3175,22 +3136,19 @@ BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const 
 
 template <typename T, int V>
 cudaError_t launch(const Backward& call, const Context& context) {
-  constexpr int kColumns = std::min<int>(kBackwardBytes / sizeof(T), kBackwardColumns);
-  constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V;
-  constexpr int kRows = kPack > 1 ? 2 : 1;
-  auto kernel = layer_norm_backward_rows<T, kPack, kColumns / kPack, kRows>;
-  BackwardPlan p = plan(call, kColumns, kRows, kRowsApart<T, kPack>, context.device);
+  constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V, kRows = kPack > 1 ? 2 : 1;
+  auto kernel = layer_norm_backward_rows<T, kPack, kBackwardColumns / kPack, kRows>;
+  BackwardPlan p = plan(call, kBackwardColumns, kRows, kRowsApart<T, kPack>, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
     const BackwardPlan one_row = plan(call, 2 * V, 1, 1, context.device);
-    if (call.cols > kColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) {
+    if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) {
       kernel = layer_norm_backward_rows<T, V, 2, 1>;
       p = one_row;
     }
   }
   auto* partials = static_cast<float*>(context.allocate(2 * p.blocks * call.cols * sizeof(float)));
-  kernel<<<p.blocks, dim3(p.threads_per_row, p.rows_per_block), 0, context.stream>>>(
-      call, partials, input_priority(call, context.device));
-  const cudaError_t error = cudaGetLastError();
+  const cudaError_t error = launch_kernel(kernel, {dim3(p.blocks), dim3(p.threads_per_row, p.rows_per_block)}, context,
+                                          call, partials, input_priority(call, context.device));
   return error != cudaSuccess ? error : launch_sum_partials(call, partials, p.blocks, context);
 }
 
@@ -3236,25 +3194,25 @@ __global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
   __shared__ RowSlots<T, 1, kMaxWarps> slots;
   const int cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + int64_t(blockIdx.x) * cols;
-  const Columns<T, false, false> columns(input, cols);
+  const int first = int(threadIdx.x) * V, stride = int(blockDim.x) * V;  // of a thread's packs
   T* row = reinterpret_cast<T*>(row_bytes);
 
   // Load.
   const uint64_t policy = l2_policy(constants.priority);
-  for (int col = columns.first; col < cols; col += columns.stride) copy_async(row + col, input + col, policy);
+  for (int col = first; col < cols; col += stride) copy_async(row + col, input + col, policy);
   if (is_prefetching_thread()) prefetch_later_rows(window, policy);
   wait_for_copies();
 
   // Measure: the mean first, then distances from it.
-  const int packs = (cols - columns.first + columns.stride - 1) / columns.stride;  // of this thread
-  const auto x = [&](int i) { return widened(load<T, V>(row + columns.at(i))); };
+  const int packs = (cols - first + stride - 1) / stride;  // of this thread
+  const auto x = [&](int i) { return widened(load<T, V>(row + (first + i * stride))); };
   float sum[1] = {}, mean[1];
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) sum[0] += sum_of<T>(x(i));
   row_means<T, INT_MAX, false>(mean, sum, packs * V, cols, constants.per_col, slots);
   DistanceSums<T> distances[1] = {};
 #pragma unroll(kLoads)
-  for (int i = 0; i < packs; ++i) distances[0] = combine(distances[0], distances_of<T>(x(i) - mean[0]));
+  for (int i = 0; i < packs; ++i) distances[0] = combine(distances[0], distances_of<DistanceSums<T>>(x(i) - mean[0]));
   combine_row<false, kMaxWarps>(distances, slots.distances);
   const float m2 = correct_mean(distances[0], mean[0], constants.per_col);
   const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
@@ -3265,9 +3223,10 @@ __global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
   with_same_dtype<T>(call, [&](auto same_dtype) {
 #pragma unroll(Limits<T>::kAtOnce)
     for (int i = 0; i < packs; ++i) {
+      const int col = first + i * stride;
       Vec<float, V> weight, bias;
-      load_affine_pair<T, V, false, same_dtype.value>(weight, bias, call, columns.at(i), 0);
-      store<T, V>(output + columns.at(i), (x(i) - mean[0]) * rstd * weight + bias);
+      load_affine_pair<T, V, false, same_dtype.value>(weight, bias, call, col, 0);
+      store<T, V>(output + col, (x(i) - mean[0]) * rstd * weight + bias);
     }
   });
 }
@@ -4899,13 +4858,11 @@ cudaError_t dispatch(const Forward& call, const Context& context) {
   if constexpr (kAligned && !kFused) {
     if (shared::takes<T>(call, device)) return shared::launch<T>(call, context);
     if (pipeline::takes<T>(call, device)) {
-      const cudaError_t error = pipeline::launch<T>(call, context);
-      if (!cannot_cooperate(error)) return error;
+      if (const cudaError_t error = pipeline::launch<T>(call, context); !cannot_cooperate(error)) return error;
     }
     if constexpr (std::is_same_v<T, float>) {
       if (const joint::Plan plan = joint::plan(call, device); plan.blocks_per_row > 0) {
-        const cudaError_t error = joint::launch<T>(call, plan, context);
-        if (!cannot_cooperate(error)) return error;
+        if (const cudaError_t error = joint::launch<T>(call, plan, context); !cannot_cooperate(error)) return error;
       }
     }
   }
@@ -4920,8 +4877,7 @@ cudaError_t dispatch(const Backward& call, const Context& context) {
   if constexpr (kAligned && !kFused) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
-      const cudaError_t error = pipeline::launch<T>(call, context);
-      if (!cannot_cooperate(error)) return error;
+      if (const cudaError_t error = pipeline::launch<T>(call, context); !cannot_cooperate(error)) return error;
     }
   }
   if (in_registers) return registers::launch<T, V>(call, context);

@@ -84,12 +84,13 @@ namespace ln = TORCH_EXTENSION_NAME;
 // The tensors of a call, in guarded memory while it runs.
 class Tensors {
  public:
-  void read(const void*& p, size_t bytes, const char* name) {
+  template <typename T>
+  void read(const T*& p, size_t bytes, const char* name) {
     if (p == nullptr) return;
     void* copy = add(p, bytes, name);
     memcpy(copy, p, bytes);
     emulator::tensors.back()->forbid_writes();
-    p = copy;
+    p = static_cast<const T*>(copy);
   }
   template <typename T>
   void written(T*& p, size_t bytes, const char* name) {

@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * cols;", "input_row = static_cast<const T*>(call.input) + int(row * cols);", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "const float rstd = rsqrt(m2 * constants.per_col + constants.eps)", "const float rstd = rsqrt(m2 * constants.per_col)", SHARED),
-    Mutant("shared memory: distances from 0", "distances_of<T>(x(i) - mean[0])", "distances_of<T>(x(i))", SHARED),
-    Mutant("shared memory: last pack of some threads left out", "(cols - columns.first + columns.stride - 1) / columns.stride", "(cols - columns.first) / columns.stride", SHARED),
+    Mutant("shared memory: distances from 0", "distances_of<DistanceSums<T>>(x(i) - mean[0])", "distances_of<DistanceSums<T>>(x(i))", SHARED),
+    Mutant("shared memory: last pack of some threads left out", "(cols - first + stride - 1) / stride", "(cols - first) / stride", SHARED),
     Mutant("shared memory: copy not waited for", "prefetch_later_rows(window, policy); wait_for_copies();", "prefetch_later_rows(window, policy);", SHARED),
     # ---- Long rows in a pipeline ----
     Mutant("pipeline: parity kept where the ring wraps", "RingPosition{next - stages, parity ^ 1}", "RingPosition{next - stages, parity}", PIPELINE),
@@ -152,7 +152,7 @@ MUTANTS = [
     # ---- Backward: rows in registers, sums over rows ----
     Mutant("backward: mean(wdy) dropped, 16 bits", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
     Mutant("backward: mean(wdy) dropped, float32", "(product(weight[v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat)", "(product(weight[v], grad[v]) - xhat[v] * means.wdy_xhat)", VALUES),
-    Mutant("backward: last row left out of grad_weight", "grad_weight[v] += grad[v] * xhat[v];", "if (row + r * next_row < call.rows - 1) grad_weight[v] += grad[v] * xhat[v];", VALUES),
+    Mutant("backward: last row left out of grad_weight", "sums[r], own.grad_weight[i], own.grad_bias[i]", "sums[r], row + r * next_row < call.rows - 1 ? own.grad_weight[i] : own.grad_bias[i], own.grad_bias[i]", VALUES),
     Mutant("backward, words: a row's begin is not asked for", "mid_word = is_in_words<T, V> ? row * cols % 2 : 0", "mid_word = 0", VALUES),
     Mutant("backward, words: sums of the extra column lost", "if (columns.has_extra) gathered[columns.extra] = extra;", "", VALUES),
     Mutant("backward, words: input that begins off 4 bytes", "dy = aligned(grad_output, 4), x = aligned(input, 4)", "dy = grad_output.contiguous(), x = input.contiguous()", VALUES),
