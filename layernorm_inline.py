@@ -55,8 +55,8 @@ Reading it
            _SPREAD        all other rows, forward and backward
            _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
            _DISPATCH      properties of the GPU; the ladder: which room takes a call, asked in this order
-       Each room of rows says which it takes and why that is fast, and has its numbers, most with the measurement
-       that decided them, its kernels, and its host side, which cuts the work and launches them.
+       Each room of rows says which it takes and why that is fast; then come its numbers, with what decided them, its
+       kernels, and its host side.
     6  Load           at the import, without what LAYERNORM_WITH_EPILOGUE adds
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors
@@ -669,8 +669,7 @@ _INTERFACE = (
 // The extension's name carries a hash of its sources: two versions live in one process.
 namespace TORCH_EXTENSION_NAME {
 
-// One text, two libraries: of the layer norm alone, which the import compiles, and of what has an epilogue (an
-// activation, a scale) and the convolution, compiled when first asked for.
+// The second library, of what has an epilogue (an activation, a scale) and the convolution, has the same text.
 #ifdef LAYERNORM_WITH_EPILOGUE
 constexpr bool kFused = true;
 #else
@@ -681,8 +680,8 @@ enum class DType { Float32, Float16, BFloat16 };
 #define LAYERNORM_STRUCT(Struct, operation) Struct,
 enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 
-// All tensors are contiguous. rows (M) x cols (N): N elements are normalized together.
-// A null pointer is a tensor that is absent (weight, bias) or not wanted (mean, rstd, gradients).
+// All tensors are contiguous; cols elements are normalized together. A null pointer is a tensor that is absent (weight,
+// bias) or not wanted (mean, rstd, gradients).
 struct LayerNormCall {
   const void* input;   // (rows, cols) of dtype
   const void* weight;  // (cols) of dtype, or float32 where affine_float32
@@ -2313,13 +2312,6 @@ int row_threads(int64_t loads, int each) {
   return power;
 }
 
-// True where every row of every tensor starts on a multiple of `bytes`, a power of two.
-bool rows_start_at(int bytes, int64_t cols, DType dtype, std::initializer_list<const void*> pointers) {
-  uintptr_t bits = uintptr_t(cols) * size_of(dtype);
-  for (const void* p : pointers) bits |= reinterpret_cast<uintptr_t>(p);
-  return bits % bytes == 0;
-}
-
 // ---- Device: launching ----
 
 // Allows a kernel all there is, once. Allowing what a call needs would let a host thread with shorter rows take it away
@@ -2660,18 +2652,12 @@ constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 // Threads that an SM holds, at most: so many loads all begin at once. float32 rows have two a thread while SMs have no
 // more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 -> 0.97, H100).
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
-// 16-bit short rows: small blocks leave a choice of registers. With 72, not 79, 896 threads fit an SM, not 768 (bf16
-// rows of 64 with GELU: 79 us -> 75).
 constexpr int kWarpLoads = 8;  // of a lane, for float32 rows of up to 256 loads, if few bytes move
-// Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be of
-// input's dtype then, as a branch at their use would make ptxas load them there.
-template <int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-constexpr bool loads_affine_early = !SHIFTED && (PACKS < kLoads || IN_WARP);
-
 static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
 static_assert(kShortLoads <= kBlockThreads, "a row that is not aligned is too long for them");
 
-// The launch bounds: threads of a block, blocks of an SM.
+// The launch bounds: threads of a block, blocks of an SM. Small blocks of 16-bit short rows leave a choice of
+// registers: with 72, not 79, 896 threads fit an SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75).
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 struct Bounds {
   static constexpr bool kShort16Bits = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
@@ -2690,7 +2676,9 @@ template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMaxThreads,
                                   Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::blocks())
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
-  constexpr bool kEarly = loads_affine_early<PACKS, ROWS, SHIFTED, IN_WARP>;
+  // Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be
+  // of input's dtype then, as a branch at their use would make ptxas load them there.
+  constexpr bool kEarly = !SHIFTED && (PACKS < kLoads || IN_WARP);
   __shared__ RowSlots<T, ROWS, IN_WARP ? 1 : kMaxWarps> slots;
   const int cols = call.cols;
   const uint64_t policy = l2_policy(constants.priority);
@@ -2928,6 +2916,16 @@ struct BackwardColumns {
     }
   }
 
+  // The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the bytes,
+  // which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
+  static __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
+    if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
+    const int64_t before = first_row * int(call.cols);
+    const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
+    prefetch_units(static_cast<const T*>(call.input) + before, bytes, policy);
+    prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
+  }
+
   // Adds up the block's sums of each column, and leaves them in `partial`.
   __device__ void write_partial(float* partial, float* share, const Vec<float, V> (&sums)[PACKS], float extra_sum,
                                 int cols) const {
@@ -2955,17 +2953,6 @@ struct BackwardColumns {
     }
   }
 };
-
-// The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the bytes,
-// which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
-template <typename T, int ROWS>
-__device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
-  if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
-  const int64_t before = first_row * int(call.cols);
-  const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
-  prefetch_units(static_cast<const T*>(call.input) + before, bytes, policy);
-  prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
-}
 
 // N columns of a row: their xhat, and their shares of the row's sums and of the columns' gradients.
 template <typename T, int N>
@@ -3024,8 +3011,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   typename Columns::NextRows next;
   auto start_turn = [&](int64_t row) {
     columns.load_rows(next, call, row, next_row, policy);
-    if constexpr (sizeof(T) == 2 && V > 2 && !kFused)
-      prefetch_rows<T, ROWS>(call, row - first_row + row_stride, policy);
+    if (sizeof(T) == 2 && V > 2 && !kFused) columns.prefetch_rows(call, row - first_row + row_stride, policy);
   };
 
   start_turn(row);
@@ -4863,10 +4849,11 @@ cudaError_t dispatch(const Backward& call, const Context& context) {
 // V elements a load: 16 bytes where every row of every tensor starts on a 16-byte boundary, else 1.
 template <typename Call>
 cudaError_t dispatch(const Call& call, const Context& context, std::initializer_list<const void*> tensors) {
-  const bool aligned = rows_start_at(16, call.cols, call.dtype, tensors);
+  uintptr_t bits = uintptr_t(call.cols) * size_of(call.dtype);
+  for (const void* p : tensors) bits |= reinterpret_cast<uintptr_t>(p);
   const auto dispatch_as = [&](auto element) {
     using T = decltype(element);
-    return aligned ? dispatch<T, 16 / sizeof(T)>(call, context) : dispatch<T, 1>(call, context);
+    return bits % 16 == 0 ? dispatch<T, 16 / sizeof(T)>(call, context) : dispatch<T, 1>(call, context);
   };
   switch (call.dtype) {
     case DType::Float16: return dispatch_as(__half());
