@@ -2487,7 +2487,7 @@ __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T
 // A thread's columns of ROWS rows: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are
 // not aligned (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-struct Columns {
+struct ForwardColumns {
   static constexpr int V = 16 / sizeof(T);
   struct Parts {  // what it holds there; zeros where there is nothing
     Pack<T, V> packs[PACKS][ROWS];
@@ -2498,7 +2498,7 @@ struct Columns {
   };
   int begin = 0, end, first, stride, extra = -1;
 
-  __device__ Columns(const T* row, int cols) {
+  __device__ ForwardColumns(const T* row, int cols) {
     if (SHIFTED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)));
     end = SHIFTED ? begin + (cols - begin) / V * V : cols;
     first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
@@ -2692,15 +2692,15 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
       ROWS == 1 ? row < call.rows : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
   const T* input_row = static_cast<const T*>(call.input) + row * cols;
   T* output_row = static_cast<T*>(call.output) + row * cols;
-  using Own = Columns<T, PACKS, ROWS, SHIFTED, IN_WARP>;
-  const Own columns(output_row, count > 0 ? cols : 0);
+  using Columns = ForwardColumns<T, PACKS, ROWS, SHIFTED, IN_WARP>;
+  const Columns columns(output_row, count > 0 ? cols : 0);
   const bool aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
   const RowPlaces<const T> input = {keep_pointer(input_row + columns.first), row_stride, count};
   const RowPlaces<T> output = {keep_pointer(output_row + columns.first), row_stride, count};
 
   // Load.
-  typename Own::Parts x;
-  typename Own::Affine affine;
+  typename Columns::Parts x;
+  typename Columns::Affine affine;
   if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   columns.load_rows(x, input, aligned, policy);
   if (kEarly) columns.load_affine_packs(affine, call, policy);
@@ -2710,7 +2710,7 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) sum[r] = columns.sum_of_row(x, r);
-  row_means<T, PACKS * kThreads * columns.V>(mean, sum, columns.count(), cols, constants.per_col, slots);
+  row_means<T, PACKS * kThreads * Columns::V>(mean, sum, columns.count(), cols, constants.per_col, slots);
   UNROLL(r, ROWS) distances[r] = columns.distances_of_row(x, r, mean[r]);
   combine_row(distances, slots.distances);
   UNROLL(r, ROWS) {
@@ -2770,7 +2770,7 @@ ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
   ForwardPlan p = {};
   choose_loads(p, call, shifted, device);
   p.threads_per_row = p.in_warp ? 32 : row_threads(loads_of(call), p.loads);
-  if (shifted) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see Columns
+  if (shifted) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see ForwardColumns
   const int block_threads = V == 8 && shifted ? kShiftedBlockThreads16Bits : kBlockThreads;
   p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
   // A thread's rows are `step` apart, a power of two: those of neighbouring or equally misaligned blocks.
