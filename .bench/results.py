@@ -13,7 +13,7 @@ TITLE = "# Results\n\nWritten by sweep.py, sizes.py and models.py of this folder
 
 # Rows of README's tables: of the first GPU in milliseconds, and of all GPUs in fractions of copy speed.
 GAINS = [f"{what} | {n} x 1024 | bf16" for n in (8192, 65536) for what in ("forward", "training step")]
-GAINS += ["forward | 32768 x 2041 | bf16", "pair stack 256 x 256 x 128, bf16"]
+GAINS += ["forward | 32768 x 2041 | bf16", "GPT-2 124M 8 x 1024, autocast", "pair stack 256 x 256 x 128, bf16"]
 SPEED = {
     "forward": "8192 x 768 bf16, 8192 x 1024 bf16, 65536 x 1024 bf16, 65536 x 1024 fp32, 1048576 x 64 bf16, "
     "16384 x 4096 bf16, 32768 x 2041 bf16, 4096 x 16384 fp32, 256 x 262144 fp32",

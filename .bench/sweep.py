@@ -6,8 +6,8 @@
 
 "Floor" is the time of a copy of the bytes that LayerNorm cannot avoid moving, measured in the same run: input in and
 output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in, grad_input out), for a training
-step, forward and backward of the norm alone, both. How times are taken: milliseconds() in test_layernorm_inline.py. What
-has a backward is replayed from a CUDA graph: called from Python, it can wait for the host.
+step, forward and backward of the norm alone, both. How times are taken: milliseconds() in test_layernorm_inline.py. All but
+the copy is replayed from a CUDA graph: called from Python, it can wait for the host.
 """
 
 import argparse
@@ -134,15 +134,15 @@ def time_case(what, rows, cols, dtype):
     # Backward runs on forward's stream, and only a side stream can be captured.
     with torch.cuda.stream(stream), torch.set_grad_enabled(step != "forward"):
         for name, function in (("eager", eager), ("compile", compiled), ("ours", ours)):
-            runs[name] = functools.partial(function, x)
+            run = functools.partial(function, x)
             if step != "forward":
                 y = function(x) if step == "backward" else None
 
-                def gradients(function=function, y=y):
+                def run(function=function, y=y):
                     output = function(x) if y is None else y
                     torch.autograd.grad(output, (x, weight, bias), dy, retain_graph=y is not None)
 
-                runs[name] = captured(gradients)
+            runs[name] = captured(run)
         times = milliseconds(runs)
     copies = {"forward": 1, "backward": 1.5, "training": 2.5}[step]
     times["floor"] *= copies * (1 + 1 / rows)  # weight and bias are as long as a row
