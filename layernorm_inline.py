@@ -48,7 +48,7 @@ Reading it
            _EPILOGUE      activations, scale, their derivatives
            _DEVICE        instructions, mailboxes of blocks, what kernels and plans ask of the GPU, launching
            _ROWS          the steps of kernels whose threads hold rows: load, measure, write
-           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (16 where the pipeline takes none)
+           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (16 without the pipeline)
            _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
            _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
            _JOINT         float32 rows too long for the pipeline, sm_90 to sm_110, forward
@@ -2475,7 +2475,7 @@ template <typename T, int V, int ROWS>
 __device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T, V> (&x)[ROWS],
                               const float (&mean)[ROWS], const float (&rstd)[ROWS], const Vec<float, V>& weight,
                               const Vec<float, V>& bias, const Epilogue& epilogue) {
-  constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows ask once for all
+  constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows share one branch
   const Epilogue asked = opaque_activation<kAsksAnew>(epilogue);
   UNROLL(r, ROWS) {
     auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
@@ -2632,17 +2632,17 @@ namespace registers {
 // rows of a later one. Statistics are the textbook ones: the mean, then distances from it. Of short rows a thread holds
 // two or four, with weight and bias loaded once for all of them.
 
-// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move. Of rows of up to 32 loads
-// one of each of two (bf16, 16384 rows of 256 in L2: 5.0 us with four, 4.7), if they are not aligned of four (rows of
-// 255: 0.84 of copy speed with two, 0.93).
+// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move. Rows of up to 32 loads: one
+// load of each of two rows (bf16, 16384 rows of 256 in L2: 4.7 us, 5.0 with four rows), unaligned of four rows (of 255:
+// 0.93 of copy speed, 0.84 with two).
 constexpr int kLoads = 4, kShortLoads = 32;
 template <bool SHIFTED>
 constexpr int kShortRows = SHIFTED ? 4 : 2;
 // Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once for both
 // (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
 constexpr int kTwoRowsThreads = 384;
-// A block of short rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two a thread:
-// 0.87 of copy speed with 64 threads, 0.85 with 128).
+// A block of several rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two a
+// thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
 constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
 // Threads of the longest rows. An SM has room for three such blocks, of 16 bits for two (Turing and RTX 50: one fewer):
 // one loads while another stores.
@@ -2654,7 +2654,7 @@ constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
 constexpr int kWarpLoads = 8;  // of a lane, for float32 rows of up to 256 loads, if few bytes move
 static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
-static_assert(kShortLoads <= kBlockThreads, "a row that is not aligned is too long for them");
+static_assert(kShortLoads <= kBlockThreads, "a short row has more loads than its block has threads");
 
 // The launch bounds: threads of a block, blocks of an SM. Small blocks of 16-bit short rows leave a choice of
 // registers: with 72, not 79, 896 threads fit an SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75).
@@ -2714,7 +2714,7 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
   UNROLL(r, ROWS) distances[r] = columns.distances_of_row(x, r, mean[r]);
   combine_row(distances, slots.distances);
   UNROLL(r, ROWS) {
-    const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // and mean
+    const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // corrects mean, too
     rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
     if (threadIdx.x == 0 && r < count) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
@@ -2741,12 +2741,12 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
-// Loads and rows of a thread: four loads, unless the row fits a warp or few warps better with fewer. Few bytes have a
-// thread for each load; more would wait for places on an SM.
+// Loads and rows of a thread: four loads, unless a warp, with up to eight a lane, or few warps fit the row better. Few
+// bytes have a thread for each load; more would wait for places on an SM.
 void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
   const int64_t loads = loads_of(call), all_loads = call.rows * loads, places = int64_t(kSmThreads) * device.sms;
   const bool is_float = call.dtype == DType::Float32;
-  // Kernels of fewer loads have weight and bias early, so of input's dtype.
+  // Aligned kernels of fewer loads, or of a warp, have weight and bias early, so of input's dtype.
   const bool takes_fewer = shifted || is_float || !call.affine_float32;
   const bool can_choose = !shifted && takes_fewer && !(is_float && kFused);
   p.loads = kLoads, p.rows = 1;
@@ -2773,7 +2773,7 @@ ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
   if (shifted) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see ForwardColumns
   const int block_threads = V == 8 && shifted ? kShiftedBlockThreads16Bits : kBlockThreads;
   p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
-  // A thread's rows are `step` apart, a power of two: those of neighbouring or equally misaligned blocks.
+  // A thread's rows are `step` apart, a power of two; unaligned at least V, as V rows are whole 16 bytes.
   const int step = !shifted || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
   while (1 << p.step_log2 < step) ++p.step_log2;
   return p;
@@ -2810,9 +2810,9 @@ cudaError_t launch(const Forward& call, const Context& context) {
 // With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
 //   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
 //   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
-// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512). The kernel is persistent: a thread keeps its
-// columns, whose grad_weight and grad_bias gather in registers, and input and grad_output are read once. ROWS rows
-// share a barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2, gridDim.x, cols), for
+// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512). A thread keeps its columns for up to 256 rows,
+// whose shares of grad_weight and grad_bias gather in registers; input and grad_output are read once. ROWS rows share a
+// barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2, gridDim.x, cols), for
 // sum_partials.
 // 16-bit rows that are not aligned come in words, two elements each (V = 2). One by one, a thread's registers held one
 // row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.83). Where cols is odd, every other row begins in the
@@ -2828,7 +2828,7 @@ constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
 static_assert((kBackwardBlockThreads & (kBackwardBlockThreads - 1)) == 0 &&
                   (kBackwardBlockThreads16Bits & (kBackwardBlockThreads16Bits - 1)) == 0 &&
                   kBackwardBlockThreads <= 256,
-              "a block's rows are added up in a tree: a power of two, not 512 / 96");
+              "a block's rows are added up in a tree: a power of two; 512 threads would hold 5 rows of 96");
 static_assert(kBackwardBlockThreads16Bits <= kBackwardBlockThreads && kBackwardThreads <= 32 * kMaxWarps,
               "a block's sums and a row's warps have room in shared memory");
 // Of longer rows an SM holds too few to load while it reduces: the pipeline takes them, where there is one.
@@ -2854,7 +2854,7 @@ struct BackwardColumns {
     Pack<T, 1> extra_x[ROWS], extra_dy[ROWS];
     float mean[ROWS], rstd[ROWS];
   };
-  int first, stride, slot;  // slot: first, of rows that begin with a word
+  int first, stride, slot;  // slot: first, less the half word that the row may begin with
   int extra, has_extra;
   bool live[PACKS];
 
@@ -2862,7 +2862,7 @@ struct BackwardColumns {
     const int mid_word = is_in_words<T, V> ? row * cols % 2 : 0;
     stride = blockDim.x * V, slot = threadIdx.x * V;
     first = mid_word + slot, extra = mid_word ? 0 : cols - 1;
-    // Computed once: the compiler would ask anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
+    // Computed once: the compiler would compare anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
     has_extra = is_in_words<T, V> ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
     UNROLL(i, PACKS) live[i] = at(i) + V <= cols;
   }
@@ -2888,7 +2888,7 @@ struct BackwardColumns {
     if (has_extra) own.extra_weight = load_affine_columns<1>(call, call.weight, extra, 1);
   }
 
-  // bias as float, so that no load asks what it is (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
+  // bias as float, so that no load branches on its dtype (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
   __device__ void share_bias(float* share, const Backward& call) const {
     UNROLL(i, PACKS) {
       if (threadIdx.y > 0 || !live[i]) continue;
@@ -3031,7 +3031,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
         constexpr bool kZeros = kAddsZeros<T, V>;
         if (!kZeros && !columns.live[i]) continue;
         dy[r][i] = next.dy[r][i];
-        // Without a mean, as that of bf16 rows can exceed 1e36, and its product with rstd float32.
+        // Without a mean, as that of bf16 rows can exceed 1e36, and times rstd overflow.
         const float mean = kZeros ? next.mean[r] * float(columns.live[i]) : next.mean[r];
         xhat[r][i] =
             add_columns<T>(call, next.x[r][i], dy[r][i], mean, rstd[r], share + columns.slot + i * columns.stride,
@@ -3092,7 +3092,7 @@ BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const 
   p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
   const int blocks = std::max(1, kBackwardThreads / (p.threads_per_row * p.rows_per_block));  // on an SM
   p.blocks = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
-  p.blocks *= ceil_div(call.rows, p.blocks * p.rows_per_block * kRowsPerSum);
+  p.blocks *= ceil_div(call.rows, p.blocks * p.rows_per_block * kRowsPerSum);  // at most so many rows a thread
   p.blocks = ceil_div(p.blocks, apart) * apart;
   p.resident_rows = blocks * p.rows_per_block * rows;
   return p;
@@ -3998,13 +3998,13 @@ namespace spread {
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
 // (every `pieces`-th of what a block loads at once); a second combines a row's pieces; a third goes down the rows with
 // weight and bias of its columns in registers. Input is read twice, and grad_output; weight, as many bytes as a long
-// row, once for many rows.
-// Example: 16 float32 rows of 4194304 on 132 SMs. 33 blocks measure a row, 4096 columns at once; another makes its
+// row, once for many rows (backward's first kernel: for each).
+// Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; another makes its
 // statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
 constexpr int kThreads = 256;  // of the first two kernels
-// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); of unaligned
-// rows, whose loads are small, as many as fit.
+// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); forward's of
+// unaligned rows may be more, as their loads are small.
 constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
 constexpr int64_t kLeastPiece = 8192;  // columns: a block's start and end show
 // Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
@@ -4064,7 +4064,7 @@ struct Columns {
 
 // ---- Spread: first kernel ----
 
-// Of all threads of a block; the first thread's are empty only if all are.
+// Combines a block's parts; the first thread's is empty only if all are.
 template <typename Part>
 __device__ Part combine_block(Part part) {
   constexpr int kWarps = kThreads / 32;
@@ -4085,7 +4085,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuri
   const T* input = static_cast<const T*>(call.input) + row * cols;
   auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
   const float reference = sizeof(T) == 2 ? 0 : reference_of(sampled(0), sampled(1), sampled(2));
-  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
+  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;  // until finish()
   Moments moments = {};
   for (int64_t first = piece * step + threadIdx.x * V; first < cols; first += pieces * step) {
     Pack<T, V> packs[kPacks];
@@ -4167,8 +4167,8 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// With the columns' grad_weight and grad_bias in registers, too. Unasked, the compiler would leave no registers for a
-// third block; with an activation a third would spill.
+// grad_weight and grad_bias of the columns are in registers, too. Without bounds no third block of 512 threads would
+// fit an SM (of 256: no fourth); with an activation a third spills.
 template <typename T, int V>
 __global__ void __launch_bounds__(Columns<T, V>::kThreads, V == 8 ? 4 : kRowBlocks - kFused)
     backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
