@@ -1098,15 +1098,16 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
     std::tie(output, statistics) = saving_op.call(input, normalized_shape, weight, bias, eps, activation, scale);
   }
   c10::SymDimVector shape(normalized_shape);
-  const auto backward = [=](const Tensor& grad_output, const Tensors& saved, const std::array<bool, 5>& wanted) {
+  auto backward = [=](const Tensor& grad_output, const Tensors& saved, const std::array<bool, 5>& wanted) {
     const auto& [x, w, b, stats, none] = saved;
     const std::array<bool, 3> mask = {wanted[0], wanted[1], wanted[2]};
     return backward_op.call(grad_output, x, shape, stats, w, b, activation, scale, mask);
   };
-  const auto composed = [=](const Tensors& saved) {
+  auto composed = [=](const Tensors& saved) {
     return composed_layer_norm(saved[0], shape, saved[1], saved[2], eps, activation, scale);
   };
-  add_node("LayerNormBackward", output, backward, composed, input, weight, bias).saved[3] = {statistics, false};
+  auto& node = add_node("LayerNormBackward", output, std::move(backward), std::move(composed), input, weight, bias);
+  node.saved[3] = {statistics, false};
   return output;
 }
 
@@ -2760,7 +2761,7 @@ void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Devic
     p.loads = 2;
   } else if (!shifted && loads <= kThreads && all_loads <= places && takes_fewer) {
     p.loads = 1;
-  } else if (shifted && row_threads(loads, kLoads) <= kTwoRowsThreads && !kFused) {
+  } else if (shifted && all_loads > places && row_threads(loads, kLoads) <= kTwoRowsThreads && !kFused) {
     p.rows = 2;
   }
 }
@@ -3611,7 +3612,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Control<Pass> control;
   const Block<Pass> block = {call, pipe, control, ring, mailboxes};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  let_next_start();  // sum_partials (backward of 2048 x 8192 bf16: 36.6 us -> 36.1)
+  if constexpr (!Pass::kForward) let_next_start();  // sum_partials (2048 x 8192 bf16: 36.6 us -> 36.1)
 
   // A warp for each stage, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
   if (lane == 0 && warp < pipe.stages) {
@@ -4009,7 +4010,8 @@ constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
 constexpr int64_t kLeastPiece = 8192;  // columns: a block's start and end show
 // Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
 constexpr int kTileColumns = 2048;
-constexpr int64_t kBlocksPerSm = 8;  // of the third kernel: blocks share rows to have so many
+constexpr int64_t kBlocksPerSm = 8;          // of the third kernel: blocks share rows to have so many
+constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight and grad_bias
 
 // A thread's columns of those that a block loads at once: a pack of V or, of unaligned rows (V = 1), four. It has
 // the first one, or none where first >= cols.
@@ -4208,7 +4210,7 @@ cudaError_t launch(const Call& call, const Context& context) {
   int64_t row_blocks = std::min(rows, ceil_div(kBlocksPerSm * context.device.sms, tiles));
   bool is_measured = true;
   if constexpr (!kForward) {
-    row_blocks = std::max(row_blocks, ceil_div(rows, kRowsPerSum));
+    row_blocks = std::max(std::min<int64_t>(row_blocks, kPartialBytes / (8 * cols)), ceil_div(rows, kRowsPerSum));
     is_measured = call.grad_input != nullptr;
   }
   const int64_t partial_rows = kForward || row_blocks == 1 ? 0 : row_blocks;  // of a single one they are the totals

@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); struct Owner", "struct Owner", "not_current"),
     Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); return fits_convolution", "return fits_convolution", "not_current"),
     Mutant("binding: default stream", "&owner}, c10::cuda::getCurrentCUDAStream()", "&owner}, nullptr", "current_stream and (registers or pipeline)"),
-    Mutant("binding: bias saved in weight's place", "backward, composed, input, weight, bias).saved", "backward, composed, input, bias, bias).saved", "vmap or " + ASKED_FOR),
+    Mutant("binding: bias saved in weight's place", "std::move(composed), input, weight, bias);", "std::move(composed), input, bias, bias);", "vmap or " + ASKED_FOR),
     Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(i);", "task_should_compute_output(i == 0 || i > 2 ? i : 3 - i);", ASKED_FOR),
     Mutant("binding: gradient of bias alone", "compute_requires_grad(input, weight, bias);", "compute_requires_grad(input, weight);", ASKED_FOR),
     Mutant("binding: tangent of grad_output dropped", "!must_compose(grad_outputs[0])", "!must_compose()", "forward_over_reverse"),

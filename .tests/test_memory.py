@@ -61,7 +61,9 @@ def test_no_statistics_without_grad(backend):
 
 @on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,cols", [(1_000_000, 64), (40000, 1000), (4000, 16384), (64, 1 << 20), (8, 1 << 23)])
+@pytest.mark.parametrize(
+    "rows,cols", [(1_000_000, 64), (40000, 1000), (4000, 16384), (64, 1 << 20), (8, 1 << 23), (8, 2160640)]
+)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_backward_keeps_its_scratch_small(backend, rows, cols, dtype, activation):
     backend.ask_for(24 * rows * cols + (1 << 30))
