@@ -2538,7 +2538,6 @@ struct ForwardColumns {
       if (has_extra() && r < rows.count) x.extra[r] = load<T, 1>(rows.first + r * rows.row_stride + (extra - first));
     }
   }
-
   __device__ float sum_of_row(const Parts& x, int r) const {
     float sum = widen(x.extra[r].at[0]), second = 0;  // chains of additions
     UNROLL(i, PACKS) {
@@ -2547,7 +2546,6 @@ struct ForwardColumns {
     }
     return sum + second;
   }
-
   __device__ DistanceSums<T> distances_of_row(const Parts& x, int r, float mean) const {
     DistanceSums<T> total = {};
     if (has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
@@ -2557,7 +2555,6 @@ struct ForwardColumns {
     }
     return total;
   }
-
   __device__ void load_affine_packs(Affine& affine, const Forward& call, uint64_t policy) const {
     const auto ones = packed<T>(Vec<float, V>() + 1.0f);
     UNROLL(i, PACKS) {
@@ -2843,6 +2840,17 @@ constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
 template <typename T, int V>
 constexpr bool kAddsZeros = is_in_words<T, V> && !kFused;
 
+// The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the bytes,
+// which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
+template <typename T, int ROWS>
+__device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
+  if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
+  const int64_t before = first_row * int(call.cols);
+  const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
+  prefetch_units(static_cast<const T*>(call.input) + before, bytes, policy);
+  prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
+}
+
 // A thread's columns: packs of V at first + i * stride, and an extra one.
 template <typename T, int V, int PACKS, int ROWS>
 struct BackwardColumns {
@@ -2915,16 +2923,6 @@ struct BackwardColumns {
       }
       if (has_extra) next.extra_x[r] = load<T, 1>(x + to_extra), next.extra_dy[r] = load<T, 1>(dy + to_extra);
     }
-  }
-
-  // The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the bytes,
-  // which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
-  static __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
-    if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
-    const int64_t before = first_row * int(call.cols);
-    const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
-    prefetch_units(static_cast<const T*>(call.input) + before, bytes, policy);
-    prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
   }
 
   // Adds up the block's sums of each column, and leaves them in `partial`.
@@ -3012,7 +3010,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   typename Columns::NextRows next;
   auto start_turn = [&](int64_t row) {
     columns.load_rows(next, call, row, next_row, policy);
-    if (sizeof(T) == 2 && V > 2 && !kFused) columns.prefetch_rows(call, row - first_row + row_stride, policy);
+    if (sizeof(T) == 2 && V > 2 && !kFused) prefetch_rows<T, ROWS>(call, row - first_row + row_stride, policy);
   };
 
   start_turn(row);
