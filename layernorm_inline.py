@@ -2701,7 +2701,7 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
   typename Columns::Affine affine;
   if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   columns.load_rows(x, input, aligned, policy);
-  if (kEarly) columns.load_affine_packs(affine, call, policy);
+  if (kEarly) columns.load_affine_packs(affine, call, l2_policy(L2Priority::Last));  // other blocks read them, too
   if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
   // Measure: the mean first, then distances from it.

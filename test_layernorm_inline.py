@@ -232,7 +232,7 @@ def milliseconds(runs, repeats=100):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-            flush.zero_()  # L2 holds nothing of the inputs, and the host is ahead of the GPU
+            flush.zero_()  # L2 holds little of the inputs, and the host is ahead of the GPU
             begin.record()
             runs[name]()
             end.record()

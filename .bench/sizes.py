@@ -2,17 +2,20 @@
 
     python .bench/sizes.py           prints a table, and writes it to .bench/RESULTS.md
 
-Calls are replayed from CUDA graphs, so that the host does not count. "flushed": another tensor is written before each
-call, whose time is subtracted; "warm": 20 calls in a row on one tensor, which L2 has as long as it fits.
+Calls are replayed from CUDA graphs, so that the host does not count. "cold": calls take turns at so many tensors, each
+with a weight, a bias and an output of its own, that L2 holds none of them when it is used again. To overwrite L2 between
+calls is not enough: what a kernel reads with the priority evict_last, as some of torch.compile's do, survives that.
+"warm": 20 calls in a row on one tensor, which L2 has as long as it fits.
 """
 
+import functools
 import itertools
 import statistics
 import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch.nn import functional
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import results  # noqa: E402
@@ -21,64 +24,63 @@ from layernorm_inline import layer_norm  # noqa: E402
 from test_layernorm_inline import versions  # noqa: E402
 
 COLUMNS = (256, 768, 1024, 4096)
-MILLIONS = {1: ("flushed", "warm"), 4: ("flushed", "warm"), 16: ("flushed",)}
+MILLIONS = {1: ("cold", "warm"), 4: ("cold", "warm"), 16: ("cold",)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-FLUSH_BYTES = 256 << 20  # several times an L2
-FLUSHED_CALLS, WARM_CALLS, REPEATS = 8, 20, 7
+COLD_BYTES = 300 << 20  # of all inputs: several times an L2
+WARM_CALLS, REPEATS = 20, 7
 
 
 def graph_of(calls):
-    """A CUDA graph of these calls, one after the other."""
+    """A CUDA graph of these calls, one after the other, whose outputs all stay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        graph.outputs = [call() for call in calls]
     graph.replay()
     return graph
 
 
-def milliseconds_of(graphs):
-    """Medians of some replays of each graph, in turns. One more goes first: the GPU is busy while the host queues the rest."""
-    times = []
-    for _ in range(REPEATS):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
-        graphs[0].replay()
-        events[0].record()
-        for graph, event in zip(graphs, events[1:]):
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        times.append([before.elapsed_time(after) for before, after in zip(events, events[1:])])
-    return [statistics.median(of_graph) for of_graph in zip(*times)]
+def milliseconds_of(graph):
+    """Median of some replays. One more goes first: the GPU is busy while the host queues the rest."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in zip(events, events[1:]))
 
 
-def microseconds(run, mode, flush):
-    if mode == "warm":
-        return milliseconds_of([graph_of([run] * WARM_CALLS)])[0] * 1e3 / WARM_CALLS
-    both, alone = milliseconds_of([graph_of([flush, run] * FLUSHED_CALLS), graph_of([flush] * FLUSHED_CALLS)])
-    return (both - alone) * 1e3 / FLUSHED_CALLS
+def microseconds(function, sets, mode):
+    """Of a call of `function`, which takes what a set holds: input, weight and bias."""
+    sets = sets[:1] * WARM_CALLS if mode == "warm" else sets
+    calls = [functools.partial(function, *tensors) for tensors in sets]
+    if mode == "warm":  # one output, too
+        calls = [lambda call=call: call() is None for call in calls]
+    return milliseconds_of(graph_of(calls)) * 1e3 / len(calls)
 
 
-def functions_of(norm):
+def functions_of(cols):
     """Eager, torch.compile and ours."""
-    return [
-        norm,
-        torch.compile(norm, dynamic=False),
-        lambda x: layer_norm(x, norm.normalized_shape, norm.weight, norm.bias),
-    ]
+
+    def eager(x, weight, bias):
+        return functional.layer_norm(x, (cols,), weight, bias)
+
+    return [eager, torch.compile(eager, dynamic=False), lambda x, weight, bias: layer_norm(x, (cols,), weight, bias)]
 
 
-def time_case(millions, cols, dtype, modes, flush):
+def time_case(millions, cols, dtype, modes, functions_of=functions_of):
     """For each mode microseconds of each function: medians of three, in turns."""
-    x = torch.randn((millions << 20) // cols, cols, device="cuda", dtype=DTYPES[dtype])
-    norm = nn.LayerNorm(cols, device="cuda", dtype=x.dtype).requires_grad_(False)
-    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    options = dict(device="cuda", dtype=DTYPES[dtype])
+    rows = (millions << 20) // cols
+    count = COLD_BYTES // (rows * cols * DTYPES[dtype].itemsize)
+    sets = [[torch.randn(shape, **options) for shape in ((rows, cols), cols, cols)] for _ in range(count)]
     torch._dynamo.reset()
-    functions = functions_of(norm)
+    functions = functions_of(cols)
     for function in functions:
-        torch.testing.assert_close(function(x), norm(x), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(function(*sets[0]), functions[0](*sets[0]), rtol=2e-2, atol=2e-2)
     for mode in modes:
-        times = [[microseconds(lambda f=f: f(x), mode, flush) for f in functions] for _ in range(3)]
+        times = [[microseconds(function, sets, mode) for function in functions] for _ in range(3)]
         yield mode, [statistics.median(of_function) for of_function in zip(*times)]
 
 
@@ -86,14 +88,13 @@ def main():
     if not torch.cuda.is_available():
         print("Nothing was timed: there is no CUDA GPU.")
         return 1
-    flush = torch.empty(FLUSH_BYTES, device="cuda", dtype=torch.uint8).zero_
     rows = []
     print(versions())
     for dtype, cols, millions in itertools.product(DTYPES, COLUMNS, MILLIONS):
-        for mode, (eager, compiled, ours) in time_case(millions, cols, dtype, MILLIONS[millions], flush):
+        for mode, (eager, compiled, ours) in time_case(millions, cols, dtype, MILLIONS[millions]):
             words = [mode, f"{millions}M", cols, dtype, *(f"{t:.2f}" for t in (eager, compiled, ours))]
             rows.append([*words, f"{compiled / ours:.2f}"])
-            print("{:8}{:>4} x {:<5}{:5} eager {:>6} compile {:>6} ours {:>6} us, {}".format(*rows[-1]), flush=True)
+            print("{:5}{:>4} x {:<5}{:5} eager {:>6} compile {:>6} ours {:>6} us, {}".format(*rows[-1]), flush=True)
     rows.sort(key=lambda row: row[0])
     names = ["L2", "elements", "columns", "dtype", "eager, us", "torch.compile, us", "ours, us", "compile / ours"]
     text = f"{versions()}\n\nForward, from CUDA graphs.\n\n{results.markdown_table(names, rows)}"

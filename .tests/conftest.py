@@ -54,19 +54,18 @@ class Backend:
         if not self.is_cuda:
             return
         deadline = time.time() + 60
-        while (free := free_bytes()) < nbytes:
-            total = torch.cuda.get_device_properties(0).total_memory
-            if nbytes > total or time.time() > deadline:
+        while (free := memory()[0]) < nbytes:
+            if nbytes > memory()[1] or time.time() > deadline:
                 pytest.skip(f"needs {nbytes / 2**30:.1f} GB of GPU memory; {free / 2**30:.1f} are free")
             time.sleep(1)
 
 
-def free_bytes():
-    """Of GPU memory that this process may have: with set_per_process_memory_fraction less than is free."""
+def memory():
+    """Bytes of GPU memory that this process can have now, and at most (torch.cuda.set_per_process_memory_fraction)."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)()
-    return min(free, int(total * fraction) - torch.cuda.memory_reserved())
+    limit = int(total * getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)())
+    return min(free, limit - torch.cuda.memory_reserved()), limit
 
 
 @contextlib.contextmanager
