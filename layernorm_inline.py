@@ -7,57 +7,35 @@ What it is
     double backward run PyTorch's operations, which can be differentiated again.
 
 How to use it
-    Copy this file into your project. It needs PyTorch >= 2.0, ninja, a C++
-    compiler and nvcc (`pip install "cuda-toolkit[nvcc,crt,cccl]"` brings one for PyTorch built with CUDA 13).
+    Copy this file into your project. It needs PyTorch >= 2.0, ninja, a C++ compiler and nvcc (`pip install
+    "cuda-toolkit[nvcc,crt,cccl]"` brings one for PyTorch built with CUDA 13). ModelNew is also called LayerNorm.
 
         from layernorm_inline import ModelNew, layer_norm, replace_layer_norm
 
         norm = ModelNew((64, 256, 256)).cuda()        # takes what nn.LayerNorm takes
         y = norm(x)
-        y = layer_norm(x, (768,), weight, bias)       # takes what nn.LayerNorm's function takes
+        y = layer_norm(x, (768,), weight, bias)       # takes what nn.LayerNorm's function takes, activation and scale
         replace_layer_norm(model)                     # every nn.LayerNorm inside, in place (subclasses: see types)
+
+    ConvTranspose3dLayerNormGELUScaling is a module of its own, for KernelBench's level 2 problem 34.
 
 What the import does
     The first one runs nvcc (17 s on two cores) and leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
-    ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: what has an activation or a scale,
-    and the convolution, is a second library, likewise compiled at the first such call, or when the class is
-    constructed. Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and
-    without TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where compiling fails. It leaves PyTorch and the
-    environment as they were.
-
-API
-    layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5,
-               activation=None, scale=1.0) -> Tensor
-    class LayerNorm(nn.LayerNorm), also called ModelNew
-    class ConvTranspose3dLayerNormGELUScaling(nn.Module)
-    replace_layer_norm(module, types=(nn.LayerNorm,)) -> module
-    CUDA_SOURCE, CPP_SOURCE                           the two sources, as compiled
-
-Formula (Ba, Kiros, Hinton: Layer Normalization, 2016, arXiv:1607.06450)
-    output = (input - mean) * rstd * weight + bias,  rstd = 1 / sqrt(variance + eps)
-    with mean and (biased) variance over the trailing dimensions normalized_shape.
+    ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: activations, scale and the
+    convolution are a second library, likewise compiled at the first such call, or when that module is constructed.
+    Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and without
+    TORCH_CUDA_ARCH_LIST nothing is compiled. PyTorch and the environment stay as they were, also where compiling fails.
 
 Reading it
-    1  Python API
-    2  Build          compile once, cache, load
-    3  Interface      what the kernels and the binding share
-    4  C++ binding    checks, allocation, autograd, dispatcher registration
-    5  CUDA           in rooms, each a string of its own:
-           _ELEMENTS      packs of elements: loads, stores, conversions; rows that are not aligned
-           _STATISTICS    mean and variance; how threads and blocks that share a row combine them
-           _EPILOGUE      activations, scale, their derivatives
-           _DEVICE        instructions, mailboxes of blocks, what kernels and plans ask of the GPU, launching
-           _ROWS          the steps of kernels whose threads hold rows: load, measure, write
-           _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (16 without the pipeline)
-           _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
-           _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
-           _JOINT         float32 rows too long for the pipeline, sm_90 to sm_110, forward
-           _SPREAD        all other rows, forward and backward
-           _CONVOLUTION   ConvTranspose3d, LayerNorm, GELU, scaling
-           _DISPATCH      properties of the GPU; the ladder: which room takes a call, asked in this order
-       Each room of rows says which it takes and why that is fast; then come its numbers, with what decided them, its
-       kernels, and its host side.
-    6  Load           at the import, without what LAYERNORM_WITH_EPILOGUE adds
+    1 Python API, 2 Build, 3 Interface of the kernels and the binding, 4 C++ binding, 5 CUDA, 6 Load. CUDA is in rooms,
+    each a string. _ELEMENTS, _STATISTICS, _EPILOGUE, _DEVICE and _ROWS are what kernels share. _DISPATCH asks in this
+    order which room takes a call (each begins with which rows those are, and why that is fast):
+        _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (16 without the pipeline)
+        _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
+        _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
+        _JOINT         float32 rows too long for the pipeline, sm_90 to sm_110, forward
+        _SPREAD        all other rows, forward and backward
+    _CONVOLUTION is ConvTranspose3d, LayerNorm, GELU and scaling in one kernel.
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors
 
@@ -102,15 +80,8 @@ from torch import _VF, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 __version__ = "0.2.0"
-__all__ = [
-    "CPP_SOURCE",
-    "CUDA_SOURCE",
-    "ConvTranspose3dLayerNormGELUScaling",
-    "LayerNorm",
-    "ModelNew",
-    "layer_norm",
-    "replace_layer_norm",
-]
+__all__ = ["ConvTranspose3dLayerNormGELUScaling", "LayerNorm", "ModelNew", "layer_norm", "replace_layer_norm"]
+__all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # as compiled
 
 # ============================================================================
 # 1  Python API
@@ -134,8 +105,7 @@ def _activate(x, activation, scale):
 
 
 def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, eps, activation=0, scale=1.0):
-    """The op under torch.vmap: the slices are rows of one call. Where they have weights or biases of their own,
-    PyTorch's operations scale and shift."""
+    """Under torch.vmap slices are rows of one call. PyTorch scales and shifts those with weights of their own."""
     dims = (in_dims[0], *in_dims[2:4])
     x, weight, bias = (t if d is None else t.movedim(d, 0) for t, d in zip((input, weight, bias), dims))
     # A call without rows checks one slice's shapes: the calls below would take the slices' dimension for rows.
@@ -180,9 +150,8 @@ def layer_norm(
 ) -> torch.Tensor:
     """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
 
-    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with biased variance
-    (https://arxiv.org/abs/1607.06450).
-    Differentiable, to any order without an activation and twice with one.
+    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with biased variance (Ba,
+    Kiros, Hinton 2016, arXiv:1607.06450). Differentiable, to any order without an activation and twice with one.
 
     Args:
         input: (*, *normalized_shape), float32, float16 or bfloat16 (float64 goes to PyTorch); any strides.
@@ -233,8 +202,7 @@ def layer_norm(
 class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm with the forward and backward of this file.
 
-    Constructor, parameters, state_dict, repr and initialization are inherited: whatever the
-    installed PyTorch's nn.LayerNorm takes. Shapes, dtypes and errors: see layer_norm.
+    All but forward is inherited: it takes what the installed PyTorch's takes. Shapes, dtypes, errors: see layer_norm.
     """
 
     @torch.jit.ignore  # TorchScript calls it as Python
@@ -249,20 +217,16 @@ ModelNew = LayerNorm  # the benchmark's name; it may be bound to another model, 
 def replace_layer_norm(
     module: nn.Module, types: Union[type[nn.LayerNorm], Sequence[type[nn.LayerNorm]]] = (nn.LayerNorm,)
 ) -> nn.Module:
-    """Turns every nn.LayerNorm inside `module` (and module itself) into LayerNorm, in place.
+    """Turns every nn.LayerNorm inside `module` (and module itself) into LayerNorm, in place, and returns module.
 
-    The module objects stay the same, and so do their Parameters, hooks and attributes: optimizers
-    and references hold. Other subclasses of nn.LayerNorm are left as they are, with a warning: their
-    forward may differ. Name in `types` those whose forward does not. What has another class or forward since
-    (parametrize, FSDP's fully_shard, accelerate's hooks) is left with a warning, too: replace before that.
+    Module objects, Parameters, hooks and attributes stay the same: optimizers and references hold. Two kinds are left
+    as they are, with a warning: subclasses of nn.LayerNorm that are not in `types`, as their forward may differ, and
+    what has another class or forward since (parametrize, FSDP's fully_shard, accelerate's hooks): replace before that.
 
     Args:
         module: an nn.Module.
         types: the class or classes to turn, without their subclasses: nn.LayerNorm, or subclasses that compute
             what it computes. timm.layers.LayerNorm does; timm.layers.LayerNorm2d, over channels in dimension 1, does not.
-
-    Returns:
-        module.
 
     Raises:
         TypeError: module is no nn.Module, or types anything but nn.LayerNorm, subclasses of it, or a list of these.
@@ -308,16 +272,15 @@ def _is_plain(module, cls):
 class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     """scaling_factor * GELU(LayerNorm(ConvTranspose3d(x))), KernelBench's level 2 problem 34.
 
-    LayerNorm normalizes the last dimension, the output's width W', which therefore must equal
-    out_channels. Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d
-    `conv_transpose` and an nn.LayerNorm(out_channels) `layer_norm`.
+    LayerNorm normalizes the last dimension, the output's width W', which must equal out_channels (else RuntimeError).
+    Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d `conv_transpose` and an
+    nn.LayerNorm(out_channels) `layer_norm`.
 
-    For 32 input and 64 output channels, kernel 4, stride 2, padding 1, width 32, input and parameters of one
-    dtype (float32, float16 or bfloat16), outside of autocast, the two modules without hooks or patches, one kernel
-    does everything where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 115 KB): float32 in
-    TF32 where PyTorch's convolutions may take it. Backward computes the convolution again, and neither its
-    output nor LayerNorm's is kept. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling
-    in one kernel.
+    One kernel does everything for 32 input and 64 output channels, kernel 4, stride 2, padding 1, width 32, input and
+    parameters of one dtype (float32, float16 or bfloat16), outside of autocast, the two modules without hooks or
+    patches, where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 115 KB): float32 in TF32 where
+    PyTorch's convolutions may take it. Backward computes the convolution again, and neither its output nor LayerNorm's
+    is kept. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling in one kernel.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, bias: as nn.ConvTranspose3d.
@@ -359,10 +322,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, in_channels, D, H, W). Returns (batch, out_channels, D', H', W'), of x's dtype.
-
-        Raises RuntimeError, as nn.LayerNorm does, where W' is not out_channels.
-        """
+        """x: (batch, in_channels, D, H, W). Returns (batch, out_channels, D', H', W'), of x's dtype."""
         conv, norm = self.conv_transpose, self.layer_norm
         if self._in_one_kernel(x):
             _load_epilogue()
