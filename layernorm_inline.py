@@ -1394,17 +1394,12 @@ LAYERNORM_ELEMENTWISE(*)
 template <typename T, int V>
 struct alignas(std::min<size_t>(16, sizeof(T) * V)) Pack {
   static constexpr bool kPairs = sizeof(T) == 2 && V > 1;
-  using Unit = std::conditional_t<kPairs, uint32_t, T>;
-  Unit at[kPairs ? V / 2 : V];
+  std::conditional_t<kPairs, uint32_t, T> at[kPairs ? V / 2 : V];
 };
 
 __device__ inline float widen(float x) { return x; }
 __device__ inline float widen(__half x) { return __half2float(x); }
 __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__device__ inline void narrow(float x, float& y) { y = x; }
-__device__ inline void narrow(float x, __half& y) { y = __low2half(__floats2half2_rn(x, x)); }
-__device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 
 template <typename To, typename From>
 __device__ To bit_cast(const From& from) {
@@ -1414,20 +1409,15 @@ __device__ To bit_cast(const From& from) {
 }
 
 // Hides x from the compiler: it can neither hoist what depends on x into scarce registers nor recompute x at every use.
-template <typename X>
-__device__ X opaque(X x) {
-  if constexpr (sizeof(X) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
-  }
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
   return x;
 }
 
 // Computes a pointer once, not anew for each pack (backward of bf16 rows of 2041: 0.79 of copy speed -> 0.83).
 template <typename T>
 __device__ T* keep_pointer(T* pointer) {
-  pointer = opaque(pointer);
+  asm volatile("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
   return pointer;
 }
@@ -1504,8 +1494,10 @@ __device__ Pack<T, V> packed(const Vec<float, V>& x) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
     UNROLL(n, V / 2) pack.at[n] = narrow_pair<T>(x[2 * n], x[2 * n + 1]);
+  } else if constexpr (sizeof(T) == 2) {
+    pack.at[0] = bit_cast<T>(uint16_t(narrow_pair<T>(x[0], x[0])));
   } else {
-    UNROLL(v, V) narrow(x[v], pack.at[v]);
+    UNROLL(v, V) pack.at[v] = x[v];
   }
   return pack;
 }
@@ -1543,47 +1535,37 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, con
 // V elements at any address, as the words that hold them. get() joins these later, so that loads can overlap.
 template <typename T, int V>
 struct Unaligned {
-  using Word = typename Pack<T, V>::Unit;
-  static constexpr int kWords = sizeof(Pack<T, V>) / sizeof(Word);
-  static constexpr bool kPairs = Pack<T, V>::kPairs;
-  Word words[kWords + 1];
+  static constexpr int kWords = sizeof(T) * V / sizeof(uint32_t);
+  uint32_t words[kWords + 1];
 
   // 1 where elements at p start in the middle of a word: the same for all packs of a row.
   static __device__ int starts_mid_word(const T* p) {
-    return kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
+    return sizeof(T) == 2 ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
   }
 
   __device__ void load(const T* p, int mid_word) {
-    const Word* from = reinterpret_cast<const Word*>(p - mid_word);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(p - mid_word);
     UNROLL(w, kWords) words[w] = from[w];
     // The last element alone, as its word may end outside the tensor. Always, or loads would wait (0.83 -> 0.67).
-    if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
+    if (sizeof(T) == 2) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
   __device__ Pack<T, V> get(int mid_word) const {
-    Pack<T, V> pack;
-    UNROLL(w, kWords) {
-      if constexpr (kPairs) {
-        pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * mid_word);
-      } else {
-        pack.at[w] = words[w];
-      }
-    }
-    return pack;
+    uint32_t joined[kWords];
+    UNROLL(w, kWords) joined[w] = __funnelshift_r(words[w], words[w + 1], 16 * mid_word);
+    return bit_cast<Pack<T, V>>(joined);
   }
 };
 
 // Calls f with whether weight and bias are there, of input's 16-bit dtype: asked at each load, 1/5 of all instructions.
 template <typename T, bool EARLY = false, typename F>
 __device__ void with_same_dtype(const Forward& call, F f) {
-  constexpr bool kAsks = sizeof(T) == 2 && !EARLY;
   // A function, as three kernels spill with the condition in its place.
   const auto has_same_dtype = [&] { return call.weight != nullptr && call.bias != nullptr && !call.affine_float32; };
-  if (kAsks && has_same_dtype()) {
-    f(std::bool_constant<kAsks>());
-  } else {
-    f(std::false_type());
+  if constexpr (sizeof(T) == 2 && !EARLY) {
+    if (has_same_dtype()) return f(std::true_type());
   }
+  f(std::false_type());
 }
 
 // weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
@@ -1657,17 +1639,15 @@ _STATISTICS = r"""
 
 // Exact for N equal numbers, N a power of two; 16 bits without the tree, which costs bf16 rows of 50257 1%.
 template <typename T, int N>
-__device__ float sum_of(const Vec<float, N>& x) {
-  float sums[N];
-  UNROLL(n, N) sums[n] = x[n];
+__device__ float sum_of(Vec<float, N> x) {
   if constexpr (sizeof(T) == 2) {
-    UNROLL(n, N - 1) sums[0] += sums[n + 1];
+    UNROLL(n, N - 1) x[0] += x[n + 1];
   } else {
     for (int left = N / 2; left > 0; left /= 2) {
-      UNROLL(n, left) sums[n] += sums[left + n];
+      UNROLL(n, left) x[n] += x[left + n];
     }
   }
-  return sums[0];
+  return x[0];
 }
 
 // Rounds as a division would.
@@ -1932,16 +1912,13 @@ struct Gelu {
     // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
     const float t = fabsf(z) > 40 && fabsf(z) < INFINITY ? 40.0f : fabsf(z);
     const float density = fast_exp2(-0.72134752f * t * t);
-    float below;
-    if constexpr (sizeof(T) == 2) {
-      below = density * polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f, -0.125826925f,
-                                   0.247959629f, -0.797662377f, 0.499996036f);
-    } else {
-      below = density * polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
-                                   -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
-                                   0.249972567f, -0.797882855f, 0.49999997f);
-    }
-    return z < 0 ? below : 1 - below;
+    const float ratio = sizeof(T) == 2
+                            ? polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
+                                         -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f)
+                            : polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
+                                         -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
+                                         0.249972567f, -0.797882855f, 0.49999997f);
+    return z < 0 ? density * ratio : 1 - density * ratio;
   }
 };
 
@@ -2095,13 +2072,10 @@ __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread
     barrier_arrive_expecting(full, total);
     UNROLL(n, N) bulk_copy(copies[n].shared, copies[n].global, copies[n].bytes, full, policy);
   } else {
-    constexpr int kStep = 16 * kCopyThreads;
-    for (Copy copy : copies) {
-      copy.shared += 16 * thread, copy.global += 16 * thread;
+    for (const Copy& copy : copies) {
 #pragma unroll 8
-      for (int left = copy.bytes - 16 * thread; left > 0; left -= kStep) {
-        copy_async(copy.shared, copy.global, policy);
-        copy.shared += kStep, copy.global += kStep;
+      for (int at = 16 * thread; at < copy.bytes; at += 16 * kCopyThreads) {
+        copy_async(copy.shared + at, copy.global + at, policy);
       }
     }
     if (thread == 0) barrier_arrive(full);
@@ -2114,7 +2088,6 @@ __device__ inline void writes_before_copies() {
 }
 
 // Programmatic dependent launch (sm_90 and up): blocks of the next kernel start while the last ones of this one run.
-
 __device__ inline void let_next_start() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;");
 }
@@ -2196,8 +2169,10 @@ struct RowConstants {
 __device__ inline bool is_prefetching_thread() { return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800; }
 
 // Brings whole 16-byte units to L2, before sm_90 as evict_last: with evict_normal float32 rows of 16 to 8192 lose 4%.
-__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy, int thread, int threads,
-                                      int step) {
+constexpr int kSectorBytes = 32;
+__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy,
+                                      int thread = threadIdx.y * blockDim.x + threadIdx.x,
+                                      int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
   if constexpr (kArch >= 900) {
     prefetch_to_l2(global, bytes, policy);
   } else if constexpr (kArch >= 800) {
@@ -2205,10 +2180,6 @@ __device__ inline void prefetch_units(const void* global, int bytes, uint64_t po
       asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(static_cast<const char*>(global) + at));
     }
   }
-}
-constexpr int kSectorBytes = 32;
-__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy) {  // by a block
-  prefetch_units(global, bytes, policy, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y, kSectorBytes);
 }
 
 // Each block prefetches the rows of a later one: few fit an SM, and wait for theirs (bf16 rows of 6001: 0.75 -> 0.88).
@@ -2242,10 +2213,8 @@ __device__ void prefetch_affine(const Forward& call) {
 struct Device {
   std::once_flag asked;
   int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most; 1 KB less than an SM has
-  int code = 0;  // architecture of the code that runs, 90 for sm_90: the device may be newer
+  int code = 0;                      // architecture of the code that runs, 90 for sm_90: the device may be newer
   bool allows_programmatic = false;  // dependent launches, which CUDA graphs take from CUDA 12.3 on
-  mutable std::mutex mutex;
-  mutable std::set<const void*> max_shared_set;  // kernels after allow_shared_memory
 };
 
 struct Context {
@@ -2279,14 +2248,14 @@ int row_threads(int64_t loads, int each) {
 
 // Allows a kernel all there is: a host thread with shorter rows would take it from another that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
-  const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.max_shared_set.count(kernel) > 0) return cudaSuccess;
+  thread_local std::set<std::pair<const Device*, const void*>> allowed;
+  if (allowed.count({&device, kernel}) > 0) return cudaSuccess;
   cudaFuncAttributes attributes = {};
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
   const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
-  if (error == cudaSuccess) device.max_shared_set.insert(kernel);
+  if (error == cudaSuccess) allowed.insert({&device, kernel});
   return error;
 }
 
@@ -2314,9 +2283,8 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, c
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  const unsigned attributes = attribute.id == cudaLaunchAttributeIgnore ? 0 : 1;
   const cudaLaunchConfig_t config = {launch.grid,    launch.block, size_t(launch.shared_bytes),
-                                     context.stream, &attribute,   attributes};
+                                     context.stream, &attribute,   attribute.id != cudaLaunchAttributeIgnore};
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -2347,14 +2315,7 @@ PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device
 // Rows that a thread adds up before it adds to its partials (equal ones: off by 32 roundings, of 2000 by 250).
 constexpr int kRowsPerSum = 256;
 
-// Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
-template <int V>
-__device__ void add_sums(float* partials, Vec<float, V> sums, bool is_first) {
-  if (!is_first) sums = sums + widened(load<float, V>(partials));
-  store<float, V>(partials, sums);
-}
-
-// Adds sums of V columns to partials, (2, gridDim.y, cols). Without partials they are the gradients.
+// Adds a thread's sums of V columns to its partials, (2, gridDim.y, cols). Without partials they are the gradients.
 template <typename T, int V>
 __device__ void add_gradients(const Backward& call, float* partials, int64_t col, const Vec<float, V>& grad_weight,
                               const Vec<float, V>& grad_bias, bool is_first) {
@@ -2362,9 +2323,11 @@ __device__ void add_gradients(const Backward& call, float* partials, int64_t col
     store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight);
     store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
   } else {
-    float* to = partials + blockIdx.y * call.cols + col;
-    add_sums(to, grad_weight, is_first);
-    add_sums(to + gridDim.y * call.cols, grad_bias, is_first);
+    const Vec<float, V> sums[2] = {grad_weight, grad_bias};
+    UNROLL(i, 2) {
+      float* to = partials + (blockIdx.y + int64_t(i) * gridDim.y) * call.cols + col;
+      store<float, V>(to, is_first ? sums[i] : sums[i] + widened(load<float, V>(to)));
+    }
   }
 }
 
