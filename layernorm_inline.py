@@ -1291,8 +1291,7 @@ _ELEMENTS = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// The architecture that is compiled for. Functions of instructions that it lacks are compiled only if called, so calls
-// stand behind kArch, or the whole kernel behind #if.
+// The architecture compiled for. What it lacks instructions for is called only behind kArch, or its kernel behind #if.
 #ifdef __CUDA_ARCH__
 constexpr int kArch = __CUDA_ARCH__;
 #else
@@ -1332,17 +1331,12 @@ LAYERNORM_ELEMENTWISE(*)
 template <typename T, int V>
 struct alignas(std::min<size_t>(16, sizeof(T) * V)) Pack {
   static constexpr bool kPairs = sizeof(T) == 2 && V > 1;
-  using Unit = std::conditional_t<kPairs, uint32_t, T>;
-  Unit at[kPairs ? V / 2 : V];
+  std::conditional_t<kPairs, uint32_t, T> at[kPairs ? V / 2 : V];
 };
 
 __device__ inline float widen(float x) { return x; }
 __device__ inline float widen(__half x) { return __half2float(x); }
 __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__device__ inline void narrow(float x, float& y) { y = x; }
-__device__ inline void narrow(float x, __half& y) { y = __low2half(__floats2half2_rn(x, x)); }
-__device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 
 template <typename To, typename From>
 __device__ To bit_cast(const From& from) {
@@ -1351,23 +1345,16 @@ __device__ To bit_cast(const From& from) {
   return to;
 }
 
-// Hides the value of x from the compiler: it can neither hoist what depends on x into scarce registers nor recompute x
-// at every use.
-template <typename X>
-__device__ X opaque(X x) {
-  if constexpr (sizeof(X) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
-  }
+// Hides x from the compiler: it can neither hoist what depends on x into scarce registers nor recompute x at every use.
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
   return x;
 }
 
-// Computes a pointer once: the compiler would compute that of each pack anew (backward of bf16 rows of 2041: 0.79 of
-// copy speed -> 0.83).
+// Computes a pointer once, not anew for each pack (backward of bf16 rows of 2041: 0.79 of copy speed -> 0.83).
 template <typename T>
 __device__ T* keep_pointer(T* pointer) {
-  pointer = opaque(pointer);
+  asm volatile("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
   return pointer;
 }
@@ -1377,10 +1364,7 @@ __device__ Pack<T, V> load(const T* p) {
   return *reinterpret_cast<const Pack<T, V>*>(p);
 }
 
-// A priority in L2: with the highest one input stays when L2 is full, and output leaves soon after it is written
-// (float32 rows of 16 to 8192: 0.96 of copy speed -> 1.00). Where everything fits L2, output should stay for its next
-// reader (three layer norms of 16 MB of bf16 rows: 0.0342 ms -> 0.0314).
-enum class L2Priority { First, Last };  // to leave
+enum class L2Priority { First, Last };  // to leave L2 when it is full
 
 __device__ inline uint64_t l2_policy(L2Priority priority) {
   uint64_t first = 0, last = 0;  // both, as a branch would delay the first load
@@ -1447,8 +1431,10 @@ __device__ Pack<T, V> packed(const Vec<float, V>& x) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
     UNROLL(n, V / 2) pack.at[n] = narrow_pair<T>(x[2 * n], x[2 * n + 1]);
+  } else if constexpr (sizeof(T) == 2) {
+    pack.at[0] = bit_cast<T>(uint16_t(narrow_pair<T>(x[0], x[0])));
   } else {
-    UNROLL(v, V) narrow(x[v], pack.at[v]);
+    UNROLL(v, V) pack.at[v] = x[v];
   }
   return pack;
 }
@@ -1486,49 +1472,37 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, con
 // V elements at any address, as the words that hold them. get() joins these later, so that loads can overlap.
 template <typename T, int V>
 struct Unaligned {
-  using Word = typename Pack<T, V>::Unit;
-  static constexpr int kWords = sizeof(Pack<T, V>) / sizeof(Word);
-  static constexpr bool kPairs = Pack<T, V>::kPairs;
-  Word words[kWords + 1];
+  static constexpr int kWords = sizeof(T) * V / sizeof(uint32_t);
+  uint32_t words[kWords + 1];
 
   // 1 where elements at p start in the middle of a word: the same for all packs of a row.
   static __device__ int starts_mid_word(const T* p) {
-    return kPairs ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
+    return sizeof(T) == 2 ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
   }
 
   __device__ void load(const T* p, int mid_word) {
-    const Word* from = reinterpret_cast<const Word*>(p - mid_word);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(p - mid_word);
     UNROLL(w, kWords) words[w] = from[w];
-    // The last element alone, as the rest of its word may lie outside the tensor. Unconditional, or loads would wait
-    // for one another (bf16, only input misaligned: 0.67 of copy speed -> 0.83).
-    if constexpr (kPairs) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
+    // The last element alone, as its word may end outside the tensor. Always, or loads would wait (0.83 -> 0.67).
+    if (sizeof(T) == 2) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
   __device__ Pack<T, V> get(int mid_word) const {
-    Pack<T, V> pack;
-    UNROLL(w, kWords) {
-      if constexpr (kPairs) {
-        pack.at[w] = __funnelshift_r(words[w], words[w + 1], 16 * mid_word);
-      } else {
-        pack.at[w] = words[w];
-      }
-    }
-    return pack;
+    uint32_t joined[kWords];
+    UNROLL(w, kWords) joined[w] = __funnelshift_r(words[w], words[w + 1], 16 * mid_word);
+    return bit_cast<Pack<T, V>>(joined);
   }
 };
 
-// Calls f with std::true_type where weight and bias are there and of input's 16-bit dtype: asking at every load is a
-// fifth of all instructions.
+// Calls f with whether weight and bias are there, of input's 16-bit dtype: asked at each load, 1/5 of all instructions.
 template <typename T, bool EARLY = false, typename F>
 __device__ void with_same_dtype(const Forward& call, F f) {
-  constexpr bool kAsks = sizeof(T) == 2 && !EARLY;
   // A function, as three kernels spill with the condition in its place.
   const auto has_same_dtype = [&] { return call.weight != nullptr && call.bias != nullptr && !call.affine_float32; };
-  if (kAsks && has_same_dtype()) {
-    f(std::bool_constant<kAsks>());
-  } else {
-    f(std::false_type());
+  if constexpr (sizeof(T) == 2 && !EARLY) {
+    if (has_same_dtype()) return f(std::true_type());
   }
+  f(std::false_type());
 }
 
 // weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
@@ -1575,16 +1549,14 @@ __device__ inline float fast_reciprocal(float x) {
   return y;
 }
 
-// 1 / sqrt(x), for one thread a row: rsqrtf (off by up to 2 units in the last place) and a step of Newton's, with both
-// parts of x * near.
+// 1 / sqrt(x), for one thread a row: rsqrtf, off by up to 2 units in the last place, and a step of Newton's.
 __device__ inline float inverse_root(float x) {
   const float near = rsqrtf(x), high = x * near, low = fmaf(x, near, -high);
   const float better = fmaf(0.5f * near, fmaf(-high, near, 1) - low * near, near);
   return isnan(better) ? near : better;  // x was 0 or infinity
 }
 
-// A product rounded by itself. Fused into a later subtraction it would keep digits that the sum of such products has
-// lost: grad_input of a row of one column would not be 0.
+// Rounded by itself: fused into a later subtraction, grad_input of a row of one column would not be 0.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 
 template <int V>
@@ -1604,17 +1576,15 @@ _STATISTICS = r"""
 
 // Exact for N equal numbers, N a power of two; 16 bits without the tree, which costs bf16 rows of 50257 1%.
 template <typename T, int N>
-__device__ float sum_of(const Vec<float, N>& x) {
-  float sums[N];
-  UNROLL(n, N) sums[n] = x[n];
+__device__ float sum_of(Vec<float, N> x) {
   if constexpr (sizeof(T) == 2) {
-    UNROLL(n, N - 1) sums[0] += sums[n + 1];
+    UNROLL(n, N - 1) x[0] += x[n + 1];
   } else {
     for (int left = N / 2; left > 0; left /= 2) {
-      UNROLL(n, left) sums[n] += sums[left + n];
+      UNROLL(n, left) x[n] += x[left + n];
     }
   }
-  return sums[0];
+  return x[0];
 }
 
 // Rounds as a division would.
@@ -1623,9 +1593,7 @@ __device__ inline float quotient(float sum, float count, float per_count) {
   return fma(fma(-near, count, sum), per_count, near);
 }
 
-// Distances from a mean: the sum of their squares and, for float32, their own sum, which tells how
-// far off rounding put the mean.
-struct Distances {
+struct Distances {  // from a mean: the sums of their squares and of themselves, how far off rounding put the mean
   float squares, sum;
 };
 
@@ -1645,8 +1613,7 @@ __device__ Sum distances_of(const Vec<float, V>& from_mean) {
   return sum;
 }
 
-// The sum of squares about the true mean; corrects `mean` to it. Rounding never takes it below 0, nor does an infinite
-// sum become NaN and so 0: the product is not rounded.
+// The sum of squares about the true mean, which `mean` becomes. At least 0; with fma an infinite sum stays infinite.
 __device__ inline float correct_mean(const Distances& d, float& mean, float per_col) {
   const float off = d.sum * per_col, squares = fma(-off, d.sum, d.squares);
   mean += off;
@@ -1669,11 +1636,9 @@ __device__ inline Moments combine(Moments all, const Moments& more) {
   return all;
 }
 
-// The number from which all blocks of a float32 row count their means, so that what they exchange is small and exact (1
-// x 85994, mean 10^4: off by 0.1 units in the last place without, 0.002 with). The middle one of three elements, as one
-// may be an outlier. They are not at a row's ends, where padding is, nor at even distances, as outliers are (with two
-// at the ends and 6 outliers of 10^4 among 65536, grad_input was off by 300 units).
+// Element i of three in a float32 row: not at its ends, where padding is, nor at even distances, as outliers may be.
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
+// Their median. Means are counted from it, so that blocks exchange small numbers (1 x 85994: 0.1 units off -> 0.002).
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
 // The two sums over a row that grad_input needs.
@@ -1681,9 +1646,8 @@ struct Sums {
   float wdy, wdy_xhat;  // of weight * grad_output, and of that times the normalized input
 };
 
-// What a row is normalized with. mean + rest is its mean to 1/20 of a unit in the last place; mean alone
-// is off by half a unit (float32 row of 26157 columns: 2.7 times PyTorch's error). Aligned for one load.
-struct alignas(16) RowStats {
+// What a row is normalized with. Its mean is mean + rest: mean alone has 2.7 times PyTorch's error (1 x 26157).
+struct alignas(16) RowStats {  // for one load
   float mean, rest, rstd;
 };
 
@@ -1717,8 +1681,7 @@ __device__ X exchange(const X& x, int offset) {
   return {exchange(x0, offset), exchange(x1, offset)};
 }
 
-// Combines over groups of `width` neighbouring lanes, a power of two up to 32. Every lane gets the result; the order is
-// fixed, so that results repeat bit for bit.
+// Combines over groups of `width` neighbouring lanes, a power of two up to 32, in a fixed order. All get the result.
 template <typename X, int R>
 __device__ void combine_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -1733,8 +1696,7 @@ __device__ X combine_lanes(X x, int width) {
   return values[0];
 }
 
-// The sum of term(n) in four chains, so that additions need not wait for one another. sum_of would keep all sixteen
-// terms, in local memory (bf16 rows of 32768: 0.93 of copy speed -> 0.68).
+// The sum of term(n), in four chains of additions (bf16 rows of 32768: 0.93 of copy speed, 0.68 with sum_of's terms).
 template <int N, typename F>
 __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
@@ -1742,8 +1704,7 @@ __device__ auto sum_of_terms(F term) {
   return combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]));
 }
 
-// Combines {mean, m2} of N parts a lane over `width` lanes: their mean, then distances from it, a shorter chain than
-// two by two. Means are taken from the first: at 10^7 times the spread plain ones are off by more.
+// Combines {mean, m2} of N parts a lane over `width` lanes. Means are counted from the first, which keeps their digits.
 template <int N, int M>
 __device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
   const float first = __shfl_sync(~0u, parts[0].x, 0, width);
@@ -1777,8 +1738,7 @@ __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   return {mean, combine_lanes(m2, LANES)};
 }
 
-// Sums N numbers, a power of two, over a warp; lane l gets the sum of number l / (32 / N). Each exchange halves what is
-// left to add: four sums take 6 exchanges, one after the other 20.
+// Sums N = 2^k numbers over a warp; lane l gets that of number l / (32 / N). Four take 6 exchanges instead of 20.
 template <int N>
 __device__ float sum_lanes(float (&x)[N]) {
   int offset = 16;
@@ -1797,8 +1757,8 @@ __device__ float sum_lanes(float (&x)[N]) {
 
 constexpr int kMaxWarps = 16;  // of a block, unless said otherwise
 
-// Combines over the blockDim.x threads of a row: up to WARPS whole warps, or a power of two up to 32; one warp where
-// WARPS is 1. slots: for each warp and r, and not those of the call before, from which slow warps may still read.
+// Combines over the blockDim.x threads of a row: up to WARPS whole warps, or a power of two up to 32. slots: not those
+// of the call before, from which slow warps may still read.
 template <int WARPS, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
   if (WARPS == 1) return combine_lanes(x, 32);
@@ -1838,8 +1798,8 @@ __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
 
 _EPILOGUE = r"""
 // ---- Epilogue: scale * activation(z), z the layer norm ----
-// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel: Gaussian Error Linear
-// Units, 2016, arXiv:1606.08415).
+// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel, arXiv:1606.08415). For
+// z < 0, where 1 + erf loses digits, from Phi's tail, whose binary logarithm, nearly a parabola, a polynomial fits.
 
 struct Epilogue {
   Activation activation;
@@ -1853,9 +1813,7 @@ __device__ float polynomial(float t, float sum, Coefficients... coefficients) {
   return sum;
 }
 
-// The tail 1 - Phi(t), t >= 0, where 1 + erf has lost its digits. Its binary logarithm is nearly a parabola, which a
-// polynomial fits: within 5e-6 of the tail up to 5, t times it within 5e-9 (float32 rows of 64: 129 us plain, 130 with
-// this GELU, 13% more with erff).
+// The tail 1 - Phi(t), t >= 0: within 5e-6 of it up to 5, t times it within 5e-9 (float32 rows of 64: 1%, erff 13%).
 __device__ inline float normal_tail(float t) {
   return fast_exp2(polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f, -0.000275404571f,
                               -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f, -1.15110636f,
@@ -1868,8 +1826,7 @@ __device__ inline float normal_tail_5_digits(float t) {
                               -0.458833878f, -1.15109677f, -1.00000961f));
 }
 
-// For output of 16 bits: within 2.1e-4 of the tail up to 4.3, where float16 ends, with half the instructions (bf16 rows
-// of 1024: 0.083 ms -> 0.076).
+// For output of 16 bits: within 2.1e-4 of the tail up to 4.3, where float16 ends (bf16 rows of 1024: 83 us -> 76).
 __device__ inline float normal_tail_16_bits(float t) {
   return fast_exp2(
       polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f, -1.00029845f));
@@ -1887,22 +1844,18 @@ struct Gelu {
   static __device__ float value(float z) {
     return gelu_of_tail(z, sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z)));
   }
-  // At -t the tail less t times the density, within 4e-6 for 16 bits and 7e-8 for float32. In one exponential instead
-  // of two, backward of 16-bit rows is 3 to 4% faster.
+  // At -t the tail less t times the density, in one exponential: within 4e-6 for 16 bits and 7e-8 for float32.
   static __device__ float derivative(float z) {
     // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
     const float t = fabsf(z) > 40 && fabsf(z) < INFINITY ? 40.0f : fabsf(z);
     const float density = fast_exp2(-0.72134752f * t * t);
-    float below;
-    if constexpr (sizeof(T) == 2) {
-      below = density * polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f, -0.125826925f,
-                                   0.247959629f, -0.797662377f, 0.499996036f);
-    } else {
-      below = density * polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
-                                   -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
-                                   0.249972567f, -0.797882855f, 0.49999997f);
-    }
-    return z < 0 ? below : 1 - below;
+    const float ratio = sizeof(T) == 2
+                            ? polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
+                                         -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f)
+                            : polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
+                                         -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
+                                         0.249972567f, -0.797882855f, 0.49999997f);
+    return z < 0 ? density * ratio : 1 - density * ratio;
   }
 };
 
@@ -1927,8 +1880,7 @@ __device__ void with_activation(Activation activation, F f) {
   LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
 }
 
-// HIDDEN: keeps from the compiler that the activation never changes, or it would copy the kernel for every combination
-// that its loops ask about (float32 rows: 6455 instructions -> 1463).
+// HIDDEN: else the compiler copies the kernel for each activation (float32 rows: 6455 instructions instead of 1463).
 template <bool HIDDEN>
 __device__ Epilogue opaque_activation(Epilogue epilogue) {
   if constexpr (HIDDEN) epilogue.activation = Activation(opaque(int(epilogue.activation)));
@@ -1943,9 +1895,7 @@ __device__ void apply_epilogue(Vec<float, V>& z, const Epilogue& epilogue) {
   }
 }
 
-// Turns grad_output, the gradient of scale * activation(z), into that of z = xhat * weight + bias, rounded to input's
-// dtype as PyTorch's operations would. A kernel of its own doubled the time (float32 rows of 64, backward: 205 us ->
-// 418).
+// Turns grad_output, that of scale * activation(z), into z's gradient, z = xhat * weight + bias, as PyTorch rounds it.
 template <typename T, int V>
 __device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat, const Vec<float, V>& weight,
                                  const Vec<float, V>& bias, const Backward& call) {
@@ -2028,8 +1978,7 @@ __device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
                : "memory");
 }
 
-// Copies whole 16-byte units and counts them at the barrier. Callers begin where a line does: from its middle a copy
-// takes 12% more of L2's sectors (float32 rows of 50257: 0.87 of copy speed -> 0.92).
+// Copies whole 16-byte units and counts them at the barrier. Callers begin on a line (rows of 50257: 0.87 -> 0.92).
 __device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -2038,8 +1987,7 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
       : "memory");
 }
 
-// Takes whole 16-byte units. Check the machine code of a call under a condition: ptxas 13.0 took `bytes` from a
-// register that was set in one case only, and four times as many came.
+// Takes whole 16-byte units. Check a conditional call's machine code: ptxas 13.0 set `bytes` in one case only.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
                : "memory");
@@ -2051,8 +1999,7 @@ struct Copy {
   int bytes;  // of whole 16-byte units
 };
 
-// Starts N copies, by kCopyThreads threads: from sm_90 on one asks for all of a copy. `full` expects one arrival with
-// them, and where threads copy themselves one of each when its copies are there.
+// Starts N copies, by kCopyThreads threads. `full` expects one arrival, and before sm_90 later one of each thread.
 constexpr int kCopyThreads = kArch >= 900 ? 1 : 64;
 template <int N>
 __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread, uint64_t policy) {
@@ -2062,13 +2009,10 @@ __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread
     barrier_arrive_expecting(full, total);
     UNROLL(n, N) bulk_copy(copies[n].shared, copies[n].global, copies[n].bytes, full, policy);
   } else {
-    constexpr int kStep = 16 * kCopyThreads;
-    for (Copy copy : copies) {
-      copy.shared += 16 * thread, copy.global += 16 * thread;
+    for (const Copy& copy : copies) {
 #pragma unroll 8
-      for (int left = copy.bytes - 16 * thread; left > 0; left -= kStep) {
-        copy_async(copy.shared, copy.global, policy);
-        copy.shared += kStep, copy.global += kStep;
+      for (int at = 16 * thread; at < copy.bytes; at += 16 * kCopyThreads) {
+        copy_async(copy.shared + at, copy.global + at, policy);
       }
     }
     if (thread == 0) barrier_arrive(full);
@@ -2080,9 +2024,7 @@ __device__ inline void writes_before_copies() {
   if constexpr (kArch >= 900) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Programmatic dependent launch (sm_90 and up): blocks of a call's next kernel take their places while the last ones of
-// this kernel run, do what needs no result of it, and wait.
-
+// Programmatic dependent launch (sm_90 and up): blocks of the next kernel start while the last ones of this one run.
 __device__ inline void let_next_start() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;");
 }
@@ -2092,8 +2034,7 @@ __device__ inline void wait_for_previous() {
 }
 
 // ---- Device: mailboxes of blocks that share a row ----
-// gridDim.x blocks share a row. Each publishes what it has of it, a pair of floats, in its own mailbox of the row, 8
-// bytes, and reads the others' until none is empty.
+// gridDim.x blocks share a row. Each publishes a pair of floats in its own mailbox, and reads all until none is empty.
 
 constexpr int kPeers = 5;  // mailboxes that a lane reads at once
 constexpr int kMaxBlocksPerRow = 32 * kPeers;
@@ -2136,8 +2077,7 @@ __device__ inline void publish(uint64_t* mailbox, float2 pair) {
   *const_cast<volatile uint64_t*>(mailbox) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
 }
 
-// Reads a row's mailboxes (null: none) of blocks first, first + 32, ... at once: an answer takes about as long as a
-// row. False if one is empty.
+// Reads a row's mailboxes (null: none) of blocks first, first + 32, ... at once, as each is slow. False: one is empty.
 __device__ inline bool try_read(const uint64_t* mailboxes, int first, float2 (&pairs)[kPeers]) {
   bool complete = true;
   UNROLL(i, kPeers) {
@@ -2162,14 +2102,14 @@ struct RowConstants {
   L2Priority priority;  // of input
 };
 
-// Threads of a block that prefetch its rows. From sm_90 on one instruction of one thread prefetches all; before, every
-// thread takes sectors. sm_75 does not prefetch.
+// Threads of a block that prefetch its rows: from sm_90 on one for all, before every one its sectors, on sm_75 none.
 __device__ inline bool is_prefetching_thread() { return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800; }
 
-// Brings whole 16-byte units to L2, before sm_90 a step's bytes a thread, always with the highest priority: with the
-// normal one float32 rows of 16 to 8192 lose 4% (see l2_policy).
-__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy, int thread, int threads,
-                                      int step) {
+// Brings whole 16-byte units to L2, before sm_90 as evict_last: with evict_normal float32 rows of 16 to 8192 lose 4%.
+constexpr int kSectorBytes = 32;
+__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy,
+                                      int thread = threadIdx.y * blockDim.x + threadIdx.x,
+                                      int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
   if constexpr (kArch >= 900) {
     prefetch_to_l2(global, bytes, policy);
   } else if constexpr (kArch >= 800) {
@@ -2178,14 +2118,8 @@ __device__ inline void prefetch_units(const void* global, int bytes, uint64_t po
     }
   }
 }
-constexpr int kSectorBytes = 32;
-__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy) {  // by a block
-  prefetch_units(global, bytes, policy, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y, kSectorBytes);
-}
 
-// Each block prefetches to L2 the rows of a block that starts later: an SM has registers for few blocks, and they wait
-// for their rows (bf16 rows of 2041: 0.92 of copy speed -> 0.97, of 6001: 0.75 -> 0.88; code for sm_80, float32 rows of
-// 16384: 0.87 -> 0.955, bf16 rows of 12288: 0.82 -> 0.94).
+// Each block prefetches the rows of a later one: few fit an SM, and wait for theirs (bf16 rows of 6001: 0.75 -> 0.88).
 struct PrefetchWindow {
   const char* begin;     // of what block 0 prefetches, on a 16-byte boundary
   const char* end;       // of input
@@ -2216,11 +2150,8 @@ __device__ void prefetch_affine(const Forward& call) {
 struct Device {
   std::once_flag asked;
   int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most; 1 KB less than an SM has
-  // Architecture of the code that runs, 90 for sm_90: older than the device's if only older PTX was built.
-  int code = 0;
+  int code = 0;                      // architecture of the code that runs, 90 for sm_90: the device may be newer
   bool allows_programmatic = false;  // dependent launches, which CUDA graphs take from CUDA 12.3 on
-  mutable std::mutex mutex;
-  mutable std::set<const void*> max_shared_set;  // kernels after allow_shared_memory
 };
 
 struct Context {
@@ -2235,7 +2166,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
-// Of input: it leaves first where half of L2 holds output.
+// Input stays in L2 (float32 rows: 0.96 of copy speed -> 1.00), unless L2 can keep the output for its next reader.
 L2Priority input_priority(const LayerNormCall& call, const Device& device) {
   const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
   return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
@@ -2252,22 +2183,20 @@ int row_threads(int64_t loads, int each) {
 
 // ---- Device: launching ----
 
-// Allows a kernel all there is, once. Allowing what a call needs would let a host thread with shorter rows take it away
-// from another that is about to launch.
+// Allows a kernel all there is: a host thread with shorter rows would take it from another that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
-  const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.max_shared_set.count(kernel) > 0) return cudaSuccess;
+  thread_local std::set<std::pair<const Device*, const void*>> allowed;
+  if (allowed.count({&device, kernel}) > 0) return cudaSuccess;
   cudaFuncAttributes attributes = {};
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
   const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
-  if (error == cudaSuccess) device.max_shared_set.insert(kernel);
+  if (error == cudaSuccess) allowed.insert({&device, kernel});
   return error;
 }
 
-// kProgrammatic: its blocks start while those of the kernel before it end, for which it waits itself. kCooperative: its
-// blocks all run at once, as they wait for one another.
+// kProgrammatic: starts while the kernel before ends, and waits itself. kCooperative: all blocks run at once.
 enum LaunchKind { kPlain, kProgrammatic, kCooperative };
 
 struct Launch {
@@ -2291,9 +2220,8 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, c
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  const unsigned attributes = attribute.id == cudaLaunchAttributeIgnore ? 0 : 1;
   const cudaLaunchConfig_t config = {launch.grid,    launch.block, size_t(launch.shared_bytes),
-                                     context.stream, &attribute,   attributes};
+                                     context.stream, &attribute,   attribute.id != cudaLaunchAttributeIgnore};
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -2308,9 +2236,7 @@ RowConstants row_constants(const Forward& call, const Device& device) {
   return {float(call.eps), 1.0f / float(call.cols), {call.activation, float(call.scale)}, input_priority(call, device)};
 }
 
-// How far ahead rows come to L2, for each SM, but for an eighth of L2 at most. Too early, they leave it unread (32880
-// bf16 rows of 2041: 0.953 of copy speed with 32 KB, 0.969 with 40, 0.951 with 80; 48 KB make inputs of 12 to 64 MB 2%
-// slower).
+// How far ahead rows come to L2, for each SM, at most 1/8 of L2 (bf16 rows of 2041: 0.969 of copy speed, 80 KB 0.951).
 constexpr int kPrefetchBytes = 40 << 10;
 
 PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
@@ -2323,18 +2249,10 @@ PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device
 
 // ---- Device: grad_weight and grad_bias from partial sums of a kernel's blocks ----
 
-// Rows that a thread adds up one by one, at most: then it adds their sums to its partials. Of a constant grad_output
-// 256 rows are off by 32 roundings, 2000 by 250.
+// Rows that a thread adds up before it adds to its partials (equal ones: off by 32 roundings, of 2000 by 250).
 constexpr int kRowsPerSum = 256;
 
-// Adds a thread's sums of V columns to partials, which only it writes; the first have nothing to add to.
-template <int V>
-__device__ void add_sums(float* partials, Vec<float, V> sums, bool is_first) {
-  if (!is_first) sums = sums + widened(load<float, V>(partials));
-  store<float, V>(partials, sums);
-}
-
-// Adds sums of V columns to partials, (2, gridDim.y, cols). Without partials they are the gradients.
+// Adds a thread's sums of V columns to its partials, (2, gridDim.y, cols). Without partials they are the gradients.
 template <typename T, int V>
 __device__ void add_gradients(const Backward& call, float* partials, int64_t col, const Vec<float, V>& grad_weight,
                               const Vec<float, V>& grad_bias, bool is_first) {
@@ -2342,9 +2260,11 @@ __device__ void add_gradients(const Backward& call, float* partials, int64_t col
     store_affine<T>(call.grad_weight, call.affine_float32, col, grad_weight);
     store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);
   } else {
-    float* to = partials + blockIdx.y * call.cols + col;
-    add_sums(to, grad_weight, is_first);
-    add_sums(to + gridDim.y * call.cols, grad_bias, is_first);
+    const Vec<float, V> sums[2] = {grad_weight, grad_bias};
+    UNROLL(i, 2) {
+      float* to = partials + (blockIdx.y + int64_t(i) * gridDim.y) * call.cols + col;
+      store<float, V>(to, is_first ? sums[i] : sums[i] + widened(load<float, V>(to)));
+    }
   }
 }
 

@@ -128,10 +128,10 @@ MUTANTS = [
     Mutant("pipeline before Hopper: mean and rstd of the group's first row", "row_scalars + i, Pass::scalar_at(block.call, row, i)", "row_scalars + i, Pass::scalar_at(block.call, blockIdx.y, i)", BEFORE_HOPPER),
     Mutant("pipeline on Hopper: row_scalars are not waited for", "if (kCopiers<Pass> > 0) barrier_arrive_with_copies(", "if (kCopiers<Pass> > 0) barrier_arrive(", PIPELINE),
     Mutant("pipeline before Hopper: last copies not counted", "if (kCopiers<Pass> > 0) barrier_arrive_with_copies(", "if (kCopiers<Pass> > 0) barrier_arrive(", BEFORE_HOPPER, quiet=LONGEST),
-    Mutant("pipeline before Hopper: last units not copied", "int left = copy.bytes - 16 * thread; left > 0;", "int left = copy.bytes - 16 * thread; left > 16;", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("pipeline before Hopper: last units not copied", "int at = 16 * thread; at < copy.bytes;", "int at = 16 * thread; at < copy.bytes - 16;", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline, backward: mean(wdy) dropped, 16 bits", "rest = -mean_wdy - mean * of_x", "rest = -mean * of_x", PIPELINE),
     Mutant("pipeline, backward: mean(wdy) dropped, float32", "product(weight[i], dy) - mean_wdy - (x", "product(weight[i], dy) - (x", PIPELINE),
-    Mutant("pipeline, backward: sums of many rows begin with the last 256", "if (!is_first) sums = sums + widened(load<float, V>(partials));", "", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
+    Mutant("pipeline, backward: sums of many rows begin with the last 256", "is_first ? sums[i] : sums[i] + widened(load<float, V>(to))", "sums[i]", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
     Mutant("backward: all rows of a thread added one by one", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "gradients_of_many_rows", emulated="no GPU test has so many long rows"),
     # ---- What blocks that share a row tell one another ----
     Mutant("pipeline: an infinite sum of squares becomes NaN", "(m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2)", "quotient(m2, cols, 1 / cols)", OVERFLOW),
