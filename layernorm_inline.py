@@ -3228,24 +3228,22 @@ namespace pipeline {
 // turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied, each is applied 3
 // after it is measured.
 
-// Warps: 16 that compute, then one publishes, two gather, one loads. Before Hopper two load and one gathers (backward
-// of bf16 rows of 8192: 0.67 of copy speed -> 0.84), and a prefetch takes two sectors (float32 rows of 131072: 0.89 ->
-// 0.92).
+// Warps: 16 compute, one publishes, two gather, one loads. Before Hopper two load and one gathers (0.67 -> 0.84).
 constexpr int kWarps = 16, kPublisher = kWarps, kGatherer = kPublisher + 1, kThreads = 32 * (kGatherer + 3);
-constexpr int kGatherers = 2, kLoader = kGatherer + (kCopyThreads > 32 ? 1 : kGatherers), kPrefetchStep = 64;
+constexpr int kGatherers = 2, kLoader = kGatherer + (kCopyThreads > 32 ? 1 : kGatherers);
 constexpr int kThreadColumns = 16, kMaxStages = 10;
 constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
+constexpr int kPrefetchStep = 64;  // two sectors, before Hopper (float32 rows of 131072: 0.89 of copy speed -> 0.92)
 
 // Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956).
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
 // Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536: 0.694 -> 0.665).
 constexpr int kBackwardControlBytes = 6 << 10;
-// Stages between measuring and applying, in a group (float32 rows of 50257 with 6: 0.955 of copy speed -> 0.940) and of
-// a block alone (of 6000 with 1: 0.93 -> 0.88). kManyBlocks need one more (backward, bf16 rows of 1048576: 0.88 ->
-// 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
-constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyBlocks = 100;
-// Backward prefetches rows of so many blocks (float32 rows of 1048576: 0.63 of copy speed -> 0.76; of 8192: 0.98 ->
-// 0.93).
+// Stages between measuring and applying, in a group of blocks (forward with 6: 1.5% slower) and of a block alone.
+constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2;
+// Blocks of a row whose exchange takes a stage more (backward, bf16 rows of 1048576: 0.88 of copy speed -> 0.94).
+constexpr int kManyBlocks = 100;
+// Backward prefetches rows of so many blocks (float32: 1048576 columns 0.63 of copy speed -> 0.76, 8192 0.98 -> 0.93).
 constexpr int kBackwardPrefetchBlocks = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kMinSlice = 2048;
@@ -3279,8 +3277,8 @@ struct Slice {
 };
 
 // ---- Pipeline: forward and backward, as the roles see them ----
-// They measure parts of slices, each as a pair of floats; combine pairs, those of a slice, then those of a row; finish
-// what a row is applied with; and apply it. row_scalars: kScalars numbers that are loaded with a row.
+// They measure parts of slices, each as a pair of floats; combine pairs, of a slice, then of a row; finish what a row
+// is applied with; and apply it. row_scalars: kScalars numbers that come with a row.
 
 // Pairs are {mean, m2}; means of float32 are distances from the row's reference.
 template <typename T>
@@ -3289,8 +3287,7 @@ struct ForwardPass {
   using Element = T;
   using ForRow = RowStats;
   static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 1;
-  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89). float32 has time, but
-  // no room. Its row_scalars are three elements.
+  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89; float32 has no room).
   enum : int { kLanesPerPart = sizeof(T) == 2 ? 2 : 8, kScalars = sizeof(T) == 4 ? 3 : 0 };
   static constexpr bool kForward = true;
   Vec<float, V> weight[kPacks], bias[kPacks];
@@ -3300,7 +3297,7 @@ struct ForwardPass {
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
     return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
   }
-  // Of float32, whose sum of 12 equal numbers already has an error; 16 bits have enough in 24.
+  // Of float32, from three elements: its sum of 12 equal numbers already has an error; 16 bits have enough in 24.
   static __device__ float reference(const float4& row_scalars) {
     return kScalars > 0 ? reference_of(row_scalars.x, row_scalars.y, row_scalars.z) : 0;
   }
@@ -3402,8 +3399,7 @@ struct BackwardPass {
   __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& means, const float4& row_scalars) const {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = means.x, mean_wdy_xhat = means.y, mean = row_scalars.x, rstd = row_scalars.y;
-    // 16 bits (see normalized) take three instructions instead of six. For equal numbers of_x is 0; rstd is not part of
-    // it, as their product would overflow for numbers below 1e-19.
+    // 16 bits take three instructions instead of six. rstd comes last: squared, it overflows for numbers below 1e-19.
     const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
@@ -3436,8 +3432,7 @@ struct alignas(kLineBytes) Control {
 };
 
 // Threads that copy in the background, and so arrive once more: before Hopper all that load, later one where
-// row_scalars are far elements, which would stall it (float32 rows of 50257: 0.912 of copy speed -> 0.946; but backward
-// of bf16 rows of 8192: 0.963 -> 0.952).
+// row_scalars are far elements, which would stall it (float32 rows of 50257: 0.912 of copy speed -> 0.946).
 template <typename Pass>
 constexpr int kCopiers = kCopyThreads > 1 ? kCopyThreads : Pass::kForward && Pass::kScalars > 0;
 
@@ -3533,8 +3528,7 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
   }
 }
 
-// A warp that gathers what the group has published. It looks at its next 32 / lanes rows at once, as several may have
-// been published since (one row a look: bf16 rows of 50176 0.68 of copy speed instead of 0.85).
+// A warp that gathers what the group publishes, of 32 / lanes rows at once (of one: bf16 rows of 50176 0.85 -> 0.68).
 template <typename Pass>
 __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   const Pipeline& pipe = block.pipe;
@@ -3656,9 +3650,8 @@ bool takes(const Call& call, const Device& device) {
          call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
-// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are few rows, and
-// in backward (rows of 262144: 33 blocks a row use 132 SMs, 32 only 128). Forward has half the bytes to hide an
-// exchange behind (bf16 rows of 1048576: 0.83 of copy speed with 128 blocks, 0.69 with 132).
+// As few as can share a row, one an SM, unless more leave fewer SMs idle: where rows are few and, as two tensors' bytes
+// hide the exchange, in backward (rows of 262144: 33 blocks use 132 SMs, 32 only 128).
 template <typename Pass>
 int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
@@ -3688,13 +3681,13 @@ Pipeline plan(const typename Pass::Call& call, const Device& device) {
   p.stages = std::clamp((device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes), 3, kMaxStages);
   const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.flight = std::clamp(flight_bytes / (kTensors * p.slice * kBytes), 1, p.stages - 1);
-  // The exchange takes some rows' time. Longer, it would leave too few stages to load into; but in backward of many
-  // blocks the exchange is slower than loading (three stages, float32 rows of 1048576: 0.78 -> 0.90).
+  // Leaves two stages to load into, one where the exchange is slower (float32 rows of 1048576: 0.78 -> 0.90).
   const bool many = p.blocks_per_row >= kManyBlocks;
   const int delay = p.blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
   p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
   p.lanes = 4;
   while (p.lanes < std::min(p.blocks_per_row, 32)) p.lanes *= 2;
+  // Two are slower where there are many blocks (backward of float32 rows of 1048576: 0.86 of copy speed -> 0.78).
   p.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
   p.prefetch = kForward || p.blocks_per_row >= kBackwardPrefetchBlocks;
   p.priority = input_priority(call, device);
@@ -3729,9 +3722,9 @@ namespace joint {
 // ---- Rows that many SMs hold together, forward, float32 (sm_90 to sm_110) ----
 // Takes aligned rows too long for the pipeline (on 132 SMs more than 1081344 columns). A group of blocks, one on each
 // SM, shares a row; each keeps its slice in shared memory until the group knows the row's statistics, so that each byte
-// moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16, with twice the weight and bias to a
-// byte, would be slower: 0.146 ms, 0.118). A slice moves in stages through a ring. Warps apply a stage and measure the
-// one a slice and kAhead stages further on: the next row's exchange is under way before this row is done.
+// moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16 would be slower so: 0.146 ms, 0.118).
+// A slice moves in stages through a ring. Warps apply a stage and measure the one a slice and kAhead stages further on:
+// the next row's exchange is under way before this row is done.
 // Example: those 16 rows on 132 SMs. One group; a slice of 31776 columns is 16 stages of 8 KB; a ring has 22. A thread
 // has 31 packs of weight and 20 of bias in registers; shared memory has the other 44 KB.
 
@@ -3741,10 +3734,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;  // of 255 registers each,
 // 16-byte packs of a thread in a stage, of a block in a stage; stages of a slice and of a ring, at most.
 constexpr int V = 4, kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16, kRing = 28;
 constexpr int kStageBytes = 16 * kStageSize, kStageColumns = kStageSize * V;
-// Packs of weight, and of bias, in a thread's registers; the rest are in shared memory. A slice of fewer stages takes
-// the last places, so that only the last stage, known when unrolling, may be incomplete.
-constexpr int kWeights = 31, kBiases = 20;
-constexpr int kLeastRows = 4;  // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
+constexpr int kWeights = 31, kBiases = 20;  // packs in a thread's registers; the rest are in shared memory
+constexpr int kLeastRows = 4;               // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
 
 struct Plan {
   int blocks_per_row, groups;  // blocks_per_row 0: another room takes the call
@@ -3788,8 +3779,8 @@ struct Block {
   }
 };
 
-// Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier. Their warps are the
-// slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
+// Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier (warps in turns: 32%
+// slower).
 struct Fetch {
   const Block& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
@@ -3816,7 +3807,7 @@ struct Fetch {
   }
 };
 
-// weight or bias of a slice: N packs in a thread's registers, the rest in shared memory.
+// weight or bias of a slice. One of fewer stages takes the last places: only the last stage may be incomplete.
 template <int N>
 struct Affine {
   Vec<float, V> packs[N];
