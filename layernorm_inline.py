@@ -3230,7 +3230,7 @@ namespace pipeline {
 
 // Warps: 16 compute, one publishes, two gather, one loads. Before Hopper two load and one gathers (0.67 -> 0.84).
 constexpr int kWarps = 16, kPublisher = kWarps, kGatherer = kPublisher + 1, kThreads = 32 * (kGatherer + 3);
-constexpr int kGatherers = 2, kLoader = kGatherer + (kCopyThreads > 32 ? 1 : kGatherers);
+constexpr int kGatherers = kCopyThreads > 32 ? 1 : 2, kLoader = kGatherer + kGatherers;
 constexpr int kThreadColumns = 16, kMaxStages = 10;
 constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
 constexpr int kPrefetchStep = 64;  // two sectors, before Hopper (float32 rows of 131072: 0.89 of copy speed -> 0.92)
@@ -3248,17 +3248,15 @@ constexpr int kBackwardPrefetchBlocks = 16;
 // Columns that move in the time that a row costs besides: shorter slices are not worth it.
 constexpr int64_t kMinSlice = 2048;
 
+// A group of gridDim.x blocks shares a row; gridDim.y groups take turns at the rows.
 struct Pipeline {
-  int blocks_per_row, groups;  // blocks that share a row, and groups of them
-  int slice;                   // columns of a block; the last one of a group may have fewer
-  int stages;                  // of the ring
-  int delay;                   // stages between measuring and applying, less than stages
-  int flight;                  // stages on their way at once
-  int slice_bytes;             // room for one tensor's slice of a row, a multiple of kLineBytes
-  int gatherers;               // warps that take turns, at most kGatherers
-  int lanes;                   // of a gatherer for a row: a power of two, 4 to 32, for as many blocks
-  bool prefetch;               // rows come to L2 while they wait for a free stage
-  L2Priority priority;         // of input
+  int slice;            // columns of a block; the last one of a group may have fewer
+  int slice_bytes;      // room for one tensor's slice of a row, a multiple of kLineBytes
+  int stages;           // of the ring
+  int flight;           // stages on their way at once
+  int delay;            // stages between measuring and applying, less than stages
+  int lanes;            // of a gatherer for a row: a power of two, 4 to 32, for as many blocks
+  L2Priority priority;  // of input
 };
 
 // A block's slice of a row, in the ring. A thread has packs of V columns.
@@ -3445,11 +3443,11 @@ struct Block {
   Control<Pass>& control;
   unsigned char* ring;
   uint64_t* mailboxes;
-  int rank = blockIdx.x, turns = (int(call.rows) - int(blockIdx.y) + pipe.groups - 1) / pipe.groups;
+  int rank = blockIdx.x, groups = gridDim.y, turns = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
   int64_t first = int64_t(rank) * pipe.slice;  // column
   int columns = columns_of_slice(call.cols, pipe.slice, rank);
 
-  __device__ int row(int turn) const { return blockIdx.y + turn * pipe.groups; }
+  __device__ int row(int turn) const { return blockIdx.y + turn * groups; }
   __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first; }
   __device__ Copy copy(int stage, int t, int row) const {  // begins where the slice's first cache line does
     const char* from = static_cast<const char*>(Pass::tensor(call, t)) + offset(row) * sizeof(T);
@@ -3476,6 +3474,7 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
   const Pipeline& pipe = block.pipe;
   auto& control = block.control;
   const uint64_t policy = l2_policy(pipe.priority);
+  const bool prefetches = Pass::kForward || gridDim.x >= kBackwardPrefetchBlocks;
   RingPosition stage, landing;  // landing: `flight` turns behind
   for (int turn = 0; turn < block.turns; ++turn, stage.advance(pipe.stages)) {
     const int row = block.row(turn);
@@ -3483,7 +3482,7 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
     UNROLL(t, Pass::kTensors) {
       // While the row waits for a stage it comes to L2 (float32 rows of 262144: 0.89 of copy speed -> 0.95).
       const Copy& copy = copies[t] = block.copy(stage.index, t, row);
-      if (pipe.prefetch) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
+      if (prefetches) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
     }
     float scalars[2];  // in flight while this thread waits
     UNROLL(i, kLoaded) scalars[i] = *Pass::scalar_at(block.call, row, i);
@@ -3520,7 +3519,7 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
     }
     const float2 total = Pass::template combine<kEach>(pairs, counts, block.columns, kWidth);
     if (lane != 0) continue;
-    if (block.pipe.blocks_per_row == 1) {  // row_scalars are there: who measured has waited for them
+    if (gridDim.x == 1) {  // row_scalars are there: who measured has waited for them
       block.finish_row(stage.index, total, block.row(turn));
     } else {
       publish(mailbox_of(block.mailboxes, block.row(turn), block.rank), total);
@@ -3533,11 +3532,14 @@ template <typename Pass>
 __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   const Pipeline& pipe = block.pipe;
   const int peer = lane % pipe.lanes, ahead = lane / pipe.lanes, cols = block.call.cols;
+  // Two are slower in backward of float32 rows of many blocks (of 1048576: 0.86 of copy speed -> 0.78).
+  const int gatherers = !Pass::kForward && Pass::V == 4 && gridDim.x >= kManyBlocks ? 1 : kGatherers;
+  if (gatherer >= gatherers) return;
   float2 pairs[kPeers];
   float counts[kPeers];
   UNROLL(i, kPeers) counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32);
   for (int next = gatherer; next < block.turns;) {
-    const int turn = next + ahead * pipe.gatherers, row = block.row(turn);
+    const int turn = next + ahead * gatherers, row = block.row(turn);
     const uint64_t* mailboxes = turn < block.turns ? mailbox_of(block.mailboxes, row, 0) : nullptr;
     const unsigned missing = __ballot_sync(~0u, !try_read(mailboxes, peer, pairs));
     const int rows = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // complete ones
@@ -3545,15 +3547,15 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
       __nanosleep(32);
       continue;
     }
-    const float2 total = pipe.blocks_per_row <= 32 ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
-                                                   : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
+    const float2 total = gridDim.x <= 32 ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
+                                         : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
     if (peer == 0 && ahead < rows && turn < block.turns) {
       const int stage = turn % pipe.stages;
       // It was loaded long ago; so row_scalars are seen.
       if (Pass::kForward && Pass::kScalars > 0) barrier_wait(&block.control.full[stage], turn / pipe.stages % 2);
       block.finish_row(stage, total, row);
     }
-    next += rows * pipe.gatherers;
+    next += rows * gatherers;
   }
 }
 
@@ -3615,7 +3617,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barriers_initialized();
   }
   __syncthreads();
-  if (pipe.blocks_per_row > 1) empty_mailboxes(mailboxes, call.rows);
+  if (gridDim.x > 1) empty_mailboxes(mailboxes, call.rows);
 
   if (warp < kWarps) {
     measure_and_apply(block, partials, lane);
@@ -3624,7 +3626,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (warp >= kLoader) {
     const int thread = threadIdx.x - 32 * kLoader;
     if (thread < kCopyThreads) load_slices(block, thread);
-  } else if (pipe.blocks_per_row > 1 && warp - kGatherer < pipe.gatherers) {
+  } else if (gridDim.x > 1) {
     gather_rows(block, warp - kGatherer, lane);
   }
 #else
@@ -3659,55 +3661,46 @@ int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
   const int64_t worth_trying = std::max(Pass::kTensors * fewest, sms / std::min(rows, sms));
   const int64_t most = std::min({worth_trying, sms, int64_t(kMaxBlocksPerRow), cols / kMinSlice});
   int64_t fastest = fewest, min_time = INT64_MAX;
-  for (int64_t blocks = fewest; blocks <= std::max(fewest, most); ++blocks) {
+  for (int64_t blocks = fewest; blocks <= most; ++blocks) {
     const int64_t time = ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + kMinSlice);
     if (time < min_time) fastest = blocks, min_time = time;
   }
   return fastest;
 }
 
-template <typename Pass>
-Pipeline plan(const typename Pass::Call& call, const Device& device) {
-  constexpr bool kForward = Pass::kForward;
-  constexpr int kBytes = sizeof(typename Pass::Element), kTensors = Pass::kTensors;
-  constexpr int kUnit = kLineBytes / kBytes;  // slices start on lines where rows do
-  const int64_t cols = call.cols;
-  Pipeline p = {};
-  p.slice = ceil_div(ceil_div(cols, blocks_of_row<Pass>(call, device)), kUnit) * kUnit;
-  p.blocks_per_row = ceil_div(cols, p.slice);
-  p.groups = std::min<int64_t>(call.rows, device.sms / p.blocks_per_row);
-  p.slice_bytes = p.slice * kBytes + kLineBytes;  // it may begin inside of a line
-  const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
-  p.stages = std::clamp((device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes), 3, kMaxStages);
-  const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
-  p.flight = std::clamp(flight_bytes / (kTensors * p.slice * kBytes), 1, p.stages - 1);
-  // Leaves two stages to load into, one where the exchange is slower (float32 rows of 1048576: 0.78 -> 0.90).
-  const bool many = p.blocks_per_row >= kManyBlocks;
-  const int delay = p.blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
-  p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
-  p.lanes = 4;
-  while (p.lanes < std::min(p.blocks_per_row, 32)) p.lanes *= 2;
-  // Two are slower where there are many blocks (backward of float32 rows of 1048576: 0.86 of copy speed -> 0.78).
-  p.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
-  p.prefetch = kForward || p.blocks_per_row >= kBackwardPrefetchBlocks;
-  p.priority = input_priority(call, device);
-  return p;
-}
-
 template <typename T, typename Call>
 cudaError_t launch(const Call& call, const Context& context) {
   using Pass = PassOf<T, Call>;
-  const Pipeline p = plan<Pass>(call, context.device);
-  const bool adds = !Pass::kForward && (p.groups > 1 || call.rows > kRowsPerSum);
-  const int64_t partial_rows = adds ? p.groups : 0;
+  constexpr bool kForward = Pass::kForward;
+  constexpr int kBytes = Pass::kTensors * sizeof(T);    // of a column
+  constexpr int kLineColumns = kLineBytes / sizeof(T);  // slices start on lines where rows do
+  const Device& device = context.device;
+  Pipeline p = {};
+  p.slice = ceil_div(ceil_div(call.cols, blocks_of_row<Pass>(call, device)), kLineColumns) * kLineColumns;
+  p.slice_bytes = p.slice * sizeof(T) + kLineBytes;  // it may begin inside of a line
+  const int blocks_per_row = ceil_div(call.cols, p.slice);
+  const int64_t groups = std::min<int64_t>(call.rows, device.sms / blocks_per_row);
+  const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
+  p.stages = std::clamp((device.shared_bytes - control_bytes) / (Pass::kTensors * p.slice_bytes), 3, kMaxStages);
+  const int flight_bytes = kForward && sizeof(T) == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
+  p.flight = std::clamp(flight_bytes / (kBytes * p.slice), 1, p.stages - 1);
+  // Leaves two stages to load into, one where the exchange is slower (float32 rows of 1048576: 0.78 -> 0.90).
+  const bool many = blocks_per_row >= kManyBlocks;
+  const int delay = blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
+  p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
+  p.lanes = std::clamp(row_threads(blocks_per_row, 1), 4, 32);
+  p.priority = input_priority(call, device);
+
+  const int64_t partial_rows = !kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
   const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // mailboxes begin on a line
-  const int64_t bytes = 4 * sums + 8 * call.rows * mailboxes_per_row(p.blocks_per_row);
-  auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, p.blocks_per_row > 1 ? kCooperative : kPlain,
+  const int64_t bytes = 4 * sums + 8 * call.rows * mailboxes_per_row(blocks_per_row);
+  auto* scratch = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
+  auto* mailboxes = reinterpret_cast<uint64_t*>(scratch + sums);
+  float* partials = partial_rows > 0 ? scratch : nullptr;
+  const Launch launch = {dim3(blocks_per_row, groups), kThreads, blocks_per_row > 1 ? kCooperative : kPlain,
                          p.stages * Pass::kTensors * p.slice_bytes};
-  const cudaError_t error = launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p,
-                                          reinterpret_cast<uint64_t*>(partials + sums), adds ? partials : nullptr);
-  if constexpr (!Pass::kForward) {
+  const cudaError_t error = launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p, mailboxes, partials);
+  if constexpr (!kForward) {
     if (error == cudaSuccess) return launch_sum_partials(call, partials, partial_rows, context);
   }
   return error;
@@ -3779,8 +3772,7 @@ struct Block {
   }
 };
 
-// Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier (warps in turns: 32%
-// slower).
+// Brings stages: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier (warps in turns: 1.3 times slower).
 struct Fetch {
   const Block& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
