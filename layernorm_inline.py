@@ -3291,7 +3291,7 @@ struct ForwardPass {
   Vec<float, V> weight[kPacks], bias[kPacks];
   float count = 0, per_count;  // columns of this thread's part, and their inverse
 
-  static __host__ __device__ const void* tensor(const Call& call, int) { return call.input; }
+  static __device__ const void* tensor(const Call& call, int) { return call.input; }
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
     return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
   }
@@ -3319,12 +3319,6 @@ struct ForwardPass {
     const auto x = [&](int i) { return packs[i]; };
     const auto has = [&](int i) { return slice.has(i); };
     return measure_packs<T, kLanesPerPart, kPacks>(x, has, count, per_count);
-  }
-
-  // Of N pairs a lane, over `width` lanes.
-  template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
-    return combine_means<N>(pairs, counts, float(columns), width);
   }
 
   static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row, bool saves) {
@@ -3357,9 +3351,7 @@ struct BackwardPass {
   Vec<float, V> weight[kPacks], grad_weight[kPacks] = {}, grad_bias[kPacks] = {};
   float count = 0;  // sums do without
 
-  static __host__ __device__ const void* tensor(const Call& call, int t) {
-    return t == 0 ? call.input : call.grad_output;
-  }
+  static __device__ const void* tensor(const Call& call, int t) { return t == 0 ? call.input : call.grad_output; }
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
     return (i == 0 ? call.mean : call.rstd) + row;
   }
@@ -3382,11 +3374,6 @@ struct BackwardPass {
       grad_weight[i] = grad_weight[i] + dy * xhat, grad_bias[i] = grad_bias[i] + dy;
     }
     return combine_lanes(sums, kLanesPerPart);
-  }
-
-  template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], int, int width) {
-    return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
   }
 
   static __device__ ForRow finish(const Call& call, float2 total, const float4&, int64_t, bool) {
@@ -3501,6 +3488,13 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
   }
 }
 
+// Combines N pairs a lane, of counts[n] of the columns each, over `width` lanes.
+template <typename Pass, int N, int M>
+__device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
+  if constexpr (Pass::kForward) return combine_means<N>(pairs, counts, float(columns), width);
+  return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
+}
+
 // A warp that combines the parts of a slice, and publishes the pair.
 template <typename Pass>
 __device__ void publish_slices(const Block<Pass>& block, int lane) {
@@ -3510,14 +3504,13 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
   RingPosition stage;
   for (int turn = 0; turn < block.turns; ++turn, stage.advance(block.pipe.stages)) {
     barrier_wait(&control.measured[stage.index], stage.parity);
-    const float2* parts = control.parts[stage.index];
     float2 pairs[kEach];
     UNROLL(i, kEach) {
       const int part = i * kWidth + lane % kWidth;
-      pairs[i] = parts[part];
+      pairs[i] = control.parts[stage.index][part];
       if (turn == 0) counts[i] = control.part_columns[part];
     }
-    const float2 total = Pass::template combine<kEach>(pairs, counts, block.columns, kWidth);
+    const float2 total = combine_pairs<Pass, kEach>(pairs, counts, block.columns, kWidth);
     if (lane != 0) continue;
     if (gridDim.x == 1) {  // row_scalars are there: who measured has waited for them
       block.finish_row(stage.index, total, block.row(turn));
@@ -3547,8 +3540,8 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
       __nanosleep(32);
       continue;
     }
-    const float2 total = gridDim.x <= 32 ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
-                                         : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
+    const float2 total = gridDim.x <= 32 ? combine_pairs<Pass, 1>(pairs, counts, cols, pipe.lanes)
+                                         : combine_pairs<Pass, kPeers>(pairs, counts, cols, pipe.lanes);
     if (peer == 0 && ahead < rows && turn < block.turns) {
       const int stage = turn % pipe.stages;
       // It was loaded long ago; so row_scalars are seen.
