@@ -3460,7 +3460,7 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
   auto& control = block.control;
   const uint64_t policy = l2_policy(pipe.priority);
   const bool prefetches = Pass::kForward || gridDim.x >= kBackwardPrefetchBlocks;
-  RingPosition stage, landing;  // landing: `flight` turns behind
+  RingPosition stage;
   for (int turn = 0; turn < block.turns; ++turn, stage.advance(pipe.stages)) {
     const int row = block.row(turn);
     Copy copies[Pass::kTensors];
@@ -3476,10 +3476,9 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
     UNROLL(i, Pass::kScalars) {
       if (kCopiers<Pass> > 0 && thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
     }
-    if (turn >= pipe.flight) {  // more would only queue up, with what the group publishes behind it
-      barrier_wait(&control.full[landing.index], landing.parity);
-      landing.advance(pipe.stages);
-    }
+    // For the slice of `flight` turns before: more would only queue up, with what the group publishes behind it.
+    const RingPosition landing = stage.after(pipe.stages - pipe.flight, pipe.stages);  // a round later
+    barrier_wait(&control.full[landing.index], landing.parity ^ 1);
     UNROLL(i, kLoaded) row_scalars[i] = scalars[i];
     start_copies(copies, &control.full[stage.index], thread, policy);
     if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.full[stage.index]);
@@ -3956,9 +3955,9 @@ Plan plan(const Forward& call, const Device& device) {
 template <typename T>
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, kCooperative, p.shared_bytes};
-  void* mailboxes = context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row));
+  auto* mailboxes = static_cast<uint64_t*>(context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row)));
   return launch_kernel(layer_norm_joint_rows<T>, launch, context, call, row_constants(call, context.device), p,
-                       static_cast<uint64_t*>(mailboxes));
+                       mailboxes);
 }
 
 }  // namespace joint
