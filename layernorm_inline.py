@@ -3224,9 +3224,8 @@ namespace pipeline {
 // ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more combines and publishes what
 // they measured, one or two gather what the row's blocks have published. The 16 apply a slice `delay` stages later:
 // nobody waits for the exchange, and each byte moves once.
-// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66 such groups take
-// turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied, each is applied 3
-// after it is measured.
+// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144: 66 groups of them.
+// A stage has both tensors' slices, 24 KB; 9 fit, 2 are being copied, each is applied 3 after it is measured.
 
 // Warps: 16 compute, one publishes, two gather, one loads. Before Hopper two load and one gathers (0.67 -> 0.84).
 constexpr int kWarps = 16, kPublisher = kWarps, kGatherer = kPublisher + 1, kThreads = 32 * (kGatherer + 3);
@@ -3245,8 +3244,7 @@ constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2;
 constexpr int kManyBlocks = 100;
 // Backward prefetches rows of so many blocks (float32: 1048576 columns 0.63 of copy speed -> 0.76, 8192 0.98 -> 0.93).
 constexpr int kBackwardPrefetchBlocks = 16;
-// Columns that move in the time that a row costs besides: shorter slices are not worth it.
-constexpr int64_t kMinSlice = 2048;
+constexpr int64_t kMinSlice = 2048;  // columns that move in the time that a row costs besides
 
 // A group of gridDim.x blocks shares a row; gridDim.y groups take turns at the rows.
 struct Pipeline {
@@ -3275,8 +3273,7 @@ struct Slice {
 };
 
 // ---- Pipeline: forward and backward, as the roles see them ----
-// They measure parts of slices, each as a pair of floats; combine pairs, of a slice, then of a row; finish what a row
-// is applied with; and apply it. row_scalars: kScalars numbers that come with a row.
+// They measure parts of slices as pairs of floats, finish a row's pair, and apply it. kScalars numbers come with a row.
 
 // Pairs are {mean, m2}; means of float32 are distances from the row's reference.
 template <typename T>
@@ -3296,9 +3293,7 @@ struct ForwardPass {
     return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
   }
   // Of float32, from three elements: its sum of 12 equal numbers already has an error; 16 bits have enough in 24.
-  static __device__ float reference(const float4& row_scalars) {
-    return kScalars > 0 ? reference_of(row_scalars.x, row_scalars.y, row_scalars.z) : 0;
-  }
+  static __device__ float reference(const float4& x) { return kScalars > 0 ? reference_of(x.x, x.y, x.z) : 0; }
 
   __device__ ForwardPass(const Call& call, const Slice<T>& row_0) {
     with_same_dtype<T>(call, [&](auto same_dtype) {
@@ -3863,8 +3858,7 @@ __device__ void apply_stage(float* output, const StagePart& x, int stage, float2
   UNROLL(j, kStagePacks) {
     const int i = stage * kStagePacks + j;
     const bool exists = stage < kStages - 1 || j * kThreads + block.thread < block.last_packs;
-    const auto xhat = (widened(x[j]) - row_stats.x) * row_stats.y;
-    const auto y = xhat * weight.at(i, exists) + bias.at(i, exists);
+    const auto y = (widened(x[j]) - row_stats.x) * row_stats.y * weight.at(i, exists) + bias.at(i, exists);
     if (exists) store<float, V, true>(output + j * kThreads * V, y);
   }
 }
