@@ -3081,43 +3081,37 @@ namespace pipeline {
 // ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more combines and publishes what
 // they measured, one or two gather what the row's blocks have published. The 16 apply a slice `delay` stages later:
 // nobody waits for the exchange, and each byte moves once.
-// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144; 66 such groups take
-// turns at the rows. A stage has both tensors' slices, 24 KB; 9 of them fit, 2 are being copied, each is applied 3
-// after it is measured.
+// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144: 66 groups of them.
+// A stage has both tensors' slices, 24 KB; 9 fit, 2 are being copied, each is applied 3 after it is measured.
 
-// Warps: 16 that compute, then one publishes, two gather, one loads. Before Hopper two load and one gathers (backward
-// of bf16 rows of 8192: 0.67 of copy speed -> 0.84), and a prefetch takes two sectors (float32 rows of 131072: 0.89 ->
-// 0.92).
+// Warps: 16 compute, one publishes, two gather, one loads. Before Hopper two load and one gathers (0.67 -> 0.84).
 constexpr int kWarps = 16, kPublisher = kWarps, kGatherer = kPublisher + 1, kThreads = 32 * (kGatherer + 3);
-constexpr int kGatherers = 2, kLoader = kGatherer + (kCopyThreads > 32 ? 1 : kGatherers), kPrefetchStep = 64;
+constexpr int kGatherers = kCopyThreads > 32 ? 1 : 2, kLoader = kGatherer + kGatherers;
 constexpr int kThreadColumns = 16, kMaxStages = 10;
 constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
+constexpr int kPrefetchStep = 64;  // two sectors, before Hopper (float32 rows of 131072: 0.89 of copy speed -> 0.92)
 
 // Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956).
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
 // Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536: 0.694 -> 0.665).
 constexpr int kBackwardControlBytes = 6 << 10;
-// Stages between measuring and applying, in a group (float32 rows of 50257 with 6: 0.955 of copy speed -> 0.940) and of
-// a block alone (of 6000 with 1: 0.93 -> 0.88). kManyBlocks need one more (backward, bf16 rows of 1048576: 0.88 ->
-// 0.94), and in backward of float32 one gatherer instead of two (0.78 -> 0.86).
-constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2, kManyBlocks = 100;
-// Backward prefetches rows of so many blocks (float32 rows of 1048576: 0.63 of copy speed -> 0.76; of 8192: 0.98 ->
-// 0.93).
+// Stages between measuring and applying, in a group of blocks (forward with 6: 1.5% slower) and of a block alone.
+constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2;
+// Blocks of a row whose exchange takes a stage more (backward, bf16 rows of 1048576: 0.88 of copy speed -> 0.94).
+constexpr int kManyBlocks = 100;
+// Backward prefetches rows of so many blocks (float32: 1048576 columns 0.63 of copy speed -> 0.76, 8192 0.98 -> 0.93).
 constexpr int kBackwardPrefetchBlocks = 16;
-// Columns that move in the time that a row costs besides: shorter slices are not worth it.
-constexpr int64_t kMinSlice = 2048;
+constexpr int64_t kMinSlice = 2048;  // columns that move in the time that a row costs besides
 
+// A group of gridDim.x blocks shares a row; gridDim.y groups take turns at the rows.
 struct Pipeline {
-  int blocks_per_row, groups;  // blocks that share a row, and groups of them
-  int slice;                   // columns of a block; the last one of a group may have fewer
-  int stages;                  // of the ring
-  int delay;                   // stages between measuring and applying, less than stages
-  int flight;                  // stages on their way at once
-  int slice_bytes;             // room for one tensor's slice of a row, a multiple of kLineBytes
-  int gatherers;               // warps that take turns, at most kGatherers
-  int lanes;                   // of a gatherer for a row: a power of two, 4 to 32, for as many blocks
-  bool prefetch;               // rows come to L2 while they wait for a free stage
-  L2Priority priority;         // of input
+  int slice;            // columns of a block; the last one of a group may have fewer
+  int slice_bytes;      // room for one tensor's slice of a row, a multiple of kLineBytes
+  int stages;           // of the ring
+  int flight;           // stages on their way at once
+  int delay;            // stages between measuring and applying, less than stages
+  int lanes;            // of a gatherer for a row: a power of two, 4 to 32, for as many blocks
+  L2Priority priority;  // of input
 };
 
 // A block's slice of a row, in the ring. A thread has packs of V columns.
@@ -3136,8 +3130,7 @@ struct Slice {
 };
 
 // ---- Pipeline: forward and backward, as the roles see them ----
-// They measure parts of slices, each as a pair of floats; combine pairs, those of a slice, then those of a row; finish
-// what a row is applied with; and apply it. row_scalars: kScalars numbers that are loaded with a row.
+// They measure parts of slices as pairs of floats, finish a row's pair, and apply it. kScalars numbers come with a row.
 
 // Pairs are {mean, m2}; means of float32 are distances from the row's reference.
 template <typename T>
@@ -3146,21 +3139,18 @@ struct ForwardPass {
   using Element = T;
   using ForRow = RowStats;
   static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 1;
-  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89). float32 has time, but
-  // no room. Its row_scalars are three elements.
+  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89; float32 has no room).
   enum : int { kLanesPerPart = sizeof(T) == 2 ? 2 : 8, kScalars = sizeof(T) == 4 ? 3 : 0 };
   static constexpr bool kForward = true;
   Vec<float, V> weight[kPacks], bias[kPacks];
   float count = 0, per_count;  // columns of this thread's part, and their inverse
 
-  static __host__ __device__ const void* tensor(const Call& call, int) { return call.input; }
+  static __device__ const void* tensor(const Call& call, int) { return call.input; }
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
     return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
   }
-  // Of float32, whose sum of 12 equal numbers already has an error; 16 bits have enough in 24.
-  static __device__ float reference(const float4& row_scalars) {
-    return kScalars > 0 ? reference_of(row_scalars.x, row_scalars.y, row_scalars.z) : 0;
-  }
+  // Of float32, from three elements: its sum of 12 equal numbers already has an error; 16 bits have enough in 24.
+  static __device__ float reference(const float4& x) { return kScalars > 0 ? reference_of(x.x, x.y, x.z) : 0; }
 
   __device__ ForwardPass(const Call& call, const Slice<T>& row_0) {
     with_same_dtype<T>(call, [&](auto same_dtype) {
@@ -3183,16 +3173,8 @@ struct ForwardPass {
     return measure_packs<T, kLanesPerPart, kPacks>(x, has, count, per_count);
   }
 
-  // Of N pairs a lane, over `width` lanes.
-  template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
-    return combine_means<N>(pairs, counts, float(columns), width);
-  }
-
   static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row, bool saves) {
-    // No division, as all wait (bf16 rows of 65536: 0.87 of copy speed -> 0.89); infinity's quotient would be NaN.
-    const float cols = call.cols, m2 = total.y, from = reference(row_scalars);
-    const float variance = (m2 < INFINITY ? quotient(m2, cols, 1 / cols) : m2) + float(call.eps);
+    const float from = reference(row_scalars), variance = total.y * (1 / float(call.cols)) + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
     if (saves) save_statistics(call, row, from + total.x, rstd);
     return row_stats_of(from, total.x, rstd);
@@ -3219,9 +3201,7 @@ struct BackwardPass {
   Vec<float, V> weight[kPacks], grad_weight[kPacks] = {}, grad_bias[kPacks] = {};
   float count = 0;  // sums do without
 
-  static __host__ __device__ const void* tensor(const Call& call, int t) {
-    return t == 0 ? call.input : call.grad_output;
-  }
+  static __device__ const void* tensor(const Call& call, int t) { return t == 0 ? call.input : call.grad_output; }
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
     return (i == 0 ? call.mean : call.rstd) + row;
   }
@@ -3246,11 +3226,6 @@ struct BackwardPass {
     return combine_lanes(sums, kLanesPerPart);
   }
 
-  template <int N, int M>
-  static __device__ float2 combine(const float2 (&pairs)[M], const float (&)[M], int, int width) {
-    return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
-  }
-
   static __device__ ForRow finish(const Call& call, float2 total, const float4&, int64_t, bool) {
     const float per_col = fast_reciprocal(float(call.cols));
     return {total.x * per_col, total.y * per_col};
@@ -3259,8 +3234,7 @@ struct BackwardPass {
   __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& means, const float4& row_scalars) const {
     if (call.grad_input == nullptr) return;
     const float mean_wdy = means.x, mean_wdy_xhat = means.y, mean = row_scalars.x, rstd = row_scalars.y;
-    // 16 bits (see normalized) take three instructions instead of six. For equal numbers of_x is 0; rstd is not part of
-    // it, as their product would overflow for numbers below 1e-19.
+    // 16 bits take three instructions instead of six. rstd comes last: squared, it overflows for numbers below 1e-19.
     const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
@@ -3293,8 +3267,7 @@ struct alignas(kLineBytes) Control {
 };
 
 // Threads that copy in the background, and so arrive once more: before Hopper all that load, later one where
-// row_scalars are far elements, which would stall it (float32 rows of 50257: 0.912 of copy speed -> 0.946; but backward
-// of bf16 rows of 8192: 0.963 -> 0.952).
+// row_scalars are far elements, which would stall it (float32 rows of 50257: 0.912 of copy speed -> 0.946).
 template <typename Pass>
 constexpr int kCopiers = kCopyThreads > 1 ? kCopyThreads : Pass::kForward && Pass::kScalars > 0;
 
@@ -3307,11 +3280,11 @@ struct Block {
   Control<Pass>& control;
   unsigned char* ring;
   uint64_t* mailboxes;
-  int rank = blockIdx.x, turns = (int(call.rows) - int(blockIdx.y) + pipe.groups - 1) / pipe.groups;
+  int rank = blockIdx.x, groups = gridDim.y, turns = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
   int64_t first = int64_t(rank) * pipe.slice;  // column
   int columns = columns_of_slice(call.cols, pipe.slice, rank);
 
-  __device__ int row(int turn) const { return blockIdx.y + turn * pipe.groups; }
+  __device__ int row(int turn) const { return blockIdx.y + turn * groups; }
   __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first; }
   __device__ Copy copy(int stage, int t, int row) const {  // begins where the slice's first cache line does
     const char* from = static_cast<const char*>(Pass::tensor(call, t)) + offset(row) * sizeof(T);
@@ -3338,14 +3311,15 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
   const Pipeline& pipe = block.pipe;
   auto& control = block.control;
   const uint64_t policy = l2_policy(pipe.priority);
-  RingPosition stage, landing;  // landing: `flight` turns behind
+  const bool prefetches = Pass::kForward || gridDim.x >= kBackwardPrefetchBlocks;
+  RingPosition stage;
   for (int turn = 0; turn < block.turns; ++turn, stage.advance(pipe.stages)) {
     const int row = block.row(turn);
     Copy copies[Pass::kTensors];
     UNROLL(t, Pass::kTensors) {
       // While the row waits for a stage it comes to L2 (float32 rows of 262144: 0.89 of copy speed -> 0.95).
       const Copy& copy = copies[t] = block.copy(stage.index, t, row);
-      if (pipe.prefetch) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
+      if (prefetches) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
     }
     float scalars[2];  // in flight while this thread waits
     UNROLL(i, kLoaded) scalars[i] = *Pass::scalar_at(block.call, row, i);
@@ -3354,14 +3328,20 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
     UNROLL(i, Pass::kScalars) {
       if (kCopiers<Pass> > 0 && thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
     }
-    if (turn >= pipe.flight) {  // more would only queue up, with what the group publishes behind it
-      barrier_wait(&control.full[landing.index], landing.parity);
-      landing.advance(pipe.stages);
-    }
+    // For the slice of `flight` turns before: more would only queue up, with what the group publishes behind it.
+    const RingPosition landing = stage.after(pipe.stages - pipe.flight, pipe.stages);  // a round later
+    barrier_wait(&control.full[landing.index], landing.parity ^ 1);
     UNROLL(i, kLoaded) row_scalars[i] = scalars[i];
     start_copies(copies, &control.full[stage.index], thread, policy);
     if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.full[stage.index]);
   }
+}
+
+// Combines N pairs a lane, of counts[n] of the columns each, over `width` lanes.
+template <typename Pass, int N, int M>
+__device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
+  if constexpr (Pass::kForward) return combine_means<N>(pairs, counts, float(columns), width);
+  return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
 }
 
 // A warp that combines the parts of a slice, and publishes the pair.
@@ -3373,16 +3353,15 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
   RingPosition stage;
   for (int turn = 0; turn < block.turns; ++turn, stage.advance(block.pipe.stages)) {
     barrier_wait(&control.measured[stage.index], stage.parity);
-    const float2* parts = control.parts[stage.index];
     float2 pairs[kEach];
     UNROLL(i, kEach) {
       const int part = i * kWidth + lane % kWidth;
-      pairs[i] = parts[part];
+      pairs[i] = control.parts[stage.index][part];
       if (turn == 0) counts[i] = control.part_columns[part];
     }
-    const float2 total = Pass::template combine<kEach>(pairs, counts, block.columns, kWidth);
+    const float2 total = combine_pairs<Pass, kEach>(pairs, counts, block.columns, kWidth);
     if (lane != 0) continue;
-    if (block.pipe.blocks_per_row == 1) {  // row_scalars are there: who measured has waited for them
+    if (gridDim.x == 1) {  // row_scalars are there: who measured has waited for them
       block.finish_row(stage.index, total, block.row(turn));
     } else {
       publish(mailbox_of(block.mailboxes, block.row(turn), block.rank), total);
@@ -3390,17 +3369,19 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
   }
 }
 
-// A warp that gathers what the group has published. It looks at its next 32 / lanes rows at once, as several may have
-// been published since (one row a look: bf16 rows of 50176 0.68 of copy speed instead of 0.85).
+// A warp that gathers what the group publishes, of 32 / lanes rows at once (of one: bf16 rows of 50176 0.85 -> 0.68).
 template <typename Pass>
 __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   const Pipeline& pipe = block.pipe;
   const int peer = lane % pipe.lanes, ahead = lane / pipe.lanes, cols = block.call.cols;
+  // Two are slower in backward of float32 rows of many blocks (of 1048576: 0.86 of copy speed -> 0.78).
+  const int gatherers = !Pass::kForward && Pass::V == 4 && gridDim.x >= kManyBlocks ? 1 : kGatherers;
+  if (gatherer >= gatherers) return;
   float2 pairs[kPeers];
   float counts[kPeers];
   UNROLL(i, kPeers) counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32);
   for (int next = gatherer; next < block.turns;) {
-    const int turn = next + ahead * pipe.gatherers, row = block.row(turn);
+    const int turn = next + ahead * gatherers, row = block.row(turn);
     const uint64_t* mailboxes = turn < block.turns ? mailbox_of(block.mailboxes, row, 0) : nullptr;
     const unsigned missing = __ballot_sync(~0u, !try_read(mailboxes, peer, pairs));
     const int rows = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // complete ones
@@ -3408,15 +3389,15 @@ __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
       __nanosleep(32);
       continue;
     }
-    const float2 total = pipe.blocks_per_row <= 32 ? Pass::template combine<1>(pairs, counts, cols, pipe.lanes)
-                                                   : Pass::template combine<kPeers>(pairs, counts, cols, pipe.lanes);
+    const float2 total = gridDim.x <= 32 ? combine_pairs<Pass, 1>(pairs, counts, cols, pipe.lanes)
+                                         : combine_pairs<Pass, kPeers>(pairs, counts, cols, pipe.lanes);
     if (peer == 0 && ahead < rows && turn < block.turns) {
       const int stage = turn % pipe.stages;
       // It was loaded long ago; so row_scalars are seen.
       if (Pass::kForward && Pass::kScalars > 0) barrier_wait(&block.control.full[stage], turn / pipe.stages % 2);
       block.finish_row(stage, total, row);
     }
-    next += rows * pipe.gatherers;
+    next += rows * gatherers;
   }
 }
 
@@ -3478,7 +3459,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barriers_initialized();
   }
   __syncthreads();
-  if (pipe.blocks_per_row > 1) empty_mailboxes(mailboxes, call.rows);
+  if (gridDim.x > 1) empty_mailboxes(mailboxes, call.rows);
 
   if (warp < kWarps) {
     measure_and_apply(block, partials, lane);
@@ -3487,7 +3468,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (warp >= kLoader) {
     const int thread = threadIdx.x - 32 * kLoader;
     if (thread < kCopyThreads) load_slices(block, thread);
-  } else if (pipe.blocks_per_row > 1 && warp - kGatherer < pipe.gatherers) {
+  } else if (gridDim.x > 1) {
     gather_rows(block, warp - kGatherer, lane);
   }
 #else
@@ -3513,9 +3494,8 @@ bool takes(const Call& call, const Device& device) {
          call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
-// One block an SM. As few of them share a row as can, unless more leave fewer SMs idle: where there are few rows, and
-// in backward (rows of 262144: 33 blocks a row use 132 SMs, 32 only 128). Forward has half the bytes to hide an
-// exchange behind (bf16 rows of 1048576: 0.83 of copy speed with 128 blocks, 0.69 with 132).
+// As few as can share a row, one an SM, unless more leave fewer SMs idle: where rows are few and, as two tensors' bytes
+// hide the exchange, in backward (rows of 262144: 33 blocks use 132 SMs, 32 only 128).
 template <typename Pass>
 int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
@@ -3523,55 +3503,46 @@ int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
   const int64_t worth_trying = std::max(Pass::kTensors * fewest, sms / std::min(rows, sms));
   const int64_t most = std::min({worth_trying, sms, int64_t(kMaxBlocksPerRow), cols / kMinSlice});
   int64_t fastest = fewest, min_time = INT64_MAX;
-  for (int64_t blocks = fewest; blocks <= std::max(fewest, most); ++blocks) {
+  for (int64_t blocks = fewest; blocks <= most; ++blocks) {
     const int64_t time = ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + kMinSlice);
     if (time < min_time) fastest = blocks, min_time = time;
   }
   return fastest;
 }
 
-template <typename Pass>
-Pipeline plan(const typename Pass::Call& call, const Device& device) {
-  constexpr bool kForward = Pass::kForward;
-  constexpr int kBytes = sizeof(typename Pass::Element), kTensors = Pass::kTensors;
-  constexpr int kUnit = kLineBytes / kBytes;  // slices start on lines where rows do
-  const int64_t cols = call.cols;
-  Pipeline p = {};
-  p.slice = ceil_div(ceil_div(cols, blocks_of_row<Pass>(call, device)), kUnit) * kUnit;
-  p.blocks_per_row = ceil_div(cols, p.slice);
-  p.groups = std::min<int64_t>(call.rows, device.sms / p.blocks_per_row);
-  p.slice_bytes = p.slice * kBytes + kLineBytes;  // it may begin inside of a line
-  const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
-  p.stages = std::clamp((device.shared_bytes - control_bytes) / (kTensors * p.slice_bytes), 3, kMaxStages);
-  const int flight_bytes = kForward && kBytes == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
-  p.flight = std::clamp(flight_bytes / (kTensors * p.slice * kBytes), 1, p.stages - 1);
-  // The exchange takes some rows' time. Longer, it would leave too few stages to load into; but in backward of many
-  // blocks the exchange is slower than loading (three stages, float32 rows of 1048576: 0.78 -> 0.90).
-  const bool many = p.blocks_per_row >= kManyBlocks;
-  const int delay = p.blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
-  p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
-  p.lanes = 4;
-  while (p.lanes < std::min(p.blocks_per_row, 32)) p.lanes *= 2;
-  p.gatherers = device.code < 90 || (!kForward && many && kBytes == 4) ? 1 : kGatherers;
-  p.prefetch = kForward || p.blocks_per_row >= kBackwardPrefetchBlocks;
-  p.priority = input_priority(call, device);
-  return p;
-}
-
 template <typename T, typename Call>
 cudaError_t launch(const Call& call, const Context& context) {
   using Pass = PassOf<T, Call>;
-  const Pipeline p = plan<Pass>(call, context.device);
-  const bool adds = !Pass::kForward && (p.groups > 1 || call.rows > kRowsPerSum);
-  const int64_t partial_rows = adds ? p.groups : 0;
+  constexpr bool kForward = Pass::kForward;
+  constexpr int kBytes = Pass::kTensors * sizeof(T);    // of a column
+  constexpr int kLineColumns = kLineBytes / sizeof(T);  // slices start on lines where rows do
+  const Device& device = context.device;
+  Pipeline p = {};
+  p.slice = ceil_div(ceil_div(call.cols, blocks_of_row<Pass>(call, device)), kLineColumns) * kLineColumns;
+  p.slice_bytes = p.slice * sizeof(T) + kLineBytes;  // it may begin inside of a line
+  const int blocks_per_row = ceil_div(call.cols, p.slice);
+  const int64_t groups = std::min<int64_t>(call.rows, device.sms / blocks_per_row);
+  const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
+  p.stages = std::clamp((device.shared_bytes - control_bytes) / (Pass::kTensors * p.slice_bytes), 3, kMaxStages);
+  const int flight_bytes = kForward && sizeof(T) == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
+  p.flight = std::clamp(flight_bytes / (kBytes * p.slice), 1, p.stages - 1);
+  // Leaves two stages to load into, one where the exchange is slower (float32 rows of 1048576: 0.78 -> 0.90).
+  const bool many = blocks_per_row >= kManyBlocks;
+  const int delay = blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
+  p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
+  p.lanes = std::clamp(row_threads(blocks_per_row, 1), 4, 32);
+  p.priority = input_priority(call, device);
+
+  const int64_t partial_rows = !kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
   const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // mailboxes begin on a line
-  const int64_t bytes = 4 * sums + 8 * call.rows * mailboxes_per_row(p.blocks_per_row);
-  auto* partials = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, p.blocks_per_row > 1 ? kCooperative : kPlain,
+  const int64_t bytes = 4 * sums + 8 * call.rows * mailboxes_per_row(blocks_per_row);
+  auto* scratch = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
+  auto* mailboxes = reinterpret_cast<uint64_t*>(scratch + sums);
+  float* partials = partial_rows > 0 ? scratch : nullptr;
+  const Launch launch = {dim3(blocks_per_row, groups), kThreads, blocks_per_row > 1 ? kCooperative : kPlain,
                          p.stages * Pass::kTensors * p.slice_bytes};
-  const cudaError_t error = launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p,
-                                          reinterpret_cast<uint64_t*>(partials + sums), adds ? partials : nullptr);
-  if constexpr (!Pass::kForward) {
+  const cudaError_t error = launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p, mailboxes, partials);
+  if constexpr (!kForward) {
     if (error == cudaSuccess) return launch_sum_partials(call, partials, partial_rows, context);
   }
   return error;
@@ -3586,9 +3557,9 @@ namespace joint {
 // ---- Rows that many SMs hold together, forward, float32 (sm_90 to sm_110) ----
 // Takes aligned rows too long for the pipeline (on 132 SMs more than 1081344 columns). A group of blocks, one on each
 // SM, shares a row; each keeps its slice in shared memory until the group knows the row's statistics, so that each byte
-// moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16, with twice the weight and bias to a
-// byte, would be slower: 0.146 ms, 0.118). A slice moves in stages through a ring. Warps apply a stage and measure the
-// one a slice and kAhead stages further on: the next row's exchange is under way before this row is done.
+// moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16 would be slower so: 0.146 ms, 0.118).
+// A slice moves in stages through a ring. Warps apply a stage and measure the one a slice and kAhead stages further on:
+// the next row's exchange is under way before this row is done.
 // Example: those 16 rows on 132 SMs. One group; a slice of 31776 columns is 16 stages of 8 KB; a ring has 22. A thread
 // has 31 packs of weight and 20 of bias in registers; shared memory has the other 44 KB.
 
@@ -3598,10 +3569,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;  // of 255 registers each,
 // 16-byte packs of a thread in a stage, of a block in a stage; stages of a slice and of a ring, at most.
 constexpr int V = 4, kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16, kRing = 28;
 constexpr int kStageBytes = 16 * kStageSize, kStageColumns = kStageSize * V;
-// Packs of weight, and of bias, in a thread's registers; the rest are in shared memory. A slice of fewer stages takes
-// the last places, so that only the last stage, known when unrolling, may be incomplete.
-constexpr int kWeights = 31, kBiases = 20;
-constexpr int kLeastRows = 4;  // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
+constexpr int kWeights = 31, kBiases = 20;  // packs in a thread's registers; the rest are in shared memory
+constexpr int kLeastRows = 4;               // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
 
 struct Plan {
   int blocks_per_row, groups;  // blocks_per_row 0: another room takes the call
@@ -3645,8 +3614,7 @@ struct Block {
   }
 };
 
-// Brings stage after stage: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier. Their warps are the
-// slowest, and so need not wait for the others (warps that take turns: 0.195 ms -> 0.259).
+// Brings stages: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier (warps in turns: 1.3 times slower).
 struct Fetch {
   const Block& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
@@ -3673,7 +3641,7 @@ struct Fetch {
   }
 };
 
-// weight or bias of a slice: N packs in a thread's registers, the rest in shared memory.
+// weight or bias of a slice. One of fewer stages takes the last places: only the last stage may be incomplete.
 template <int N>
 struct Affine {
   Vec<float, V> packs[N];
@@ -3747,8 +3715,7 @@ __device__ void apply_stage(float* output, const StagePart& x, int stage, float2
   UNROLL(j, kStagePacks) {
     const int i = stage * kStagePacks + j;
     const bool exists = stage < kStages - 1 || j * kThreads + block.thread < block.last_packs;
-    const auto xhat = (widened(x[j]) - row_stats.x) * row_stats.y;
-    const auto y = xhat * weight.at(i, exists) + bias.at(i, exists);
+    const auto y = (widened(x[j]) - row_stats.x) * row_stats.y * weight.at(i, exists) + bias.at(i, exists);
     if (exists) store<float, V, true>(output + j * kThreads * V, y);
   }
 }
@@ -3839,9 +3806,9 @@ Plan plan(const Forward& call, const Device& device) {
 template <typename T>
 cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
   const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, kCooperative, p.shared_bytes};
-  void* mailboxes = context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row));
+  auto* mailboxes = static_cast<uint64_t*>(context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row)));
   return launch_kernel(layer_norm_joint_rows<T>, launch, context, call, row_constants(call, context.device), p,
-                       static_cast<uint64_t*>(mailboxes));
+                       mailboxes);
 }
 
 }  // namespace joint
