@@ -3996,23 +3996,19 @@ namespace spread {
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
 // (every `pieces`-th of what a block loads at once); a second combines a row's pieces; a third goes down the rows with
-// weight and bias of its columns in registers. Input is read twice, and grad_output; weight, as many bytes as a long
+// weight and bias of its columns in registers. Input and grad_output are read twice; weight, as many bytes as a long
 // row, once for many rows (backward's first kernel: for each).
 // Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; another makes its
 // statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
-constexpr int kThreads = 256;  // of the first two kernels
-// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); forward's of
-// unaligned rows may be more, as their loads are small.
-constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
-constexpr int64_t kLeastPiece = 8192;  // columns: a block's start and end show
-// Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
-constexpr int kTileColumns = 2048;
-constexpr int64_t kBlocksPerSm = 8;          // of the third kernel: blocks share rows to have so many
-constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight and grad_bias
+constexpr int kThreads = 256;                     // of the first two kernels
+constexpr int kMeasuringBlocks = 4;               // of the first kernel, on an SM at once: a second wave would cost 1%
+constexpr int kUnalignedBlocks = 2 * kRowBlocks;  // the same, forward: loads of single elements leave registers
+constexpr int64_t kLeastPiece = 8192;             // columns: a block's start and end show
+constexpr int kTileColumns = 2048;                // of the third kernel's blocks: one 16-byte load a thread
+constexpr int64_t kBlocksPerSm = 8;               // of the third kernel: blocks share rows to have so many
 
-// A thread's columns of those that a block loads at once: a pack of V or, of unaligned rows (V = 1), four. It has
-// the first one, or none where first >= cols.
+// A thread's columns of those that a block loads at once: a pack of V or, where V = 1, four; none if first >= cols.
 template <typename T, int V, int THREADS = kTileColumns / std::max(V, 4)>
 struct Columns {
   static constexpr int kThreads = THREADS, kPacks = std::max(1, 4 / V), kStep = kPacks * V * THREADS;
@@ -4167,8 +4163,7 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// grad_weight and grad_bias of the columns are in registers, too. Without bounds no third block of 512 threads would
-// fit an SM (of 256: no fourth); with an activation a third spills.
+// The bounds let a third block of 512 threads fit an SM (of 256: a fourth); with an activation a third would spill.
 template <typename T, int V>
 __global__ void __launch_bounds__(Columns<T, V>::kThreads, V == 8 ? 4 : kRowBlocks - kFused)
     backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
@@ -4205,34 +4200,30 @@ cudaError_t launch(const Call& call, const Context& context) {
   const int64_t waves = ceil_div(8 * rows, places);  // 8 pieces a row or more: at most 1/9 of the places idle
   const int pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
   const int64_t tiles = ceil_div(cols, kTileColumns);
-  int64_t row_blocks = std::min(rows, ceil_div(kBlocksPerSm * context.device.sms, tiles));
-  bool is_measured = true;
-  if constexpr (!kForward) {
-    row_blocks = std::max(std::min<int64_t>(row_blocks, kPartialBytes / (8 * cols)), ceil_div(rows, kRowsPerSum));
-    is_measured = call.grad_input != nullptr;
-  }
+  const int64_t wanted = std::min(rows, ceil_div(kBlocksPerSm * context.device.sms, tiles));
+  const int64_t row_blocks = std::max(wanted, ceil_div(rows, kRowsPerSum)), rows_per_block = ceil_div(rows, row_blocks);
   const int64_t partial_rows = kForward || row_blocks == 1 ? 0 : row_blocks;  // of a single one they are the totals
   const int64_t sums_of_columns = 2 * partial_rows * cols;
   auto* partials = static_cast<float*>(
       context.allocate(sums_of_columns * sizeof(float) + rows * (sizeof(ForRow) + pieces * sizeof(Part))));
   auto* for_rows = reinterpret_cast<ForRow*>(partials + sums_of_columns);
   auto* parts = reinterpret_cast<Part*>(for_rows + rows);
+  bool is_measured = true;
+  if constexpr (!kForward) is_measured = call.grad_input != nullptr;
   if (is_measured) {
     measure_pieces<T, V><<<rows * pieces, kThreads, 0, context.stream>>>(call, pieces, parts, for_rows);
     launch_kernel(finish_rows<Call, Part, ForRow>, {rows, kThreads, kProgrammatic}, context, call, pieces, parts,
                   for_rows);
   }
   const Launch by_columns = {dim3(tiles, row_blocks), Columns<T, V>::kThreads, kProgrammatic};
-  const int64_t rows_per_block = ceil_div(rows, row_blocks);
   if constexpr (kForward) {
     launch_kernel(normalize_columns<T, V>, by_columns, context, call, for_rows, rows_per_block);
-    return cudaGetLastError();
   } else {
     launch_kernel(backward_columns<T, V>, by_columns, context, call, for_rows, rows_per_block,
                   partial_rows > 0 ? partials : nullptr);
-    const cudaError_t error = cudaGetLastError();
-    return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
+    launch_sum_partials(call, partials, partial_rows, context);
   }
+  return cudaGetLastError();  // that of any of these launches
 }
 
 }  // namespace spread
