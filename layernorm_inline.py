@@ -3995,8 +3995,7 @@ namespace spread {
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
 // (every `pieces`-th of what a block loads at once); a second combines a row's pieces; a third goes down the rows with
-// weight and bias of its columns in registers. Input and grad_output are read twice; weight, as many bytes as a long
-// row, once for many rows (backward's first kernel: for each).
+// weight and bias of its columns in registers, as these are as long as a row. Input and grad_output are read twice.
 // Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; another makes its
 // statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
@@ -4241,7 +4240,6 @@ constexpr int kTileChannels = 16;                                               
 constexpr int kTiles = kLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // of a warp
 constexpr int kRows = 2 * kTiles;                                                   // of a lane: a quarter of each
 constexpr int kFragment = 2 * kOutChannels;  // units: a product's weights for one tap of w
-constexpr int kWeights = kInChannels * kOutChannels * 4 * 4 * 4;
 using Unit = Pack<uint32_t, 4>;
 
 // Products of sm_90a (wgmma) read shared memory themselves; four more warps load for them (TF32: 0.61 ms -> 0.58).
@@ -4253,8 +4251,7 @@ constexpr bool kHasAsyncProducts = false;
 constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
 static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536, "an SM's");
 
-// Shared memory: fragments of weights, LayerNorm's weight and bias, slabs. A slab is a round's input of one depth:
-// units of kUnit channels, (plane of channels, line, column), and zeros beside the first and last column.
+// A slab is a round's input of one depth: units of kUnit channels, and zeros beside the first and last column.
 template <typename T, bool SPLIT, bool ASYNC = !SPLIT && kHasAsyncProducts>
 struct Layout {
   using Element = T;
@@ -4290,18 +4287,17 @@ __device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
   return rounded ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
-// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w), then
-// a fragment as mma.sync has it in registers (16 output channels, lane, register), but for async products.
+// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w, i).
 template <typename T>
 __global__ void __launch_bounds__(kFragment * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
   using L = Layout<T, false>;
   constexpr int kUnit = L::kUnit, kWord = 4 / sizeof(T);  // channels in a unit, in a register
   const int i = threadIdx.x, fragment = blockIdx.x, taps = fragment / 4 / L::kChunks;
   const bool rounded = sizeof(T) == 2 || call.tf32;
-  const int word = i / kWord, lane = word / 4 % 32;
+  const int word = i / kWord, lane = word / 4 % 32;  // of mma.sync's (16 output channels, lane, register)
   int out = word / 128 * kTileChannels + word % 2 * 8 + lane / 4;
   int in = word / 2 % 2 * kUnit + lane % 4 * kWord + i % kWord;
-  if (kHasAsyncProducts && rounded) {  // (unit, output channel, input channel in the unit)
+  if (kHasAsyncProducts && rounded) {  // wgmma's (unit, output channel, input channel in the unit)
     out = i / kUnit % kOutChannels, in = i / kUnit / kOutChannels * kUnit + i % kUnit;
   }
   in += fragment / 4 % L::kChunks * 2 * kUnit;
@@ -4433,8 +4429,7 @@ __device__ void for_share(const Round<L>& round, F f) {
   ROLLED(tap, round.new_taps()) {
     UNROLL(sweep, (L::kSlabLines + kSweep - 1) / kSweep) {
       const int line = thread / kLineThreads + sweep * kSweep;
-      if (line >= L::kSlabLines) continue;
-      f(round.slab(tap) + L::unit_at(plane, line, column), tap, plane, line, column);
+      if (line < L::kSlabLines) f(round.slab(tap) + L::unit_at(plane, line, column), tap, plane, line, column);
     }
   }
 }
@@ -4442,12 +4437,11 @@ __device__ void for_share(const Round<L>& round, F f) {
 // Starts copies of a round's input; kUnit columns of a channel go where kUnit channels of a column will be.
 template <typename L>
 __device__ void fetch(const Round<L>& round) {
-  const Block<L>& block = round.block;
-  const Convolution& call = block.call;
+  const Convolution& call = round.block.call;
   const auto* input = static_cast<const typename L::Element*>(call.input);
   const int64_t channel_step = int64_t(call.depth) * call.height * kInWidth;
   for_share(round, [&](Unit* units, int tap, int plane, int line, int column) {
-    const int d = round.d + block.parity_d - tap, h = round.h + block.parity_h - 1 + line;
+    const int d = round.d + round.block.parity_d - tap, h = round.h + round.block.parity_h - 1 + line;
     const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
     const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnit) * channel_step + column +
                        (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
@@ -4540,14 +4534,13 @@ __device__ void multiply_add_parts(float* c, const uint32_t (&a)[4], const uint3
 // A step at a time, with all weights of the step in registers.
 template <typename L>
 __device__ void multiply(Sums& sums, const Round<L>& round) {
-  const Block<L>& block = round.block;
-  const int lane = threadIdx.x % 32;
-  const Unit* weights = block.weights + block.first_channel / kTileChannels * 32 + lane;
+  const int lane = threadIdx.x % 32, first_line = round.block.first_line;
+  const Unit* weights = round.block.weights + round.block.first_channel / kTileChannels * 32 + lane;
   ROLLED(step, L::kSteps) {
     Unit a[2][2][2];  // parity of w, 16 of the channels, tap of w
     UNROLL(i, 8) a[i / 4][i % 2][i / 2 % 2] = weights[(4 * step + i / 2) * kFragment + i % 2 * 32];
     UNROLL(i, 8) {  // 8 columns of one of two lines
-      const Unit* units = round.slab(step / L::kPlanes) + L::input_at(step, block.first_line + i / 4, i % 4 * 8);
+      const Unit* units = round.slab(step / L::kPlanes) + L::input_at(step, first_line + i / 4, i % 4 * 8);
       const auto* from = reinterpret_cast<const uint32_t*>(units - 1) + lane;
       uint32_t b[3][2];  // shifted by -1, 0, 1
       UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * L::kPlaneStep)];
@@ -4593,9 +4586,10 @@ __device__ void write_rows(const Round<L>& round, Sums& sums, const float (&rstd
   const Block<L>& block = round.block;
   const Convolution& call = block.call;
   const int quarter = threadIdx.x % 4 * 4, line = round.h + block.first_line;
-  const int64_t plane = int64_t(call.height) * 2 * kOutWidth, step = plane * 2 * call.depth;  // step: of channels
-  const int64_t first = (int64_t(round.batch) * kOutChannels + block.first_channel) * step + quarter +
-                        (2 * round.d + block.parity_d) * plane + (2 * line + block.parity_h) * kOutWidth;
+  const int64_t step = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;  // to the next channel
+  const int64_t first = (int64_t(round.batch) * kOutChannels + block.first_channel) * step +
+                        (int64_t(2 * round.d + block.parity_d) * call.height + line) * 2 * kOutWidth +
+                        block.parity_h * kOutWidth + quarter;
   auto at = [&](int row) { return first + L::channel_of(row) * step + L::line_of(row) * 2 * kOutWidth; };
   auto exists = [&](int row) { return L::line_of(row) < call.height - line; };
   T* output = static_cast<T*>(call.output);
@@ -4728,9 +4722,9 @@ bool fits(DType dtype, bool tf32, const Device& device) {
 cudaError_t launch(const Convolution& call, const Context& context) {
   return with_layout(call.dtype, call.tf32, [&](auto layout) {
     using T = typename decltype(layout)::Element;
-    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kWeights));
-    constexpr int kEach = kFragment * 16 / sizeof(T);
-    arrange_weights<T><<<kWeights / kEach, kEach, 0, context.stream>>>(call, arranged);
+    constexpr int kFragments = 4 * 4 * layout.kSteps, kElements = kFragment * layout.kUnit;  // kElements: of each
+    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kFragments * kElements));
+    arrange_weights<T><<<kFragments, kElements, 0, context.stream>>>(call, arranged);
     const auto kernel = conv_transpose_layer_norm_gelu<T, layout.kSplit>;
     cudaFuncAttributes attributes = {};  // compiled with loading warps or without
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
