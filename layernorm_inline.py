@@ -1275,7 +1275,6 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 _ELEMENTS = r"""
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <mutex>
 #include <set>
 #include <type_traits>
@@ -3820,23 +3819,18 @@ namespace spread {
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
 // (every `pieces`-th of what a block loads at once); a second combines a row's pieces; a third goes down the rows with
-// weight and bias of its columns in registers. Input is read twice, and grad_output; weight, as many bytes as a long
-// row, once for many rows (backward's first kernel: for each).
+// weight and bias of its columns in registers, as these are as long as a row. Input and grad_output are read twice.
 // Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; another makes its
 // statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
-constexpr int kThreads = 256;  // of the first two kernels
-// Blocks of the first kernel that an SM holds at once (16 rows of 4194304: a second wave would cost 1%); forward's of
-// unaligned rows may be more, as their loads are small.
-constexpr int kMeasuringBlocks = 4, kUnalignedBlocks = 2 * kRowBlocks;
-constexpr int64_t kLeastPiece = 8192;  // columns: a block's start and end show
-// Of a block of the third kernel, one 16-byte load a thread (16 rows of 4194304: 0.223 ms with two, 0.216).
-constexpr int kTileColumns = 2048;
-constexpr int64_t kBlocksPerSm = 8;          // of the third kernel: blocks share rows to have so many
-constexpr int64_t kPartialBytes = 32 << 20;  // for partial sums of grad_weight and grad_bias
+constexpr int kThreads = 256;                     // of the first two kernels
+constexpr int kMeasuringBlocks = 4;               // of the first kernel, on an SM at once: a second wave would cost 1%
+constexpr int kUnalignedBlocks = 2 * kRowBlocks;  // the same, forward: loads of single elements leave registers
+constexpr int64_t kLeastPiece = 8192;             // columns: a block's start and end show
+constexpr int kTileColumns = 2048;                // of the third kernel's blocks: one 16-byte load a thread
+constexpr int64_t kBlocksPerSm = 8;               // of the third kernel: blocks share rows to have so many
 
-// A thread's columns of those that a block loads at once: a pack of V or, of unaligned rows (V = 1), four. It has
-// the first one, or none where first >= cols.
+// A thread's columns of those that a block loads at once: a pack of V or, where V = 1, four; none if first >= cols.
 template <typename T, int V, int THREADS = kTileColumns / std::max(V, 4)>
 struct Columns {
   static constexpr int kThreads = THREADS, kPacks = std::max(1, 4 / V), kStep = kPacks * V * THREADS;
@@ -3846,18 +3840,12 @@ struct Columns {
   __device__ Columns(int64_t step, int64_t cols) : first(step * kStep + threadIdx.x * V), cols(cols) {}
   __device__ int64_t at(int i) const { return first + i * V * THREADS; }
   __device__ bool has(int i) const { return i == 0 || at(i) < cols; }
-  static __device__ Vec<float, V> pack(const Numbers& x, int i) {
-    Vec<float, V> pack;
-    UNROLL(v, V) pack[v] = x[i * V + v];
-    return pack;
-  }
+  static __device__ Vec<float, V>& pack(Numbers& x, int i) { return reinterpret_cast<Vec<float, V>&>(x[i * V]); }
   template <typename F>
   __device__ Numbers load_packs(F load_pack) const {  // load_pack(column)
     Numbers x = {};
     UNROLL(i, kPacks) {
-      if (!has(i)) continue;
-      const Vec<float, V> pack = load_pack(at(i));
-      UNROLL(v, V) x[i * V + v] = pack[v];
+      if (has(i)) pack(x, i) = load_pack(at(i));
     }
     return x;
   }
@@ -3865,8 +3853,7 @@ struct Columns {
     const T* from = static_cast<const T*>(tensor) + row * cols;
     return load_packs([&](int64_t col) { return widened(load<T, V>(from + col)); });
   }
-  template <typename Call>
-  __device__ Numbers load_parameter(const Call& call, const void* affine, float fallback) const {
+  __device__ Numbers load_parameter(const LayerNormCall& call, const void* affine, float fallback) const {
     return load_packs([&](int64_t col) { return load_affine<T, V>(affine, call.affine_float32, col, fallback); });
   }
   // grad_output, or what the epilogue's derivative makes of it.
@@ -3878,7 +3865,7 @@ struct Columns {
     apply_derivative<T>(pack, xhat, weight, load_parameter(call, call.bias, 0), call);
     return widened(pack);
   }
-  __device__ void store_row(void* tensor, int64_t row, const Numbers& x) const {
+  __device__ void store_row(void* tensor, int64_t row, Numbers x) const {
     T* to = static_cast<T*>(tensor) + row * cols;
     UNROLL(i, kPacks) {
       if (has(i)) store<T, V, true>(to + at(i), pack(x, i));
@@ -3991,8 +3978,7 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// grad_weight and grad_bias of the columns are in registers, too. Without bounds no third block of 512 threads would
-// fit an SM (of 256: no fourth); with an activation a third spills.
+// The bounds let a third block of 512 threads fit an SM (of 256: a fourth); with an activation a third would spill.
 template <typename T, int V>
 __global__ void __launch_bounds__(Columns<T, V>::kThreads, V == 8 ? 4 : kRowBlocks - kFused)
     backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
@@ -4029,34 +4015,30 @@ cudaError_t launch(const Call& call, const Context& context) {
   const int64_t waves = ceil_div(8 * rows, places);  // 8 pieces a row or more: at most 1/9 of the places idle
   const int pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
   const int64_t tiles = ceil_div(cols, kTileColumns);
-  int64_t row_blocks = std::min(rows, ceil_div(kBlocksPerSm * context.device.sms, tiles));
-  bool is_measured = true;
-  if constexpr (!kForward) {
-    row_blocks = std::max(std::min<int64_t>(row_blocks, kPartialBytes / (8 * cols)), ceil_div(rows, kRowsPerSum));
-    is_measured = call.grad_input != nullptr;
-  }
+  const int64_t wanted = std::min(rows, ceil_div(kBlocksPerSm * context.device.sms, tiles));
+  const int64_t row_blocks = std::max(wanted, ceil_div(rows, kRowsPerSum)), rows_per_block = ceil_div(rows, row_blocks);
   const int64_t partial_rows = kForward || row_blocks == 1 ? 0 : row_blocks;  // of a single one they are the totals
   const int64_t sums_of_columns = 2 * partial_rows * cols;
   auto* partials = static_cast<float*>(
       context.allocate(sums_of_columns * sizeof(float) + rows * (sizeof(ForRow) + pieces * sizeof(Part))));
   auto* for_rows = reinterpret_cast<ForRow*>(partials + sums_of_columns);
   auto* parts = reinterpret_cast<Part*>(for_rows + rows);
+  bool is_measured = true;
+  if constexpr (!kForward) is_measured = call.grad_input != nullptr;
   if (is_measured) {
     measure_pieces<T, V><<<rows * pieces, kThreads, 0, context.stream>>>(call, pieces, parts, for_rows);
     launch_kernel(finish_rows<Call, Part, ForRow>, {rows, kThreads, kProgrammatic}, context, call, pieces, parts,
                   for_rows);
   }
   const Launch by_columns = {dim3(tiles, row_blocks), Columns<T, V>::kThreads, kProgrammatic};
-  const int64_t rows_per_block = ceil_div(rows, row_blocks);
   if constexpr (kForward) {
     launch_kernel(normalize_columns<T, V>, by_columns, context, call, for_rows, rows_per_block);
-    return cudaGetLastError();
   } else {
     launch_kernel(backward_columns<T, V>, by_columns, context, call, for_rows, rows_per_block,
                   partial_rows > 0 ? partials : nullptr);
-    const cudaError_t error = cudaGetLastError();
-    return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
+    launch_sum_partials(call, partials, partial_rows, context);
   }
+  return cudaGetLastError();  // that of any of these launches
 }
 
 }  // namespace spread
@@ -4081,12 +4063,10 @@ constexpr int kGroups = 2, kGroupThreads = 128;                                 
 constexpr int kTileChannels = 16;                                                   // a tile has them of one line
 constexpr int kTiles = kLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // of a warp
 constexpr int kRows = 2 * kTiles;                                                   // of a lane: a quarter of each
-using Unit = Pack<uint32_t, 4>;
 constexpr int kFragment = 2 * kOutChannels;  // units: a product's weights for one tap of w
-constexpr int kWeights = kInChannels * kOutChannels * 4 * 4 * 4;
+using Unit = Pack<uint32_t, 4>;
 
-// Hopper's own products (wgmma) run in the background and read shared memory themselves. With them four more warps load
-// input for the two groups, and leave registers to them (float32 in TF32: 0.61 ms -> 0.58).
+// Products of sm_90a (wgmma) read shared memory themselves; four more warps load for them (TF32: 0.61 ms -> 0.58).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasAsyncProducts = true;
 #else
@@ -4095,18 +4075,15 @@ constexpr bool kHasAsyncProducts = false;
 constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
 static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536, "an SM's");
 
-// Shared memory: fragments of weights, LayerNorm's weight and bias, slabs. A slab is a round's input of one depth:
-// units of kUnit channels, (plane of channels, line, column), and zeros beside the first and last column. A step is a
-// tap of d, a tap of h and two planes, four fragments; an ASYNC product takes all lines of them, for which every 8
-// columns have copies of their neighbours beside them.
+// A slab is a round's input of one depth: units of kUnit channels, and zeros beside the first and last column.
 template <typename T, bool SPLIT, bool ASYNC = !SPLIT && kHasAsyncProducts>
 struct Layout {
   using Element = T;
   static constexpr bool kSplit = SPLIT, kAsync = ASYNC;
-  static constexpr int kThreads = kGroupThreads * (kGroups + ASYNC);
+  static constexpr int kThreads = kGroupThreads * (kGroups + ASYNC), kSlabLines = kLines + 1;
   static constexpr int kUnit = 16 / sizeof(T), kPlanes = kInChannels / kUnit, kChunks = kPlanes / 2;
-  static constexpr int kSteps = 4 * kChunks, kSlabLines = kLines + 1;
-  static constexpr int kEightStep = ASYNC ? 10 : 8;  // units from 8 columns to the next
+  static constexpr int kSteps = 4 * kChunks;         // of four fragments: a tap of d, a tap of h, two planes
+  static constexpr int kEightStep = ASYNC ? 10 : 8;  // units from 8 columns to the next, or copies of neighbours first
   static constexpr int kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2;
   static constexpr int kPlaneStep = kSlabLines * kLineStep | 1;       // odd: four planes are spread over the banks
   static constexpr int kRegisterFragments = ASYNC && sizeof(T) == 4;  // no room in shared memory
@@ -4126,30 +4103,25 @@ struct Layout {
   static __device__ int channel_of(int row) { return row / 2 % kTilesAcross * kTileChannels + row % 2 * 8; }
   static __device__ int line_of(int row) { return row / 2 / kTilesAcross; }
 };
-template <typename T, bool SPLIT>
-constexpr int kSharedBytes = std::max<int>(Layout<T, SPLIT, false>::kBytes, SPLIT ? 0 : Layout<T, SPLIT, true>::kBytes);
-static_assert(kSharedBytes<float, false> <= 227 << 10, "Hopper's");
+static_assert(Layout<float, false, true>::kBytes <= 227 << 10, "Hopper's");
 
-// Tensor cores take 10 bits of mantissa. Ties go to even, as in cuDNN: up, one output of 850 would be off by more than
-// 1e-4 from PyTorch's. Arithmetic's NaN, 0x7fffffff, would carry into the sign.
+// Tensor cores take 10 bits of mantissa. Ties go to even, as in cuDNN: up, one output of 850 would be off by > 1e-4.
 __device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
-  if (isnan(__uint_as_float(x))) return 0x7fc00000;
+  if (isnan(__uint_as_float(x))) return 0x7fc00000;  // arithmetic's, 0x7fffffff, would carry into the sign
   return rounded ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
-// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w), then
-// a fragment. For async products: (unit, output channel, input channel in the unit). Else as mma.sync has it in
-// registers: (16 output channels, lane, register).
+// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w, i).
 template <typename T>
 __global__ void __launch_bounds__(kFragment * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
   using L = Layout<T, false>;
   constexpr int kUnit = L::kUnit, kWord = 4 / sizeof(T);  // channels in a unit, in a register
   const int i = threadIdx.x, fragment = blockIdx.x, taps = fragment / 4 / L::kChunks;
   const bool rounded = sizeof(T) == 2 || call.tf32;
-  const int word = i / kWord, lane = word / 4 % 32;
+  const int word = i / kWord, lane = word / 4 % 32;  // of mma.sync's (16 output channels, lane, register)
   int out = word / 128 * kTileChannels + word % 2 * 8 + lane / 4;
   int in = word / 2 % 2 * kUnit + lane % 4 * kWord + i % kWord;
-  if (kHasAsyncProducts && rounded) {
+  if (kHasAsyncProducts && rounded) {  // wgmma's (unit, output channel, input channel in the unit)
     out = i / kUnit % kOutChannels, in = i / kUnit / kOutChannels * kUnit + i % kUnit;
   }
   in += fragment / 4 % L::kChunks * 2 * kUnit;
@@ -4184,22 +4156,19 @@ __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint
   }
 }
 
-#define LAYERNORM_FOUR_SUMS(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define LAYERNORM_SIXTEEN_SUMS(i) \
-  LAYERNORM_FOUR_SUMS(i), LAYERNORM_FOUR_SUMS(i + 4), LAYERNORM_FOUR_SUMS(i + 8), LAYERNORM_FOUR_SUMS(i + 12)
+#define LAYERNORM_SUMS_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define LAYERNORM_SUMS_16(i) \
+  LAYERNORM_SUMS_4(i), LAYERNORM_SUMS_4(i + 4), LAYERNORM_SUMS_4(i + 8), LAYERNORM_SUMS_4(i + 12)
 #define LAYERNORM_MULTIPLY_ADD(types, factors, transposed, ...)                                                      \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned." types                            \
-               " {%0,%1,%2,%3,"                                                                                      \
-               "%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"                  \
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"    \
                "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"        \
                "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " factors ", p, 1, 1" transposed "; }" \
-               : LAYERNORM_SIXTEEN_SUMS(0), LAYERNORM_SIXTEEN_SUMS(16), LAYERNORM_SIXTEEN_SUMS(32),                  \
-                 LAYERNORM_SIXTEEN_SUMS(48)                                                                          \
+               : LAYERNORM_SUMS_16(0), LAYERNORM_SUMS_16(16), LAYERNORM_SUMS_16(32), LAYERNORM_SUMS_16(48)           \
                : __VA_ARGS__                                                                                         \
                : "memory")
 
-// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns, in 64 cycles (mma.sync: 98). A: float's
-// registers, or uint64_t, a matrix in shared memory.
+// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns. A: registers or a matrix in shared memory.
 template <typename T, typename A>
 __device__ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
   if constexpr (std::is_array_v<A>) {
@@ -4226,8 +4195,7 @@ enum : int { kTurn = 1, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
 
 // ---- Convolution: what the steps share ----
 
-// Outputs of a block are those of one parity of d and of h. Rounds go through depths first; the block has a range of
-// them, of which group 0 takes the first half. Groups take turns. first_: of this thread's rows.
+// Outputs of one parity of d and of h, in a range of rounds, through depths first; group 0 takes its first half.
 template <typename L>
 struct Block {
   const Convolution& call;
@@ -4240,7 +4208,7 @@ struct Block {
   int first_round = rounds_before(blockIdx.x / 4);
   int all_rounds = rounds_before(blockIdx.x / 4 + 1) - first_round;
   int warp = threadIdx.x % kGroupThreads / 32;
-  int first_line = warp / L::kWarpsAcross * (kTiles / L::kTilesAcross);
+  int first_line = warp / L::kWarpsAcross * (kTiles / L::kTilesAcross);  // of this thread's rows, as first_channel
   int first_channel = warp % L::kWarpsAcross * L::kTilesAcross * kTileChannels + threadIdx.x % 32 / 4;
 
   __device__ int rounds_before(int block) const {
@@ -4275,8 +4243,7 @@ struct Sums {
 
 // ---- Convolution: input ----
 
-// Calls f for what this thread brings of a round's input: kUnit channels of a plane, kUnit columns, of every kSweep-th
-// line of the slabs of new taps.
+// Calls f for what this thread brings of a round's input: kUnit channels of a plane, kUnit columns, of some lines.
 template <typename L, typename F>
 __device__ void for_share(const Round<L>& round, F f) {
   constexpr int kHalves = 8 / L::kUnit;  // of 8 columns, and of planes
@@ -4286,8 +4253,7 @@ __device__ void for_share(const Round<L>& round, F f) {
   ROLLED(tap, round.new_taps()) {
     UNROLL(sweep, (L::kSlabLines + kSweep - 1) / kSweep) {
       const int line = thread / kLineThreads + sweep * kSweep;
-      if (line >= L::kSlabLines) continue;
-      f(round.slab(tap) + L::unit_at(plane, line, column), tap, plane, line, column);
+      if (line < L::kSlabLines) f(round.slab(tap) + L::unit_at(plane, line, column), tap, plane, line, column);
     }
   }
 }
@@ -4295,12 +4261,11 @@ __device__ void for_share(const Round<L>& round, F f) {
 // Starts copies of a round's input; kUnit columns of a channel go where kUnit channels of a column will be.
 template <typename L>
 __device__ void fetch(const Round<L>& round) {
-  const Block<L>& block = round.block;
-  const Convolution& call = block.call;
+  const Convolution& call = round.block.call;
   const auto* input = static_cast<const typename L::Element*>(call.input);
   const int64_t channel_step = int64_t(call.depth) * call.height * kInWidth;
   for_share(round, [&](Unit* units, int tap, int plane, int line, int column) {
-    const int d = round.d + block.parity_d - tap, h = round.h + block.parity_h - 1 + line;
+    const int d = round.d + round.block.parity_d - tap, h = round.h + round.block.parity_h - 1 + line;
     const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
     const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnit) * channel_step + column +
                        (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
@@ -4338,8 +4303,7 @@ __device__ inline void keep_in_registers(Sums& sums) {
   UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i % 64])::"memory");
 }
 
-// Taps from last to first, channels in each: the order in which cuDNN adds on Hopper makes sums PyTorch's, bit for bit.
-// In another one 47 thousand of 268 million bfloat16 outputs differ.
+// Taps from last to first, channels in each: cuDNN's order on Hopper, which makes sums PyTorch's, bit for bit.
 template <typename L>
 __device__ void multiply_async(Sums& sums, const Round<L>& round, const uint32_t (&register_fragment)[4]) {
   using T = typename L::Element;
@@ -4367,8 +4331,7 @@ __device__ void multiply_async(Sums& sums, const Round<L>& round, const uint32_t
   keep_in_registers(sums);
 }
 
-// Float32 as the sum of two numbers of 10 bits, to 2^-22 of it, however ties are rounded. Volatile: the second is
-// computed at every use, as there are no registers to keep it for all weights.
+// Float32 as the sum of two numbers of 10 bits, to 2^-22 of it. Volatile: no registers are left to keep all `second`.
 template <int N>
 __device__ void split(const uint32_t (&x)[N], uint32_t (&first)[N], uint32_t (&second)[N]) {
   UNROLL(i, N) {
@@ -4395,14 +4358,13 @@ __device__ void multiply_add_parts(float* c, const uint32_t (&a)[4], const uint3
 // A step at a time, with all weights of the step in registers.
 template <typename L>
 __device__ void multiply(Sums& sums, const Round<L>& round) {
-  const Block<L>& block = round.block;
-  const int lane = threadIdx.x % 32;
-  const Unit* weights = block.weights + block.first_channel / kTileChannels * 32 + lane;
+  const int lane = threadIdx.x % 32, first_line = round.block.first_line;
+  const Unit* weights = round.block.weights + round.block.first_channel / kTileChannels * 32 + lane;
   ROLLED(step, L::kSteps) {
     Unit a[2][2][2];  // parity of w, 16 of the channels, tap of w
     UNROLL(i, 8) a[i / 4][i % 2][i / 2 % 2] = weights[(4 * step + i / 2) * kFragment + i % 2 * 32];
     UNROLL(i, 8) {  // 8 columns of one of two lines
-      const Unit* units = round.slab(step / L::kPlanes) + L::input_at(step, block.first_line + i / 4, i % 4 * 8);
+      const Unit* units = round.slab(step / L::kPlanes) + L::input_at(step, first_line + i / 4, i % 4 * 8);
       const auto* from = reinterpret_cast<const uint32_t*>(units - 1) + lane;
       uint32_t b[3][2];  // shifted by -1, 0, 1
       UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * L::kPlaneStep)];
@@ -4421,8 +4383,7 @@ __device__ void multiply(Sums& sums, const Round<L>& round) {
 
 // ---- Convolution: from sums to output ----
 
-// Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be further from
-// PyTorch's than KernelBench allows.
+// Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be too far off.
 template <typename T>
 __device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
   UNROLL(i, 16 * kTiles) {
@@ -4433,7 +4394,7 @@ __device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
   }
 }
 
-// A row becomes its distances from the mean, with which float32's bias would leave. Returns rstd.
+// A row becomes its distances from the mean, with which float32's conv_bias would leave. Returns rstd.
 __device__ inline float center_row(Sums& sums, int row, float eps) {
   float sum = 0, m2 = 0;
   UNROLL(i, 16) sum += sums(row, i);
@@ -4512,11 +4473,9 @@ __device__ void compute_rounds(const Block<L>& block, int group) {
   using T = typename L::Element;
   const Convolution& call = block.call;
   uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
-  if (sizeof(T) == 2 && call.conv_bias != nullptr) {
-    UNROLL(row, kRows) {
-      const T* bias = static_cast<const T*>(call.conv_bias) + block.first_channel + L::channel_of(row);
-      conv_bias[row] = narrow_pair<T>(widen(*bias), widen(*bias));
-    }
+  UNROLL(row, sizeof(T) == 2 ? kRows : 0) {
+    const float bias = load_affine<T, 1>(call.conv_bias, false, block.first_channel + L::channel_of(row), 0)[0];
+    conv_bias[row] = narrow_pair<T>(bias, bias);
   }
   UNROLL(i, 4 * L::kRegisterFragments) {
     const Unit* unit = block.fragments + i / 2 * kOutChannels + block.first_channel + L::channel_of(i % 2);
@@ -4571,33 +4530,31 @@ __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
 
 // ---- Convolution: host side ----
 
-// Calls f with an element and std::bool_constant of whether products are split for full float32.
+// Calls f with the layout, ASYNC where some code may be: it takes more shared memory.
 template <typename F>
-auto with_convolution(DType dtype, bool tf32, F f) {
-  if (dtype == DType::Float16) return f(__half(), std::false_type());
-  if (dtype == DType::BFloat16) return f(__nv_bfloat16(), std::false_type());
-  return tf32 ? f(float(), std::false_type()) : f(float(), std::true_type());
+auto with_layout(DType dtype, bool tf32, F f) {
+  if (dtype == DType::Float16) return f(Layout<__half, false, true>());
+  if (dtype == DType::BFloat16) return f(Layout<__nv_bfloat16, false, true>());
+  return tf32 ? f(Layout<float, false, true>()) : f(Layout<float, true, false>());
 }
 
 bool fits(DType dtype, bool tf32, const Device& device) {
-  return with_convolution(dtype, tf32, [&](auto t, auto split) {
-    return device.code >= 80 && device.shared_bytes >= kSharedBytes<decltype(t), split.value>;
-  });
+  const int shared_bytes = with_layout(dtype, tf32, [](auto layout) { return layout.kBytes; });
+  return device.code >= 80 && device.shared_bytes >= shared_bytes;
 }
 
 cudaError_t launch(const Convolution& call, const Context& context) {
-  return with_convolution(call.dtype, call.tf32, [&](auto t, auto split) {
-    using T = decltype(t);
-    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kWeights));
-    constexpr int kEach = kFragment * 16 / sizeof(T);
-    arrange_weights<T><<<kWeights / kEach, kEach, 0, context.stream>>>(call, arranged);
-    const auto kernel = conv_transpose_layer_norm_gelu<T, split.value>;
+  return with_layout(call.dtype, call.tf32, [&](auto layout) {
+    using T = typename decltype(layout)::Element;
+    constexpr int kFragments = 4 * 4 * layout.kSteps, kElements = kFragment * layout.kUnit;  // kElements: of each
+    T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kFragments * kElements));
+    arrange_weights<T><<<kFragments, kElements, 0, context.stream>>>(call, arranged);
+    const auto kernel = conv_transpose_layer_norm_gelu<T, layout.kSplit>;
     cudaFuncAttributes attributes = {};  // compiled with loading warps or without
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
-    const dim3 blocks = std::max(1, context.device.sms / 4) * 4;  // as many of each parity
-    const dim3 threads = attributes.maxThreadsPerBlock;
-    return launch_kernel(kernel, {blocks, threads, kPlain, kSharedBytes<T, split.value>}, context, call,
+    const int blocks = std::max(1, context.device.sms / 4) * 4;  // as many of each parity
+    return launch_kernel(kernel, {blocks, attributes.maxThreadsPerBlock, kPlain, layout.kBytes}, context, call,
                          reinterpret_cast<const Unit*>(arranged));
   });
 }
@@ -4610,11 +4567,7 @@ _DISPATCH = r"""
 // ---- Dispatch: the GPU ----
 
 const Device& current_device() {
-  static const std::unique_ptr<Device[]> devices([] {
-    int count = 0;
-    cudaGetDeviceCount(&count);
-    return new Device[count];
-  }());
+  static Device devices[128];  // PyTorch numbers them in 8 bits
   int d = 0;
   cudaGetDevice(&d);
   Device& device = devices[d];
@@ -4634,8 +4587,7 @@ const Device& current_device() {
 
 // ---- Dispatch: which room takes a call ----
 
-// The ladder. Shared memory, the pipeline and joint take aligned rows without an epilogue. Rows are spread where no
-// other room takes them, or the device refuses blocks that wait for one another.
+// Rows are spread where no other room takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V>
 cudaError_t dispatch(const Forward& call, const Context& context) {
   const Device& device = context.device;
@@ -4686,16 +4638,6 @@ cudaError_t dispatch(const Call& call, const Context& context, std::initializer_
   }
 }
 
-// No rows: the gradients of weight and bias are sums of nothing.
-cudaError_t zero_gradients(const Backward& call, cudaStream_t stream) {
-  const size_t bytes = call.cols * (call.affine_float32 ? 4 : size_of(call.dtype));
-  cudaError_t error = cudaSuccess;
-  for (void* grad : {call.grad_weight, call.grad_bias}) {
-    if (grad != nullptr && error == cudaSuccess) error = cudaMemsetAsync(grad, 0, bytes, stream);
-  }
-  return error;
-}
-
 }  // namespace
 
 cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
@@ -4703,9 +4645,12 @@ cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
 }
 
 cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
-  if (call.rows == 0) return zero_gradients(call, stream);
-  return dispatch(call, {current_device(), scratch, stream},
-                  {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
+  const Context context = {current_device(), scratch, stream};
+  if (call.rows == 0) {  // the gradients of weight and bias are sums of nothing
+    const Launch launch = {dim3(ceil_div(call.cols, kSumThreads), 2), kSumThreads};
+    return launch_kernel(sum_partials, launch, context, call, nullptr, 0);
+  }
+  return dispatch(call, context, {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
 }
 
 #ifdef LAYERNORM_WITH_EPILOGUE

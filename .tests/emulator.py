@@ -63,7 +63,7 @@ BODIES = {
 STATEMENTS = {  # instructions inside of functions
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
     r'asm volatile\("(?:wgmma\.(?:fence|commit|wait)|setmaxnreg).*?\);': "",
-    r"attributes\.maxThreadsPerBlock": "Layout<T, split.value>::kThreads",
+    r"attributes\.maxThreadsPerBlock": "Layout<T, layout.kSplit>::kThreads",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
     r'asm volatile\("prefetch\.global\.L2::evict_last.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);",
