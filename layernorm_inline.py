@@ -664,6 +664,7 @@ _INTERFACE = (
     + r"""
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <cuda_runtime_api.h>
 
 // The extension's name carries a hash of its sources: two versions live in one process.
@@ -724,16 +725,12 @@ struct Convolution {
   bool affine_float32, tf32;
 };
 
-// How a call asks for device memory that it needs until the CUDA stream has run it. It has one piece: asking again
-// gives up the one before.
-struct Scratch {
-  void* (*allocate)(size_t bytes, void* owner);
-  void* owner;
-};
+// Allocates device memory until the stream has run the call: one piece, asking again gives up the one before.
+using Allocate = std::function<void*(size_t bytes)>;
 
-cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream);
-cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream);
-cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream);
+cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream);
+cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream);
+cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream);
 bool fits_convolution(DType dtype, bool tf32);  // the current device has the shared memory that it takes
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -879,16 +876,12 @@ Call call_of(const Tensor& input, const OptionalTensor& weight, const OptionalTe
 template <typename Call>
 void run(const Call& call, const Tensor& input) {
   const c10::cuda::CUDAGuard guard(input.device());
-  struct Owner {
-    const Tensor& like;
-    Tensor memory;
-  } owner = {input, {}};
-  const auto allocate_scratch = [](size_t bytes, void* owner) {
-    auto& [like, memory] = *static_cast<Owner*>(owner);
-    memory = allocate({static_cast<int64_t>(bytes)}, at::kByte, like);
-    return memory.data_ptr();
+  Tensor scratch;
+  const auto allocate_scratch = [&](size_t bytes) {
+    scratch = allocate({static_cast<int64_t>(bytes)}, at::kByte, input);
+    return scratch.data_ptr();
   };
-  const cudaError_t error = launch(call, {allocate_scratch, &owner}, c10::cuda::getCurrentCUDAStream());
+  const cudaError_t error = launch(call, allocate_scratch, c10::cuda::getCurrentCUDAStream());
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // the next call must not find it
     int major = 0, minor = 0;
@@ -2288,10 +2281,8 @@ struct Device {
 
 struct Context {
   const Device& device;
-  Scratch scratch;
+  const Allocate& allocate;
   cudaStream_t stream;
-
-  void* allocate(int64_t bytes) const { return scratch.allocate(bytes, scratch.owner); }
 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -4874,19 +4865,19 @@ cudaError_t zero_gradients(const Backward& call, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
-  return dispatch(call, {current_device(), scratch, stream}, {call.input, call.weight, call.bias, call.output});
+cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream) {
+  return dispatch(call, {current_device(), allocate, stream}, {call.input, call.weight, call.bias, call.output});
 }
 
-cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
+cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream) {
   if (call.rows == 0) return zero_gradients(call, stream);
-  return dispatch(call, {current_device(), scratch, stream},
+  return dispatch(call, {current_device(), allocate, stream},
                   {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
 }
 
 #ifdef LAYERNORM_WITH_EPILOGUE
-cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream) {
-  return convolution::launch(call, {current_device(), scratch, stream});
+cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream) {
+  return convolution::launch(call, {current_device(), allocate, stream});
 }
 
 bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, tf32, current_device()); }
