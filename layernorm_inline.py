@@ -599,8 +599,8 @@ _INTERFACE = (
     "#define LAYERNORM_ACTIVATIONS(EACH)"
     + "".join(f" EACH({struct}, {operation})" for struct, operation, _ in _ACTIVATIONS.values())
     + r"""
-#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <cuda_runtime_api.h>
 
 // The extension's name carries a hash of its sources: two versions live in one process.
@@ -617,13 +617,12 @@ enum class DType { Float32, Float16, BFloat16 };
 #define LAYERNORM_STRUCT(Struct, operation) Struct,
 enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 
-// All tensors are contiguous; cols elements are normalized together. A null pointer is a tensor that is absent (weight,
-// bias) or not wanted (mean, rstd, gradients).
+// Tensors are contiguous. A null pointer: one that is absent (weight, bias) or not wanted (mean, rstd, gradients).
 struct LayerNormCall {
   const void* input;   // (rows, cols) of dtype
   const void* weight;  // (cols) of dtype, or float32 where affine_float32
   const void* bias;    // as weight; backward's is null where there is no activation
-  int64_t rows, cols;
+  int64_t rows, cols;  // each row is normalized
   double eps, scale;
   DType dtype;
   bool affine_float32;
@@ -643,9 +642,7 @@ struct Backward : LayerNormCall {
   void* grad_bias;           // (cols), as weight
 };
 
-// ConvTranspose3d (32 channels in, 64 out, kernel 4, stride 2, padding 1, input width 32), LayerNorm over
-// the 64 columns of its output, exact GELU and scaling. All contiguous. Where rstd is given, output is the
-// convolution's, less the mean of its row: what backward needs.
+// ConvTranspose3d (kernel 4, stride 2, padding 1), LayerNorm over the width of its output, exact GELU and scaling.
 struct Convolution {
   const void* input;        // (batch, 32, depth, height, 32) of dtype: float32, float16 or bfloat16
   const void* conv_weight;  // (32, 64, 4, 4, 4) of dtype
@@ -653,7 +650,7 @@ struct Convolution {
   const void* weight;       // (64) of dtype or null, or float32 where affine_float32
   const void* bias;         // as weight
   void* output;             // (batch, 64, 2 depth, 2 height, 64) of dtype
-  float* rstd;              // (batch, 64, 2 depth, 2 height) or null
+  float* rstd;  // (batch, 64, 2 depth, 2 height) or null; given, output is the convolution's less its row's mean
   int64_t batch;
   int depth, height;
   double eps, scale;
@@ -661,16 +658,12 @@ struct Convolution {
   bool affine_float32, tf32;
 };
 
-// How a call asks for device memory that it needs until the CUDA stream has run it. It has one piece: asking again
-// gives up the one before.
-struct Scratch {
-  void* (*allocate)(size_t bytes, void* owner);
-  void* owner;
-};
+// Allocates device memory until the stream has run the call: one piece, asking again gives up the one before.
+using Allocate = std::function<void*(size_t bytes)>;
 
-cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream);
-cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream);
-cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream);
+cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream);
+cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream);
+cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream);
 bool fits_convolution(DType dtype, bool tf32);  // the current device has the shared memory that it takes
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -768,21 +761,17 @@ SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
 
 // ---- Kernels. Of meta tensors (torch.compile, export, fake tensors) their outputs' shapes and dtypes only ----
 
-// Contiguous, as at::native_layer_norm's outputs, whatever the strides of `like`. On CUDA not through the dispatcher: a
-// call of 8 x 768 with gradient takes 14.2 us instead of 14.9.
+// Contiguous, whatever like's strides. Not through the dispatcher: 8 x 768 with gradient takes 14.2 us, not 14.9.
 Tensor allocate(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
   const auto options = like.options().dtype(dtype);
   if (like.is_meta()) return at::empty_symint(sizes, options);
   return Tensor(at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(sizes), options));
 }
 
-OptionalTensor contiguous(const OptionalTensor& t) {
-  return present(t) ? OptionalTensor(t->contiguous()) : c10::nullopt;
-}
+Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
 
 // const_data_ptr, which PyTorch 2.0 does not have. data_ptr gives a copy-on-write tensor a copy of its own.
-const void* read(const Tensor& t) { return t.unsafeGetTensorImpl()->data(); }
-const void* read(const OptionalTensor& t) { return present(t) ? read(*t) : nullptr; }
+const void* read(const Tensor& t) { return t.defined() ? t.unsafeGetTensorImpl()->data() : nullptr; }
 void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
 DType dtype_of(const Tensor& t) {
@@ -800,32 +789,28 @@ Activation checked(int64_t activation, double scale) {
 
 // What all calls have. The tensors are contiguous.
 template <typename Call>
-Call call_of(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
+Call call_of(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps, double scale) {
   Call call = {};
-  const auto& affine = present(weight) ? weight : bias;
+  const Tensor& affine = weight.defined() ? weight : bias;
   call.input = read(input);
   call.weight = read(weight);
   call.bias = read(bias);
   call.eps = eps;
   call.scale = scale;
   call.dtype = dtype_of(input);
-  call.affine_float32 = present(affine) && affine->scalar_type() == at::kFloat;
+  call.affine_float32 = affine.defined() && affine.scalar_type() == at::kFloat;
   return call;
 }
 
 template <typename Call>
 void run(const Call& call, const Tensor& input) {
   const c10::cuda::CUDAGuard guard(input.device());
-  struct Owner {
-    const Tensor& like;
-    Tensor memory;
-  } owner = {input, {}};
-  const auto allocate_scratch = [](size_t bytes, void* owner) {
-    auto& [like, memory] = *static_cast<Owner*>(owner);
-    memory = allocate({static_cast<int64_t>(bytes)}, at::kByte, like);
-    return memory.data_ptr();
+  Tensor scratch;
+  const auto allocate_scratch = [&](size_t bytes) {
+    scratch = allocate({static_cast<int64_t>(bytes)}, at::kByte, input);
+    return scratch.data_ptr();
   };
-  const cudaError_t error = launch(call, {allocate_scratch, &owner}, c10::cuda::getCurrentCUDAStream());
+  const cudaError_t error = launch(call, allocate_scratch, c10::cuda::getCurrentCUDAStream());
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // the next call must not find it
     int major = 0, minor = 0;
@@ -845,16 +830,13 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
   Tensor output = allocate(input.sym_sizes(), input.scalar_type(), input), statistics;
   if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, normalized_shape)}, at::kFloat, input);
   if (!input.is_meta() && input.numel() > 0) {
-    const Tensor x = input.contiguous();
-    const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+    const Tensor x = input.contiguous(), w = contiguous(weight), b = contiguous(bias);
     auto call = call_of<Forward>(x, w, b, eps, scale);
     call.output = write(output);
     call.cols = product(normalized_shape).expect_int();
     call.rows = input.numel() / call.cols;
-    if (SAVE_STATISTICS) {
-      call.mean = static_cast<float*>(write(statistics));
-      call.rstd = call.mean + call.rows;
-    }
+    call.mean = static_cast<float*>(write(statistics));
+    call.rstd = SAVE_STATISTICS ? call.mean + call.rows : nullptr;
     call.activation = checked(activation, scale);
     run(call, input);
   }
@@ -889,7 +871,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
 
   // Kernels read two 16-bit numbers at a time.
   const Tensor dy = aligned(grad_output, 4), x = aligned(input, 4), stats = statistics.contiguous();
-  const OptionalTensor w = contiguous(weight), b = contiguous(bias);
+  const Tensor w = contiguous(weight), b = contiguous(bias);
   auto call = call_of<Backward>(x, w, b, /*eps=*/0, scale);
   call.grad_output = read(dy);
   call.grad_input = write(grad_input);
@@ -914,29 +896,25 @@ auto find_op(const char* name, F*) {
       .typed<F>();
 }
 
-// What PyTorch can differentiate: for create_graph=True, forward mode and torch.func. Not at::layer_norm, whose second
-// derivatives take mean and rstd for constants, so that the third are wrong.
+// What PyTorch can differentiate. Not at::layer_norm: its second derivatives take mean and rstd for constants.
 Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, shape, weight, bias);
   const Tensor x = input.to(at::kFloat);
   std::vector<int64_t> dims(shape.size());
-  std::iota(dims.begin(), dims.end(), input.dim() - static_cast<int64_t>(shape.size()));
+  std::iota(dims.begin(), dims.end(), -static_cast<int64_t>(dims.size()));
   const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
   Tensor y = distance * ((distance * distance).mean(dims, true) + eps).rsqrt();
   if (present(weight)) y = y * *weight;  // with 16 bits y stays float32
   if (present(bias)) y = y + *bias;
-#define LAYERNORM_CASE(Struct, operation) \
-  case Activation::Struct: y = operation; break;
-  switch (checked(activation, scale)) {
-    LAYERNORM_ACTIVATIONS(LAYERNORM_CASE)
-    default: break;
-  }
+  const Activation given = checked(activation, scale);
+#define LAYERNORM_APPLY(Struct, operation) \
+  if (given == Activation::Struct) y = operation;
+  LAYERNORM_ACTIVATIONS(LAYERNORM_APPLY)
   return (scale == 1 ? y : y * scale).to(input.scalar_type());
 }
 
-// Whether PyTorch's operations must run: levels of torch.func are active, which a C++ autograd node does not know (nor
-// has backward a rule for vmap), or a tensor has a tangent of forward mode, which the kernels do not know.
+// Whether PyTorch's operations must run: a node knows no levels of torch.func, kernels no tangents of forward mode.
 template <typename... Inputs>
 bool must_compose(const Inputs&... inputs) {
   const auto has_tangent = [](const OptionalTensor& t) { return present(t) && t->_fw_grad(0).defined(); };
@@ -947,21 +925,19 @@ bool must_compose(const Inputs&... inputs) {
 using torch::autograd::variable_list;
 using Tensors = std::array<Tensor, 5>;
 
-// A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer. backward(grad_output, tensors,
-// wanted) returns the inputs' gradients, composed(tensors) output by operations that PyTorch can differentiate.
+// A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
 template <typename Backward, typename Composed>
 struct KernelBackward : torch::autograd::Node {
   const char* label;
-  Backward backward;
-  Composed composed;
+  Backward backward;  // (grad_output, saved, wanted) returns the inputs' gradients
+  Composed composed;  // (saved) returns output by operations that PyTorch can differentiate
   std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
 
   KernelBackward(const char* label, Backward backward, Composed composed)
       : label(label), backward(std::move(backward)), composed(std::move(composed)) {}
   std::string name() const override { return label; }
 
-  // PyTorch's locks, for threads that run backward over the same graph: between two unpacks, another one's
-  // release_variables would take the rest away.
+  // With PyTorch's lock: between two unpacks of a thread, another's release_variables would take the rest away.
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& variable : saved) variable.reset_data();
@@ -990,11 +966,10 @@ struct KernelBackward : torch::autograd::Node {
       tensors[i].requires_grad_();      // the user may have turned it off since
       inputs.push_back(tensors[i]);
     }
-    const auto found = torch::autograd::grad({composed(tensors)}, inputs, grad_outputs,
-                                             /*retain_graph=*/create_graph, create_graph);
-    variable_list gradients(count);
-    for (size_t i = 0, next = 0; i < count; ++i) {
-      if (wanted[i]) gradients[i] = found[next++];
+    auto gradients = torch::autograd::grad({composed(tensors)}, inputs, grad_outputs,
+                                           /*retain_graph=*/create_graph, create_graph);
+    for (size_t i = 0; i < count; ++i) {
+      if (!wanted[i]) gradients.insert(gradients.begin() + i, Tensor());
     }
     return gradients;
   }
@@ -1037,8 +1012,7 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
   c10::SymDimVector shape(normalized_shape);
   auto backward = [=](const Tensor& grad_output, const Tensors& saved, const std::array<bool, 5>& wanted) {
     const auto& [x, w, b, stats, none] = saved;
-    const std::array<bool, 3> mask = {wanted[0], wanted[1], wanted[2]};
-    return backward_op.call(grad_output, x, shape, stats, w, b, activation, scale, mask);
+    return backward_op.call(grad_output, x, shape, stats, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
   };
   auto composed = [=](const Tensors& saved) {
     return composed_layer_norm(saved[0], shape, saved[1], saved[2], eps, activation, scale);
@@ -1060,7 +1034,6 @@ Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape,
 #ifdef LAYERNORM_WITH_EPILOGUE
 // ---- Convolution ----
 
-using ConvolutionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 constexpr auto kGelu = static_cast<int64_t>(Activation::Gelu);
 
 void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
@@ -1076,24 +1049,19 @@ std::vector<SymInt> output_sizes(const Tensor& input) {
   return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
 }
 
-// Whether float32 convolutions may take TF32 now. Newer PyTorch is asked for convolutions: asked for all of cuDNN, it
-// raises where they and RNNs differ.
+// Three generations of PyTorch. The newer ones, asked for all of cuDNN, raise where convolutions and RNNs differ.
 bool tf32_allowed(bool (at::Context::*ask)() const) { return (at::globalContext().*ask)(); }
-template <typename Argument>
-bool tf32_allowed(bool (at::Context::*ask)(Argument) const) {
-  using Op = std::decay_t<Argument>;
-  if constexpr (std::is_constructible_v<Op, const char*>) {
-    return (at::globalContext().*ask)("conv");
-  } else {
-    return (at::globalContext().*ask)(Op::value_type::CONV);
-  }
+bool tf32_allowed(bool (at::Context::*ask)(const std::string&) const) { return (at::globalContext().*ask)("conv"); }
+template <typename Op>
+bool tf32_allowed(bool (at::Context::*ask)(c10::optional<Op>) const) {
+  return (at::globalContext().*ask)(Op::CONV);
 }
 bool takes_tf32() {  // only cuDNN's convolutions do
   return at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN);
 }
 
 bool fits_convolution(const Tensor& input) {
-  if (c10::cuda::device_count() == 0) return true;  // fake tensors
+  if (input.is_meta() || c10::cuda::device_count() == 0) return true;  // fake tensors
   const c10::cuda::CUDAGuard guard(input.device());
   return fits_convolution(dtype_of(input), takes_tf32());
 }
@@ -1106,13 +1074,13 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
   return op.call(y, {64}, weight, bias, eps, kGelu, scale);
 }
 
-// rstd: see struct Convolution.
 Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                       const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale, void* rstd) {
+                       const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale,
+                       void* rstd = nullptr) {
   const Tensor output = allocate(output_sizes(input), input.scalar_type(), input);
-  if (output.numel() == 0) return output;
-  const Tensor x = aligned(input, 16), conv = conv_weight.contiguous();
-  const OptionalTensor cb = contiguous(conv_bias), w = contiguous(weight), b = contiguous(bias);
+  if (output.is_meta() || output.numel() == 0) return output;
+  const Tensor x = aligned(input, 16), conv = conv_weight.contiguous(), cb = contiguous(conv_bias);
+  const Tensor w = contiguous(weight), b = contiguous(bias);
   auto call = call_of<Convolution>(x, w, b, eps, scale);
   call.conv_weight = read(conv);
   call.conv_bias = read(cb);
@@ -1129,71 +1097,57 @@ Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const Opt
 Tensor convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                    const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   check_convolution(input, conv_weight, conv_bias, weight, bias);
-  if (input.is_meta()) return allocate(output_sizes(input), input.scalar_type(), input);
-  if (fits_convolution(input)) return run_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale, nullptr);
+  if (fits_convolution(input)) return run_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
 }
 
-// The convolution is computed again, of so many bytes of its output at a time. So neither that output nor the room that
-// PyTorch's convolution takes for another layout of it is ever there for all of the batch.
+// Of its output, which backward computes again in parts: neither it nor cuDNN's copy is there for all of the batch.
 constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
 
-ConvolutionGradients convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
-                                          const OptionalTensor& conv_bias, const OptionalTensor& weight,
-                                          const OptionalTensor& bias, double eps, double scale,
-                                          std::array<bool, 5> output_mask) {
+auto convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
+                          const OptionalTensor& conv_bias, const OptionalTensor& weight, const OptionalTensor& bias,
+                          double eps, double scale, std::array<bool, 5> output_mask) {
   check_convolution(input, conv_weight, conv_bias, weight, bias);
   check_tensor("grad_output", grad_output, output_sizes(input), input.scalar_type(), input);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  // Of parameters the sums over parts of the batch, of float32 also where the gradients are not.
-  const std::array<OptionalTensor, 5> tensors = {input, conv_weight, conv_bias, weight, bias};
-  Tensors gradients;
-  auto& [grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias] = gradients;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const bool wanted = output_mask[i] || (i == 1 && output_mask[2]);  // conv_bias's comes from conv_weight's
-    if (!wanted || !present(tensors[i])) continue;
-    const auto options = input.options().dtype(i == 0 ? input.scalar_type() : at::kFloat);
-    gradients[i] = at::zeros_symint(tensors[i]->sym_sizes(), options);
-  }
+  const auto dtype = input.scalar_type();
+  const auto cast = [](const Tensor& t, at::ScalarType to) { return t.defined() ? t.to(to) : t; };
+  const Tensor w = contiguous(weight), b = contiguous(bias), w32 = cast(w, at::kFloat), b32 = cast(b, at::kFloat);
+  // Of parameters the sums over parts of the batch: they are float32 until the end.
+  Tensor grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias;
+  if (output_mask[0]) grad_input = allocate(input.sym_sizes(), dtype, input);
+  if (output_mask[1] || output_mask[2]) grad_conv_weight = at::zeros_like(conv_weight, at::kFloat);
+  if (output_mask[3] && w.defined()) grad_weight = at::zeros_like(w32);
+  if (output_mask[4] && b.defined()) grad_bias = at::zeros_like(b32);
 
-  const bool wants_conv = grad_input.defined() || grad_conv_weight.defined();
-  if (!input.is_meta()) {
-    const auto add = [](const Tensor& sum, const Tensor& part) {
-      if (sum.defined()) sum.add_(part);
-    };
-    const auto in_float32 = [](const OptionalTensor& t) {
-      return present(t) ? OptionalTensor(t->to(at::kFloat)) : c10::nullopt;
-    };
-    const OptionalTensor w = in_float32(weight), b = in_float32(bias);
-    const int64_t rows = 64 * 2 * input.size(2) * 2 * input.size(3);  // of one input
-    const int64_t bytes = rows * 64 * input.element_size();
-    const int64_t step = std::max<int64_t>(1, kConvolutionBytes / std::max<int64_t>(1, bytes));
-    for (int64_t first = 0; first < input.size(0) && rows > 0; first += step) {
+  if (!input.is_meta() && grad_output.numel() > 0) {
+    const bool wants_conv = grad_input.defined() || grad_conv_weight.defined();
+    const int64_t rows = grad_output[0].numel() / 64;  // of one input
+    const int64_t step = std::max<int64_t>(1, kConvolutionBytes / grad_output[0].nbytes());
+    for (int64_t first = 0; first < input.size(0); first += step) {
       const int64_t count = std::min(step, input.size(0) - first);
       const Tensor x = aligned(input.narrow(0, first, count), 16), dy = grad_output.narrow(0, first, count);
       const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
       Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, eps, 1, write(statistics[1]));
-      const auto [part, part_weight, part_bias] = layer_norm_backward(dy, conv, {64}, statistics, w, b, kGelu, scale,
-                                                                      {wants_conv, output_mask[3], output_mask[4]});
+      const auto [part, part_weight, part_bias] = layer_norm_backward(
+          dy, conv, {64}, statistics, w32, b32, kGelu, scale, {wants_conv, grad_weight.defined(), grad_bias.defined()});
       conv.reset();  // its memory is free for what follows
-      add(grad_weight, part_weight);
-      add(grad_bias, part_bias);
+      if (grad_weight.defined()) grad_weight.add_(part_weight);
+      if (grad_bias.defined()) grad_bias.add_(part_bias);
       if (!wants_conv) continue;
       const auto [part_input, part_conv_weight, none] =
           at::convolution_backward(part, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
                                    {grad_input.defined(), grad_conv_weight.defined(), false});
       if (grad_input.defined()) grad_input.narrow(0, first, count).copy_(part_input);
-      add(grad_conv_weight, part_conv_weight);
+      if (grad_conv_weight.defined()) grad_conv_weight.add_(part_conv_weight);
     }
   }
   // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is.
-  if (grad_conv_bias.defined()) grad_conv_bias = grad_conv_weight.sum({0, 2, 3, 4}).mul(0);
+  if (output_mask[2] && present(conv_bias)) grad_conv_bias = grad_conv_weight.sum({0, 2, 3, 4}).mul(0);
   if (!output_mask[1]) grad_conv_weight.reset();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (gradients[i].defined()) gradients[i] = gradients[i].to(tensors[i]->scalar_type());
-  }
-  return {grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias};
+  return std::make_tuple(grad_input, cast(grad_conv_weight, dtype), cast(grad_conv_bias, dtype),
+                         cast(grad_weight, w.scalar_type()), cast(grad_bias, b.scalar_type()));
 }
 
 Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
@@ -1215,8 +1169,7 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
     return backward_op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
   };
   const auto composed = [=](const Tensors& saved) {
-    const auto& [x, cw, cb, w, b] = saved;
-    return composed_convolution(x, cw, cb, w, b, eps, scale);
+    return composed_convolution(saved[0], saved[1], saved[2], saved[3], saved[4], eps, scale);
   };
   add_node("ConvTranspose3dLayerNormGELUBackward", output, backward, composed, input, conv_weight, conv_bias, weight,
            bias);
@@ -1236,8 +1189,8 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
       " int activation, float scale) -> (Tensor output, Tensor statistics)");
   m.def(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
-      " Tensor? weight, Tensor? bias, int activation, float scale, bool[3] output_mask)"
+      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics, Tensor? weight,"
+      " Tensor? bias, int activation, float scale, bool[3] output_mask)"
       " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   using torch::dispatch;
   m.impl("layer_norm", dispatch(c10::DispatchKey::Autograd, layer_norm_autograd));
@@ -1253,9 +1206,8 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       " Tensor? bias, float eps, float scale) -> Tensor");
   m.def(
       "convolution_backward(Tensor grad_output, Tensor input, Tensor conv_weight, Tensor? conv_bias,"
-      " Tensor? weight, Tensor? bias, float eps, float scale, bool[5] output_mask)"
-      " -> (Tensor grad_input, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight,"
-      " Tensor grad_bias)");
+      " Tensor? weight, Tensor? bias, float eps, float scale, bool[5] output_mask) -> (Tensor grad_input,"
+      " Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight, Tensor grad_bias)");
   m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::DispatchKey::Autograd, convolution_autograd));
   for (const auto device : {c10::kCUDA, c10::kMeta}) {
     m.impl("conv_transpose3d_layer_norm_gelu", dispatch(device, convolution));
@@ -2155,10 +2107,8 @@ struct Device {
 
 struct Context {
   const Device& device;
-  Scratch scratch;
+  const Allocate& allocate;
   cudaStream_t stream;
-
-  void* allocate(int64_t bytes) const { return scratch.allocate(bytes, scratch.owner); }
 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -4640,12 +4590,12 @@ cudaError_t dispatch(const Call& call, const Context& context, std::initializer_
 
 }  // namespace
 
-cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
-  return dispatch(call, {current_device(), scratch, stream}, {call.input, call.weight, call.bias, call.output});
+cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream) {
+  return dispatch(call, {current_device(), allocate, stream}, {call.input, call.weight, call.bias, call.output});
 }
 
-cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
-  const Context context = {current_device(), scratch, stream};
+cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream) {
+  const Context context = {current_device(), allocate, stream};
   if (call.rows == 0) {  // the gradients of weight and bias are sums of nothing
     const Launch launch = {dim3(ceil_div(call.cols, kSumThreads), 2), kSumThreads};
     return launch_kernel(sum_partials, launch, context, call, nullptr, 0);
@@ -4654,8 +4604,8 @@ cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
 }
 
 #ifdef LAYERNORM_WITH_EPILOGUE
-cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream) {
-  return convolution::launch(call, {current_device(), scratch, stream});
+cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream) {
+  return convolution::launch(call, {current_device(), allocate, stream});
 }
 
 bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, tf32, current_device()); }

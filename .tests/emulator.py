@@ -169,12 +169,11 @@ static std::string answer;
 
 template <typename Call>
 static const char* emulate(Call call) {
-  const auto allocate = [](size_t bytes, void* owner) { return static_cast<Tensors*>(owner)->scratch(bytes); };
   answer.clear();
   try {
     Tensors tensors;
     guard(call, tensors);
-    const cudaError_t error = ln::launch(call, {allocate, &tensors}, nullptr);
+    const cudaError_t error = ln::launch(call, [&](size_t bytes) { return tensors.scratch(bytes); }, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a launch that was refused leaves its error behind");
     tensors.finish();
@@ -413,24 +412,24 @@ extern "C" const char* emulate_on(const char* library) {
 
 namespace TORCH_EXTENSION_NAME {
 template <typename Call>
-cudaError_t emulate(const char* function, const Call& call, Scratch scratch, cudaStream_t stream) {
+cudaError_t emulate(const char* function, const Call& call, const Allocate& allocate, cudaStream_t stream) {
   TORCH_CHECK(guards > 0, "the tensors' device is not current");
   TORCH_CHECK(stream == c10::cuda::getCurrentCUDAStream(), "not the current stream");
-  memset(scratch.allocate(100, scratch.owner), 0xff, 100);
+  memset(allocate(100), 0xff, 100);
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string message = of_kernels<const char*(const Call*)>(function)(&call);
   TORCH_CHECK(message.empty(), message);
   return cudaSuccess;
 }
-cudaError_t launch(const Forward& call, Scratch scratch, cudaStream_t stream) {
-  return emulate("emulate_forward", call, scratch, stream);
+cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream) {
+  return emulate("emulate_forward", call, allocate, stream);
 }
-cudaError_t launch(const Backward& call, Scratch scratch, cudaStream_t stream) {
-  return emulate("emulate_backward", call, scratch, stream);
+cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream) {
+  return emulate("emulate_backward", call, allocate, stream);
 }
-cudaError_t launch(const Convolution& call, Scratch scratch, cudaStream_t stream) {
-  return emulate("emulate_convolution", call, scratch, stream);
+cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream) {
+  return emulate("emulate_convolution", call, allocate, stream);
 }
 bool fits_convolution(DType dtype, bool tf32) {
   TORCH_CHECK(guards > 0, "the tensors' device is not current");
