@@ -2851,36 +2851,18 @@ __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t 
   prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
 }
 
-// A thread's columns: packs of V at first + i * stride, and an extra one.
-template <typename T, int V, int PACKS, int ROWS>
-struct BackwardColumns {
-  struct ForAllRows {
-    Vec<float, V> weight[PACKS], grad_weight[PACKS] = {}, grad_bias[PACKS] = {};
-    Vec<float, 1> extra_weight = {}, extra_grad_weight = {}, extra_grad_bias = {};
-  };
-  struct NextRows {  // of the next turn, in flight
-    Pack<T, V> x[ROWS][PACKS] = {}, dy[ROWS][PACKS] = {};
-    Pack<T, 1> extra_x[ROWS], extra_dy[ROWS];
-    float mean[ROWS], rstd[ROWS];
-  };
-  int first, stride, slot;  // slot: first, less the half word that the row may begin with
-  int extra, has_extra;
-  bool live[PACKS];
+// What a thread has of N neighbouring columns: weight, sums over all rows, and ROWS rows of this turn and of the next.
+template <typename T, int N, int ROWS>
+struct BackwardPack {
+  int col, offset;                                   // the first column; its distance from the thread's first one
+  int live;                                          // inside of the row
+  Vec<float, N> weight, grads[2] = {};               // grads: sums of weight's and of bias's gradient
+  Pack<T, N> next_x[ROWS] = {}, next_dy[ROWS] = {};  // in flight
+  Pack<T, N> dy[ROWS];
+  Vec<float, N> xhat[ROWS];
 
-  __device__ BackwardColumns(int64_t row, int cols) {
-    const int mid_word = is_in_words<T, V> ? row * cols % 2 : 0;
-    stride = blockDim.x * V, slot = threadIdx.x * V;
-    first = mid_word + slot, extra = mid_word ? 0 : cols - 1;
-    // Computed once: the compiler would compare anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
-    has_extra = is_in_words<T, V> ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
-    UNROLL(i, PACKS) live[i] = at(i) + V <= cols;
-  }
-  __device__ int at(int i) const { return first + i * stride; }
-
-  template <int N>
-  static __device__ Vec<float, N> load_affine_columns(const Backward& call, const void* affine, int col,
-                                                      float fallback) {
-    constexpr int F = is_in_words<T, V> ? 1 : N;  // a word of input need not be one of weight
+  __device__ Vec<float, N> load_affine_columns(const Backward& call, const void* affine, float fallback) const {
+    constexpr int F = is_in_words<T, N> ? 1 : N;  // a word of input need not be one of weight
     Vec<float, N> w;
     UNROLL(n, N / F) {
       const auto part = load_affine<T, F>(affine, call.affine_float32, col + n * F, fallback);
@@ -2888,58 +2870,96 @@ struct BackwardColumns {
     }
     return w;
   }
-
-  __device__ void load_weight(ForAllRows& own, const Backward& call) const {
-    UNROLL(i, PACKS) {
-      if (kAddsZeros<T, V>) own.weight[i] = {};
-      if (live[i]) own.weight[i] = load_affine_columns<V>(call, call.weight, at(i), 1);
-    }
-    if (has_extra) own.extra_weight = load_affine_columns<1>(call, call.weight, extra, 1);
+  __device__ void load_row(int r, const T* x, const T* grad_output, uint64_t policy) {
+    next_x[r] = load<T, N>(x + offset, policy);
+    next_dy[r] = load<T, N>(grad_output + offset, policy);
   }
 
-  // bias as float, so that no load branches on its dtype (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
-  __device__ void share_bias(float* share, const Backward& call) const {
-    UNROLL(i, PACKS) {
-      if (threadIdx.y > 0 || !live[i]) continue;
-      store<float, V>(share + slot + i * stride, load_affine_columns<V>(call, call.bias, at(i), 0));
+  // xhat of the row that was loaded, and its shares of the row's sums and of the columns' gradients.
+  __device__ void add_row(const Backward& call, int r, float mean, float rstd, const float* bias, Sums& sums) {
+    dy[r] = next_dy[r];
+    // Zeros have no mean, as that of bf16 rows can exceed 1e36, and times rstd overflow.
+    xhat[r] = (widened(next_x[r]) - (kAddsZeros<T, N> ? mean * float(live) : mean)) * rstd;
+    if constexpr (kFused) apply_derivative<T>(dy[r], xhat[r], weight, widened(load<float, N>(bias + col)), call);
+    const Vec<float, N> grad = widened(dy[r]);
+    UNROLL(v, N) {
+      const float wdy = product(weight[v], grad[v]);
+      sums.wdy += wdy, sums.wdy_xhat += wdy * xhat[r][v];
+      grads[0][v] += grad[v] * xhat[r][v], grads[1][v] += grad[v];
     }
-    if (has_extra) share[call.cols - 1] = load_affine_columns<1>(call, call.bias, extra, 0)[0];
-    __syncthreads();
+  }
+
+  // means: the row's sums over its columns.
+  __device__ void write_grad_input(T* to, int r, float rstd, const Sums& means) const {
+    const Vec<float, N> grad = widened(dy[r]);
+    Vec<float, N> dx;
+    UNROLL(v, N) {
+      if constexpr (sizeof(T) == 2 && N > 1) {  // an instruction less (bf16 rows of 2041: 0.806 -> 0.814)
+        dx[v] = rstd * fmaf(weight[v], grad[v], fmaf(-xhat[r][v], means.wdy_xhat, -means.wdy));
+      } else {  // see product
+        dx[v] = rstd * (product(weight[v], grad[v]) - means.wdy - xhat[r][v] * means.wdy_xhat);
+      }
+    }
+    store<T>(to + offset, dx);
+  }
+  __device__ void write_sums(float* to, int n) const {
+    if constexpr (is_in_words<T, N>) {
+      to[col] = grads[n][0], to[col + 1] = grads[n][1];
+    } else {
+      store<float>(to + col, grads[n]);
+    }
+  }
+};
+
+// A thread's columns: packs of V, and an extra one.
+template <typename T, int V, int PACKS, int ROWS>
+struct BackwardColumns {
+  BackwardPack<T, V, ROWS> packs[PACKS];
+  BackwardPack<T, 1, ROWS> extra;
+  float next_mean[ROWS], next_rstd[ROWS];
+
+  // Calls f with each pack that is live, or with all, and with the extra column if this thread has it.
+  template <bool ALL_PACKS = false, typename F>
+  __device__ void each(F f) {
+    UNROLL(i, PACKS) {
+      if (ALL_PACKS || packs[i].live) f(packs[i]);
+    }
+    if constexpr (is_in_words<T, V>) {
+      if (extra.live) f(extra);
+    }
+  }
+
+  __device__ BackwardColumns(const Backward& call, int mid_word) {
+    const int cols = call.cols, first = mid_word + threadIdx.x * V, stride = blockDim.x * V;
+    UNROLL(i, PACKS) {
+      packs[i].offset = i * stride, packs[i].col = first + i * stride;
+      packs[i].live = packs[i].col + V <= cols;
+      if (kAddsZeros<T, V>) packs[i].weight = {};
+    }
+    extra.col = mid_word ? 0 : cols - 1, extra.offset = extra.col - first;
+    // Computed once: the compiler would compare anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
+    extra.live = is_in_words<T, V> ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
+    each([&](auto& pack) { pack.weight = pack.load_affine_columns(call, call.weight, 1); });
   }
 
   // Starts loading rows row + r * next_row.
-  __device__ void load_rows(NextRows& next, const Backward& call, int64_t row, int next_row, uint64_t policy) const {
-    const int row_step = next_row * int(call.cols), to_extra = extra - first;
-    const int64_t at = row * int(call.cols) + first;
+  __device__ void load_rows(const Backward& call, int64_t row, int next_row, uint64_t policy) {
+    const int row_step = next_row * int(call.cols);
+    const int64_t at = row * int(call.cols) + packs[0].col;
     UNROLL(r, ROWS) {
       if (row + r * next_row >= call.rows) continue;
-      next.mean[r] = call.mean[row + r * next_row], next.rstd[r] = call.rstd[row + r * next_row];
+      next_mean[r] = call.mean[row + r * next_row], next_rstd[r] = call.rstd[row + r * next_row];
       const T* x = keep_pointer(static_cast<const T*>(call.input) + at + r * row_step);
       const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + at + r * row_step);
-      UNROLL(i, PACKS) {
-        if (!live[i]) continue;
-        next.x[r][i] = load<T, V>(x + i * stride, policy);
-        next.dy[r][i] = load<T, V>(dy + i * stride, policy);
-      }
-      if (has_extra) next.extra_x[r] = load<T, 1>(x + to_extra), next.extra_dy[r] = load<T, 1>(dy + to_extra);
+      each([&](auto& pack) { pack.load_row(r, x, dy, policy); });
     }
   }
 
-  // Adds up the block's sums of each column, and leaves them in `partial`.
-  __device__ void write_partial(float* partial, float* share, const Vec<float, V> (&sums)[PACKS], float extra_sum,
-                                int cols) const {
+  // Adds up the block's sums of each column, of weight's (n = 0) or bias's gradient, and leaves them in `partial`.
+  __device__ void write_partial(float* partial, float* share, int n, int cols) {
     __syncthreads();
     float* gathered = blockDim.y == 1 ? partial : share + threadIdx.y * cols;
-    UNROLL(i, PACKS) {
-      if (!live[i]) continue;
-      float* to = gathered + at(i);
-      if constexpr (is_in_words<T, V>) {
-        to[0] = sums[i][0], to[1] = sums[i][1];
-      } else {
-        store<float, V>(to, sums[i]);
-      }
-    }
-    if (has_extra) gathered[extra] = extra_sum;
+    each([&](auto& pack) { pack.write_sums(gathered, n); });
     // A tree over the block's rows: 256 terms one by one would lose digits.
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
       __syncthreads();
@@ -2952,40 +2972,6 @@ struct BackwardColumns {
     }
   }
 };
-
-// N columns of a row: their xhat, and their shares of the row's sums and of the columns' gradients.
-template <typename T, int N>
-__device__ Vec<float, N> add_columns(const Backward& call, const Pack<T, N>& x, Pack<T, N>& dy, float mean, float rstd,
-                                     const float* bias_at, const Vec<float, N>& weight, Sums& sums,
-                                     Vec<float, N>& grad_weight, Vec<float, N>& grad_bias) {
-  const Vec<float, N> xhat = (widened(x) - mean) * rstd;
-  if constexpr (kFused) {
-    apply_derivative<T>(dy, xhat, weight, load_affine<T, N>(bias_at, true, 0, 0), call);
-  }
-  const Vec<float, N> grad = widened(dy);
-  UNROLL(v, N) {
-    const float wdy = product(weight[v], grad[v]);
-    sums.wdy += wdy, sums.wdy_xhat += wdy * xhat[v];
-    grad_weight[v] += grad[v] * xhat[v], grad_bias[v] += grad[v];
-  }
-  return xhat;
-}
-
-// grad_input of N columns; means: the row's sums over its columns.
-template <typename T, int N>
-__device__ void write_grad_input(T* to, const Pack<T, N>& dy, const Vec<float, N>& xhat, const Vec<float, N>& weight,
-                                 float rstd, const Sums& means) {
-  const Vec<float, N> grad = widened(dy);
-  Vec<float, N> dx;
-  UNROLL(v, N) {
-    if constexpr (sizeof(T) == 2 && N > 1) {  // an instruction less (bf16 rows of 2041: 0.806 -> 0.814)
-      dx[v] = rstd * fmaf(weight[v], grad[v], fmaf(-xhat[v], means.wdy_xhat, -means.wdy));
-    } else {  // see product
-      dx[v] = rstd * (product(weight[v], grad[v]) - means.wdy - xhat[v] * means.wdy_xhat);
-    }
-  }
-  store<T, N>(to, dx);
-}
 
 template <typename T, int V, int PACKS, int ROWS>
 __global__ void __launch_bounds__(kBackwardThreads)
@@ -3002,14 +2988,18 @@ __global__ void __launch_bounds__(kBackwardThreads)
   // Which rows and columns.
   int64_t row = int64_t(blockIdx.x / kApart) * ROWS * next_row + blockIdx.x % kApart + first_row;
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS;
-  using Columns = BackwardColumns<T, V, PACKS, ROWS>;
-  const Columns columns(row, cols);
-  typename Columns::ForAllRows own;
-  columns.load_weight(own, call);
-  if constexpr (kFused) columns.share_bias(share, call);
-  typename Columns::NextRows next;
+  const int mid_word = is_in_words<T, V> ? row * cols % 2 : 0;
+  BackwardColumns<T, V, PACKS, ROWS> columns(call, mid_word);
+  float* bias = share + mid_word;  // two floats of a word begin on 8 bytes
+  if constexpr (kFused) {
+    // As float, so that no load branches on its dtype (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
+    columns.each([&](auto& pack) {
+      if (threadIdx.y == 0) store<float>(bias + pack.col, pack.load_affine_columns(call, call.bias, 0));
+    });
+    __syncthreads();
+  }
   auto start_turn = [&](int64_t row) {
-    columns.load_rows(next, call, row, next_row, policy);
+    columns.load_rows(call, row, next_row, policy);
     if (sizeof(T) == 2 && V > 2 && !kFused) prefetch_rows<T, ROWS>(call, row - first_row + row_stride, policy);
   };
 
@@ -3017,57 +3007,30 @@ __global__ void __launch_bounds__(kBackwardThreads)
   int turn = 0;  // of the two sets of slots: one barrier a turn is enough
   for (; row - first_row < call.rows; row += row_stride, turn ^= 1) {
     // Add up.
-    Vec<float, V> xhat[ROWS][PACKS];
-    Vec<float, 1> extra_xhat[ROWS];
-    Pack<T, V> dy[ROWS][PACKS];
-    Pack<T, 1> extra_dy[ROWS];
     Sums sums[ROWS] = {};
     float rstd[ROWS];
     UNROLL(r, ROWS) {
-      rstd[r] = next.rstd[r];
+      rstd[r] = columns.next_rstd[r];
       if (row + r * next_row >= call.rows) continue;
-      UNROLL(i, PACKS) {
-        constexpr bool kZeros = kAddsZeros<T, V>;
-        if (!kZeros && !columns.live[i]) continue;
-        dy[r][i] = next.dy[r][i];
-        // Without a mean, as that of bf16 rows can exceed 1e36, and times rstd overflow.
-        const float mean = kZeros ? next.mean[r] * float(columns.live[i]) : next.mean[r];
-        xhat[r][i] =
-            add_columns<T>(call, next.x[r][i], dy[r][i], mean, rstd[r], share + columns.slot + i * columns.stride,
-                           own.weight[i], sums[r], own.grad_weight[i], own.grad_bias[i]);
-      }
-      if (columns.has_extra) {
-        extra_dy[r] = next.extra_dy[r];
-        extra_xhat[r] = add_columns<T>(call, next.extra_x[r], extra_dy[r], next.mean[r], rstd[r], share + cols - 1,
-                                       own.extra_weight, sums[r], own.extra_grad_weight, own.extra_grad_bias);
-      }
+      columns.template each<kAddsZeros<T, V>>(
+          [&](auto& pack) { pack.add_row(call, r, columns.next_mean[r], rstd[r], bias, sums[r]); });
     }
     start_turn(row + row_stride);
     if (call.grad_input == nullptr) continue;
 
     // Write grad_input.
     combine_row(sums, slots[turn]);
-    T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + columns.first);
+    T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + columns.packs[0].col);
     UNROLL(r, ROWS) {
       if (row + r * next_row >= call.rows) continue;
       const Sums means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
       T* to = keep_pointer(grad_input + r * (next_row * cols));
-      UNROLL(i, PACKS) {
-        if (columns.live[i])
-          write_grad_input(to + i * columns.stride, dy[r][i], xhat[r][i], own.weight[i], rstd[r], means);
-      }
-      if (columns.has_extra) {
-        write_grad_input(to + (columns.extra - columns.first), extra_dy[r], extra_xhat[r], own.extra_weight, rstd[r],
-                         means);
-      }
+      columns.each([&](auto& pack) { pack.write_grad_input(to, r, rstd[r], means); });
     }
   }
 
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
-  partials += blockIdx.x * int64_t(cols);
-  columns.write_partial(partials, share, own.grad_weight, own.extra_grad_weight[0], cols);
-  partials += gridDim.x * int64_t(cols);
-  columns.write_partial(partials, share, own.grad_bias, own.extra_grad_bias[0], cols);
+  UNROLL(n, 2) columns.write_partial(partials + (n * gridDim.x + blockIdx.x) * int64_t(cols), share, n, cols);
 }
 
 // ---- Rows in registers, backward: host side ----
