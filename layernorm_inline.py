@@ -2634,8 +2634,7 @@ namespace registers {
 // load of each of two rows (bf16, 16384 rows of 256 in L2: 4.7 us, 5.0 with four rows), unaligned of four rows (of 255:
 // 0.93 of copy speed, 0.84 with two).
 constexpr int kLoads = 4, kShortLoads = 32;
-template <bool SHIFTED>
-constexpr int kShortRows = SHIFTED ? 4 : 2;
+constexpr int kShortRows = 2, kShortShiftedRows = 4;
 // Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once for both
 // (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
 constexpr int kTwoRowsThreads = 384;
@@ -2725,12 +2724,16 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
 
 // ---- Rows in registers, forward: host side ----
 
-struct ForwardPlan {
-  int loads, rows;                      // of a thread
-  bool in_warp;                         // 32 threads share a row
-  int threads_per_row, rows_per_block;  // rows side by side
-  int step_log2;                        // from one of a thread's rows to the next
+struct ForwardKernel {
+  void (*kernel)(Forward, RowConstants, PrefetchWindow, int);
+  int loads, rows;  // of a thread
+  bool in_warp;     // 32 threads share a row
 };
+
+template <typename T, int LOADS, int ROWS, bool SHIFTED, bool IN_WARP = false>
+ForwardKernel forward_kernel() {
+  return {layer_norm_rows<T, LOADS, ROWS, SHIFTED, IN_WARP>, LOADS, ROWS, IN_WARP};
+}
 
 // Loads of a row, of an unaligned one only the whole packs.
 int64_t loads_of(const Forward& call) { return std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16); }
@@ -2739,69 +2742,51 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
-// Loads and rows of a thread: four loads, unless a warp, with up to eight a lane, or few warps fit the row better. Few
-// bytes have a thread for each load; more would wait for places on an SM.
-void choose_loads(ForwardPlan& p, const Forward& call, bool shifted, const Device& device) {
+// Four loads a thread, unless a warp, with up to eight a lane, or few warps fit the row better. Few bytes have a thread
+// for each load; more would wait for places on an SM.
+template <typename T, bool SHIFTED>
+ForwardKernel choose_kernel(const Forward& call, const Device& device) {
   const int64_t loads = loads_of(call), all_loads = call.rows * loads, places = int64_t(kSmThreads) * device.sms;
-  const bool is_float = call.dtype == DType::Float32;
-  // Aligned kernels of fewer loads, or of a warp, have weight and bias early, so of input's dtype.
-  const bool takes_fewer = shifted || is_float || !call.affine_float32;
-  const bool can_choose = !shifted && takes_fewer && !(is_float && kFused);
-  p.loads = kLoads, p.rows = 1;
-  if (loads <= kShortLoads && takes_fewer) {
-    p.loads = 1, p.rows = shifted ? kShortRows<true> : all_loads <= places / 2 ? 1 : kShortRows<false>;
-  } else if (can_choose && loads <= 32 * kLoads) {
-    p.in_warp = true, p.loads = ceil_div(loads, 32);
-  } else if (can_choose && is_float && loads <= 32 * kWarpLoads && all_loads <= places) {
-    p.in_warp = true, p.loads = kWarpLoads;
-  } else if (can_choose && is_float && loads <= 2 * kThreads && all_loads <= kTwoLoadsTurns * places) {
-    p.loads = 2;
-  } else if (!shifted && loads <= kThreads && all_loads <= places && takes_fewer) {
-    p.loads = 1;
-  } else if (shifted && all_loads > places && row_threads(loads, kLoads) <= kTwoRowsThreads && !kFused) {
-    p.rows = 2;
+  constexpr bool kFloat = sizeof(T) == 4;
+  if constexpr (SHIFTED) {
+    if (loads <= kShortLoads) return forward_kernel<T, 1, kShortShiftedRows, true>();
+    if constexpr (!kFused) {
+      if (all_loads > places && row_threads(loads, kLoads) <= kTwoRowsThreads)
+        return forward_kernel<T, kLoads, 2, true>();
+    }
+  } else if (kFloat || !call.affine_float32) {  // the other kernels have weight and bias early, so of input's dtype
+    if (loads <= kShortLoads)
+      return all_loads <= places / 2 ? forward_kernel<T, 1, 1, false>() : forward_kernel<T, 1, kShortRows, false>();
+    if constexpr (!kFloat || !kFused) {
+      if (loads <= 32 * 2) return forward_kernel<T, 2, 1, false, true>();
+      if (loads <= 32 * 3) return forward_kernel<T, 3, 1, false, true>();
+      if (loads <= 32 * kLoads) return forward_kernel<T, kLoads, 1, false, true>();
+    }
+    if constexpr (kFloat && !kFused) {
+      if (loads <= 32 * kWarpLoads && all_loads <= places) return forward_kernel<T, kWarpLoads, 1, false, true>();
+      if (loads <= 2 * kThreads && all_loads <= kTwoLoadsTurns * places) return forward_kernel<T, 2, 1, false>();
+    }
+    if (loads <= kThreads && all_loads <= places) return forward_kernel<T, 1, 1, false>();
   }
-}
-
-ForwardPlan plan(const Forward& call, bool shifted, const Device& device) {
-  const int V = 16 / size_of(call.dtype);
-  ForwardPlan p = {};
-  choose_loads(p, call, shifted, device);
-  p.threads_per_row = p.in_warp ? 32 : row_threads(loads_of(call), p.loads);
-  if (shifted) p.threads_per_row = std::max(p.threads_per_row, 2 * V);  // see ForwardColumns
-  const int block_threads = V == 8 && shifted ? kShiftedBlockThreads16Bits : kBlockThreads;
-  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
-  // A thread's rows are `step` apart, a power of two; unaligned at least V, as V rows are whole 16 bytes.
-  const int step = !shifted || p.rows == 1 ? p.rows_per_block : std::max(p.rows_per_block, V);
-  while (1 << p.step_log2 < step) ++p.step_log2;
-  return p;
+  return forward_kernel<T, kLoads, 1, SHIFTED>();
 }
 
 template <typename T, bool SHIFTED>
 cudaError_t launch(const Forward& call, const Context& context) {
-  const ForwardPlan p = plan(call, SHIFTED, context.device);
-  auto kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, false>;
-  if (p.loads == 1) kernel = layer_norm_rows<T, 1, kShortRows<SHIFTED>, SHIFTED, false>;
-  if constexpr (SHIFTED && !kFused) {
-    if (p.loads == kLoads && p.rows == 2) kernel = layer_norm_rows<T, kLoads, 2, SHIFTED, false>;
-  }
-  if constexpr (!SHIFTED) {
-    if (p.loads == 1 && p.rows == 1) kernel = layer_norm_rows<T, 1, 1, SHIFTED, false>;
-  }
-  if constexpr (!SHIFTED && (sizeof(T) == 2 || !kFused)) {
-    if (p.loads == 2) kernel = layer_norm_rows<T, 2, 1, SHIFTED, true>;
-    if (p.loads == 3) kernel = layer_norm_rows<T, 3, 1, SHIFTED, true>;
-    if (p.in_warp && p.loads == kLoads) kernel = layer_norm_rows<T, kLoads, 1, SHIFTED, true>;
-  }
-  if constexpr (!SHIFTED && sizeof(T) == 4 && !kFused) {
-    if (p.loads == 2 && !p.in_warp) kernel = layer_norm_rows<T, 2, 1, SHIFTED, false>;
-    if (p.loads == kWarpLoads) kernel = layer_norm_rows<T, kWarpLoads, 1, SHIFTED, true>;
-  }
-  const int64_t step = int64_t(1) << p.step_log2;
-  const int64_t units = ceil_div(call.rows, step * p.rows) * step;  // groups of threads_per_row threads
-  const Launch launch = {dim3(ceil_div(units, p.rows_per_block)), dim3(p.threads_per_row, p.rows_per_block)};
-  return launch_kernel(kernel, launch, context, call, row_constants(call, context.device),
-                       prefetch_window(call, p.rows * p.rows_per_block, context.device), p.step_log2);
+  constexpr int V = 16 / sizeof(T);
+  const ForwardKernel chosen = choose_kernel<T, SHIFTED>(call, context.device);
+  int threads = chosen.in_warp ? 32 : row_threads(loads_of(call), chosen.loads);
+  if (SHIFTED) threads = std::max(threads, 2 * V);  // see ForwardColumns
+  const int block_rows = std::max(1, (V == 8 && SHIFTED ? kShiftedBlockThreads16Bits : kBlockThreads) / threads);
+  // A thread's rows are `step` apart, a power of two; unaligned at least V, as V rows are whole 16 bytes.
+  const int min_step = SHIFTED && chosen.rows > 1 ? V : 1;
+  int step_log2 = 0;
+  while (1 << step_log2 < std::max(block_rows, min_step)) ++step_log2;
+  const int64_t step = int64_t(1) << step_log2;
+  const int64_t units = ceil_div(call.rows, step * chosen.rows) * step;  // of `threads`
+  return launch_kernel(chosen.kernel, {dim3(ceil_div(units, block_rows)), dim3(threads, block_rows)}, context, call,
+                       row_constants(call, context.device),
+                       prefetch_window(call, chosen.rows * block_rows, context.device), step_log2);
 }
 
 // ---- Rows in registers, backward ----
@@ -3036,8 +3021,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
 // ---- Rows in registers, backward: host side ----
 
 struct BackwardPlan {
-  int columns, rows;                    // of a thread
-  int threads_per_row, rows_per_block;  // rows side by side
+  void (*kernel)(Backward, float*, L2Priority);
+  dim3 block;  // threads of a row, rows side by side
   int64_t blocks;
   int resident_rows;  // that an SM holds
 };
@@ -3047,34 +3032,29 @@ bool takes(const Backward& call, int pack) {
   return call.cols <= columns * kBackwardThreads;
 }
 
-BackwardPlan plan(const Backward& call, int columns, int rows, int apart, const Device& device) {
-  const int block_threads = size_of(call.dtype) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
-  BackwardPlan p = {columns, rows};
-  p.threads_per_row = row_threads(call.cols, columns);
-  p.rows_per_block = std::max(1, block_threads / p.threads_per_row);
-  const int blocks = std::max(1, kBackwardThreads / (p.threads_per_row * p.rows_per_block));  // on an SM
-  p.blocks = std::min<int64_t>(ceil_div(call.rows, p.rows_per_block), device.sms * blocks);
-  p.blocks *= ceil_div(call.rows, p.blocks * p.rows_per_block * kRowsPerSum);  // at most so many rows a thread
-  p.blocks = ceil_div(p.blocks, apart) * apart;
-  p.resident_rows = blocks * p.rows_per_block * rows;
-  return p;
+template <typename T, int V, int PACKS, int ROWS>
+BackwardPlan plan(const Backward& call, const Device& device) {
+  constexpr int kApart = kRowsApart<T, V>;
+  const int threads = row_threads(call.cols, V * PACKS);
+  const int rows = std::max(1, (sizeof(T) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads) / threads);
+  const int sm_blocks = std::max(1, kBackwardThreads / (threads * rows));
+  int64_t blocks = std::min<int64_t>(ceil_div(call.rows, rows), device.sms * sm_blocks);
+  blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);  // at most so many rows a thread
+  blocks = ceil_div(blocks, kApart) * kApart;
+  return {layer_norm_backward_rows<T, V, PACKS, ROWS>, dim3(threads, rows), blocks, sm_blocks * rows * ROWS};
 }
 
 template <typename T, int V>
 cudaError_t launch(const Backward& call, const Context& context) {
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V, kRows = kPack > 1 ? 2 : 1;
-  auto kernel = layer_norm_backward_rows<T, kPack, kBackwardColumns / kPack, kRows>;
-  BackwardPlan p = plan(call, kBackwardColumns, kRows, kRowsApart<T, kPack>, context.device);
+  BackwardPlan p = plan<T, kPack, kBackwardColumns / kPack, kRows>(call, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
-    const BackwardPlan one_row = plan(call, 2 * V, 1, 1, context.device);
-    if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) {
-      kernel = layer_norm_backward_rows<T, V, 2, 1>;
-      p = one_row;
-    }
+    const BackwardPlan one_row = plan<T, V, 2, 1>(call, context.device);
+    if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) p = one_row;
   }
   auto* partials = static_cast<float*>(context.allocate(2 * p.blocks * call.cols * sizeof(float)));
-  const cudaError_t error = launch_kernel(kernel, {dim3(p.blocks), dim3(p.threads_per_row, p.rows_per_block)}, context,
-                                          call, partials, input_priority(call, context.device));
+  const auto priority = input_priority(call, context.device);
+  const cudaError_t error = launch_kernel(p.kernel, {dim3(p.blocks), p.block}, context, call, partials, priority);
   return error != cudaSuccess ? error : launch_sum_partials(call, partials, p.blocks, context);
 }
 
