@@ -2464,131 +2464,6 @@ _ROWS = r"""
 // A thread loads its columns of one or several rows, takes the mean and then the distances from it, each summed with
 // the other threads of the row, and writes the result. Statistics are the textbook ones.
 
-// A thread's first pack in its first row; row_stride elements from one row to the next, of which `count` exist.
-template <typename T>
-struct RowPlaces {
-  T* first;
-  int row_stride, count;
-};
-
-// Normalizes and writes V columns of each row, `offset` elements after rows.first.
-template <typename T, int V, int ROWS>
-__device__ void write_columns(const RowPlaces<T>& rows, int offset, const Pack<T, V> (&x)[ROWS],
-                              const float (&mean)[ROWS], const float (&rstd)[ROWS], const Vec<float, V>& weight,
-                              const Vec<float, V>& bias, const Epilogue& epilogue) {
-  constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows share one branch
-  const Epilogue asked = opaque_activation<kAsksAnew>(epilogue);
-  UNROLL(r, ROWS) {
-    auto y = (widened(x[r]) - mean[r]) * rstd[r] * weight + bias;
-    apply_epilogue<T>(y, asked);
-    if (r < rows.count) store<T, V>(rows.first + (offset + r * rows.row_stride), y);
-  }
-}
-
-// A thread's columns of ROWS rows: packs of V at first + i * stride, 16-byte aligned in the row given. Where rows are
-// not aligned (SHIFTED), the columns before and after the packs go to the first 2 V threads, one each: `extra`.
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-struct ForwardColumns {
-  static constexpr int V = 16 / sizeof(T);
-  struct Parts {  // what it holds there; zeros where there is nothing
-    Pack<T, V> packs[PACKS][ROWS];
-    Pack<T, 1> extra[ROWS];
-  };
-  struct Affine {  // weight and bias of the packs, of input's dtype, as they are loaded; without them 1 and 0
-    Pack<T, V> weight[PACKS], bias[PACKS];
-  };
-  int begin = 0, end, first, stride, extra = -1;
-
-  __device__ ForwardColumns(const T* row, int cols) {
-    if (SHIFTED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)));
-    end = SHIFTED ? begin + (cols - begin) / V * V : cols;
-    first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
-    const int thread = threadIdx.x, col = thread < V ? thread : end + thread - V;
-    if (SHIFTED && col < (thread < V ? begin : cols)) extra = col;
-  }
-  __device__ int at(int i) const { return first + i * stride; }
-  __device__ bool has(int i) const { return at(i) < end; }
-  __device__ bool has_extra() const { return SHIFTED && extra >= 0; }
-  __device__ int count() const {
-    int count = has_extra();
-    UNROLL(i, PACKS) count += has(i) ? V : 0;
-    return count;
-  }
-
-  // aligned: whether the packs are 16-byte aligned in these rows too. No branch separates the loads.
-  __device__ void load_rows(Parts& x, const RowPlaces<const T>& rows, bool aligned, uint64_t policy) const {
-    x = {};
-    UNROLL(r, ROWS) {
-      const T* row = rows.first + r * rows.row_stride;
-      const bool exists = r < rows.count;
-      if (!SHIFTED || aligned) {
-        UNROLL(i, PACKS) {
-          if (has(i) & exists) x.packs[i][r] = load<T, V>(row + i * stride, policy);
-        }
-      } else {
-        Unaligned<T, V> words[PACKS] = {};
-        const int mid_word = Unaligned<T, V>::starts_mid_word(row);
-        UNROLL(i, PACKS) {
-          if (has(i) & exists) words[i].load(row + i * stride, mid_word);
-        }
-        UNROLL(i, PACKS) x.packs[i][r] = words[i].get(mid_word);
-      }
-    }
-    UNROLL(r, ROWS) {
-      if (has_extra() && r < rows.count) x.extra[r] = load<T, 1>(rows.first + r * rows.row_stride + (extra - first));
-    }
-  }
-  __device__ float sum_of_row(const Parts& x, int r) const {
-    float sum = widen(x.extra[r].at[0]), second = 0;  // chains of additions
-    UNROLL(i, PACKS) {
-      const auto values = widened(x.packs[i][r]);
-      UNROLL(v, V / 2) sum += values[2 * v], second += values[2 * v + 1];
-    }
-    return sum + second;
-  }
-  __device__ DistanceSums<T> distances_of_row(const Parts& x, int r, float mean) const {
-    DistanceSums<T> total = {};
-    if (has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
-    UNROLL(i, PACKS) {
-      const auto here = distances_of<DistanceSums<T>>(widened(x.packs[i][r]) - mean);
-      if (has(i)) total = combine(total, here);
-    }
-    return total;
-  }
-  __device__ void load_affine_packs(Affine& affine, const Forward& call, uint64_t policy) const {
-    const auto ones = packed<T>(Vec<float, V>() + 1.0f);
-    UNROLL(i, PACKS) {
-      affine.weight[i] = ones, affine.bias[i] = {};
-      const bool has = this->has(i);
-      if (has & (call.weight != nullptr))
-        affine.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + at(i), policy);
-      if (has & (call.bias != nullptr)) affine.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + at(i), policy);
-    }
-  }
-
-  // EARLY: `affine` holds weight and bias already.
-  template <bool SAME_DTYPE, bool EARLY>
-  __device__ void write_rows(const Forward& call, const RowPlaces<T>& rows, const Parts& x, const Affine& affine,
-                             const float (&mean)[ROWS], const float (&rstd)[ROWS],
-                             const RowConstants& constants) const {
-    UNROLL(i, PACKS) {
-      if (!has(i)) continue;
-      Vec<float, V> weight, bias;
-      if constexpr (EARLY) {
-        weight = widened(affine.weight[i]), bias = widened(affine.bias[i]);
-      } else {
-        load_affine_pair<T, V, SHIFTED, SAME_DTYPE>(weight, bias, call, at(i), begin);
-      }
-      write_columns(rows, i * stride, x.packs[i], mean, rstd, weight, bias, constants.epilogue);
-    }
-    if (has_extra()) {
-      Vec<float, 1> weight, bias;
-      load_affine_pair<T, 1, SHIFTED, SAME_DTYPE>(weight, bias, call, extra, begin);
-      write_columns(rows, extra - first, x.extra, mean, rstd, weight, bias, constants.epilogue);
-    }
-  }
-};
-
 // What warps of a row leave for one another.
 template <typename T, int ROWS, int WARPS>
 struct RowSlots {
@@ -2669,13 +2544,120 @@ struct Bounds {
   }
 };
 
+// A thread's columns of ROWS rows: packs of V at first + i * stride, 16-byte aligned in output. Of rows that are not
+// aligned (SHIFTED), the first 2 V threads have a column each before and after the packs: `extra`.
+template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+struct ForwardColumns {
+  static constexpr int V = 16 / sizeof(T);
+  // Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be
+  // of input's dtype then, as a branch at their use would make ptxas load them there.
+  static constexpr bool kEarly = !SHIFTED && (PACKS < kLoads || IN_WARP);
+  struct Parts {  // what it holds there: zeros where there is nothing; weight and bias if kEarly
+    Pack<T, V> packs[PACKS][ROWS], weight[PACKS], bias[PACKS];
+    Pack<T, 1> extra[ROWS];
+  };
+  const T* input;         // the first pack in the first row
+  T* output;              // likewise
+  int row_stride, count;  // elements from one row to the next; rows that exist
+  bool aligned;           // whether packs are 16-byte aligned in input, too
+  int begin = 0, end, first, stride, extra = -1;
+
+  __device__ ForwardColumns(const Forward& call, int64_t row, int row_stride, int count)
+      : row_stride(row_stride), count(count) {
+    const T* input_row = static_cast<const T*>(call.input) + row * int(call.cols);
+    T* output_row = static_cast<T*>(call.output) + row * int(call.cols);
+    const int cols = count > 0 ? call.cols : 0;
+    if (SHIFTED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(output_row) % 16 / sizeof(T)));
+    end = SHIFTED ? begin + (cols - begin) / V * V : cols;
+    first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
+    const int thread = threadIdx.x, col = thread < V ? thread : end + thread - V;
+    if (SHIFTED && col < (thread < V ? begin : cols)) extra = col;
+    aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
+    input = keep_pointer(input_row + first), output = keep_pointer(output_row + first);
+  }
+  __device__ int at(int i) const { return first + i * stride; }
+  __device__ bool has(int i) const { return at(i) < end; }
+  __device__ bool has_extra() const { return SHIFTED && extra >= 0; }
+  __device__ int columns_per_row() const {
+    int count = has_extra();
+    UNROLL(i, PACKS) count += has(i) ? V : 0;
+    return count;
+  }
+
+  __device__ void load_rows(Parts& x, uint64_t policy) const {  // no branch separates the loads
+    x = {};
+    UNROLL(r, ROWS) {
+      const T* row = input + r * row_stride;
+      const bool exists = r < count;
+      if (!SHIFTED || aligned) {
+        UNROLL(i, PACKS) {
+          if (has(i) & exists) x.packs[i][r] = load<T, V>(row + i * stride, policy);
+        }
+      } else {
+        Unaligned<T, V> words[PACKS] = {};
+        const int mid_word = Unaligned<T, V>::starts_mid_word(row);
+        UNROLL(i, PACKS) {
+          if (has(i) & exists) words[i].load(row + i * stride, mid_word);
+        }
+        UNROLL(i, PACKS) x.packs[i][r] = words[i].get(mid_word);
+      }
+    }
+    UNROLL(r, ROWS) {
+      if (has_extra() && r < count) x.extra[r] = load<T, 1>(input + r * row_stride + (extra - first));
+    }
+  }
+  __device__ void load_affine_packs(Parts& x, const Forward& call, uint64_t policy) const {
+    const auto ones = packed<T>(Vec<float, V>() + 1.0f);
+    UNROLL(i, PACKS) {
+      x.weight[i] = ones, x.bias[i] = {};
+      const bool has = this->has(i);
+      if (has & (call.weight != nullptr)) x.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + at(i), policy);
+      if (has & (call.bias != nullptr)) x.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + at(i), policy);
+    }
+  }
+  __device__ float sum_of_row(const Parts& x, int r) const {
+    float sum = widen(x.extra[r].at[0]), second = 0;  // chains of additions
+    UNROLL(i, PACKS) {
+      const auto values = widened(x.packs[i][r]);
+      UNROLL(v, V / 2) sum += values[2 * v], second += values[2 * v + 1];
+    }
+    return sum + second;
+  }
+  __device__ DistanceSums<T> distances_of_row(const Parts& x, int r, float mean) const {
+    DistanceSums<T> total = {};
+    if (has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
+    UNROLL(i, PACKS) {
+      const auto here = distances_of<DistanceSums<T>>(widened(x.packs[i][r]) - mean);
+      if (has(i)) total = combine(total, here);
+    }
+    return total;
+  }
+
+  template <bool SAME_DTYPE>
+  __device__ void write_rows(const Forward& call, const Parts& x, const float (&mean)[ROWS], const float (&rstd)[ROWS],
+                             const Epilogue& epilogue) const {
+    const auto write = [&](int offset, const auto& part, auto weight, auto bias) {
+      constexpr int N = decltype(weight)::kSize;
+      if constexpr (!kEarly) load_affine_pair<T, N, SHIFTED, SAME_DTYPE>(weight, bias, call, first + offset, begin);
+      const Epilogue asked = opaque_activation < kFused && ROWS == 1 > (epilogue);  // several rows share one branch
+      UNROLL(r, ROWS) {
+        auto y = (widened(part[r]) - mean[r]) * rstd[r] * weight + bias;
+        apply_epilogue<T>(y, asked);
+        if (r < count) store<T>(output + (offset + r * row_stride), y);
+      }
+    };
+    UNROLL(i, PACKS) {
+      if (has(i)) write(i * stride, x.packs[i], widened(x.weight[i]), widened(x.bias[i]));
+    }
+    if (has_extra()) write(extra - first, x.extra, Vec<float, 1>(), Vec<float, 1>());
+  }
+};
+
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMaxThreads,
                                   Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::blocks())
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
-  // Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be
-  // of input's dtype then, as a branch at their use would make ptxas load them there.
-  constexpr bool kEarly = !SHIFTED && (PACKS < kLoads || IN_WARP);
+  using Columns = ForwardColumns<T, PACKS, ROWS, SHIFTED, IN_WARP>;
   __shared__ RowSlots<T, ROWS, IN_WARP ? 1 : kMaxWarps> slots;
   const int cols = call.cols;
   const uint64_t policy = l2_policy(constants.priority);
@@ -2684,30 +2666,23 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
   int64_t row = int64_t(blockIdx.x) * blockDim.y;
   if (ROWS > 1) row += (row >> step_log2 << step_log2) * (ROWS - 1);
   row += threadIdx.y;
-  const int step = ROWS > 1 ? 1 << step_log2 : 1, row_stride = cols * step;
+  const int step = ROWS > 1 ? 1 << step_log2 : 1;
   const int count =
       ROWS == 1 ? row < call.rows : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
-  const T* input_row = static_cast<const T*>(call.input) + row * cols;
-  T* output_row = static_cast<T*>(call.output) + row * cols;
-  using Columns = ForwardColumns<T, PACKS, ROWS, SHIFTED, IN_WARP>;
-  const Columns columns(output_row, count > 0 ? cols : 0);
-  const bool aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
-  const RowPlaces<const T> input = {keep_pointer(input_row + columns.first), row_stride, count};
-  const RowPlaces<T> output = {keep_pointer(output_row + columns.first), row_stride, count};
+  const Columns columns(call, row, cols * step, count);
 
   // Load.
   typename Columns::Parts x;
-  typename Columns::Affine affine;
-  if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
-  columns.load_rows(x, input, aligned, policy);
-  if (kEarly) columns.load_affine_packs(affine, call, policy);
+  if (!Columns::kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
+  columns.load_rows(x, policy);
+  if (Columns::kEarly) columns.load_affine_packs(x, call, policy);
   if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
   // Measure: the mean first, then distances from it.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) sum[r] = columns.sum_of_row(x, r);
-  row_means<T, PACKS * kThreads * Columns::V>(mean, sum, columns.count(), cols, constants.per_col, slots);
+  row_means<T, PACKS * kThreads * Columns::V>(mean, sum, columns.columns_per_row(), cols, constants.per_col, slots);
   UNROLL(r, ROWS) distances[r] = columns.distances_of_row(x, r, mean[r]);
   combine_row(distances, slots.distances);
   UNROLL(r, ROWS) {
@@ -2717,8 +2692,8 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
   }
 
   // Write, with weight and bias for all of the thread's rows.
-  with_same_dtype<T, kEarly>(call, [&](auto same_dtype) {
-    columns.template write_rows<same_dtype.value, kEarly>(call, output, x, affine, mean, rstd, constants);
+  with_same_dtype<T, Columns::kEarly>(call, [&](auto same_dtype) {
+    columns.template write_rows<same_dtype.value>(call, x, mean, rstd, constants.epilogue);
   });
 }
 

@@ -104,12 +104,12 @@ MUTANTS = [
     # ---- Rows in registers, forward ----
     Mutant("registers: eps dropped", "rstd[r] = rsqrt(m2 * constants.per_col + constants.eps)", "rstd[r] = rsqrt(m2 * constants.per_col)", VALUES),
     Mutant("registers: RMS norm in 16 bits", "mean[r] = quotient(mean[r], float(cols), per_col);", "mean[r] = 0;", VALUES),
-    Mutant("registers: a thread's last row not written", "if (r < rows.count) store<T, V>(rows.first", "if (r == 0 || r + 1 < rows.count) store<T, V>(rows.first", VALUES),
+    Mutant("registers: a thread's last row not written", "if (r < count) store<T>(output", "if (r == 0 || r + 1 < count) store<T>(output", VALUES),
     Mutant("registers: last incomplete group of rows left out", "ceil_div(call.rows, step * chosen.rows) * step", "std::max<int64_t>(1, call.rows / (step * chosen.rows)) * step", VALUES),
     Mutant("registers: one pack too many", "bool has(int i) const { return at(i) < end; }", "bool has(int i) const { return at(i) <= end; }", VALUES),
     Mutant("registers: mean of a thread's first row saved for all", "save_statistics(call, row + r * step, mean[r], rstd[r])", "save_statistics(call, row + r * step, mean[0], rstd[r])", VALUES),
-    Mutant("registers: a row past the end is written", "if (r < rows.count) store<T, V>(rows.first", "store<T, V>(rows.first", "guard_bands"),
-    Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * cols;", "input_row = static_cast<const T*>(call.input) + int(row * cols);", "2_to_the_31"),
+    Mutant("registers: a row past the end is written", "if (r < count) store<T>(output", "store<T>(output", "guard_bands"),
+    Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * int(call.cols);", "input_row = static_cast<const T*>(call.input) + int(row * int(call.cols));", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "const float rstd = rsqrt(m2 * constants.per_col + constants.eps)", "const float rstd = rsqrt(m2 * constants.per_col)", SHARED),
     Mutant("shared memory: distances from 0", "distances_of<DistanceSums<T>>(x(i) - mean[0])", "distances_of<DistanceSums<T>>(x(i))", SHARED),
