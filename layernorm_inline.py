@@ -2961,8 +2961,6 @@ constexpr int kPrefetchStep = 64;  // two sectors, before Hopper (float32 rows o
 
 // Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956).
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
-// Shared memory beside backward's ring: a seventh stage is slower (bf16 rows of 65536: 0.694 -> 0.665).
-constexpr int kBackwardControlBytes = 6 << 10;
 // Stages between measuring and applying, in a group of blocks (forward with 6: 1.5% slower) and of a block alone.
 constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2;
 // Blocks of a row whose exchange takes a stage more (backward, bf16 rows of 1048576: 0.88 of copy speed -> 0.94).
@@ -3390,8 +3388,8 @@ cudaError_t launch(const Call& call, const Context& context) {
   p.slice_bytes = p.slice * sizeof(T) + kLineBytes;  // it may begin inside of a line
   const int blocks_per_row = ceil_div(call.cols, p.slice);
   const int64_t groups = std::min<int64_t>(call.rows, device.sms / blocks_per_row);
-  const int control_bytes = kForward ? sizeof(Control<Pass>) : kBackwardControlBytes;
-  p.stages = std::clamp((device.shared_bytes - control_bytes) / (Pass::kTensors * p.slice_bytes), 3, kMaxStages);
+  const int ring_bytes = device.shared_bytes - int(sizeof(Control<Pass>));
+  p.stages = std::min(ring_bytes / (Pass::kTensors * p.slice_bytes), kMaxStages);  // at least three, see longest_slice
   const int flight_bytes = kForward && sizeof(T) == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
   p.flight = std::clamp(flight_bytes / (kBytes * p.slice), 1, p.stages - 1);
   // Leaves two stages to load into, one where the exchange is slower (float32 rows of 1048576: 0.78 -> 0.90).
