@@ -1527,15 +1527,17 @@ _STATISTICS = r"""
 
 // Exact for N equal numbers, N a power of two; 16 bits without the tree, which costs bf16 rows of 50257 1%.
 template <typename T, int N>
-__device__ float sum_of(Vec<float, N> x) {
+__device__ float sum_of(const Vec<float, N>& x) {
+  float sums[N];  // a copy: in place, sum_partials had one load in flight, not 16 (backward of 8192 x 768 bf16: 10% slower)
+  UNROLL(n, N) sums[n] = x[n];
   if constexpr (sizeof(T) == 2) {
-    UNROLL(n, N - 1) x[0] += x[n + 1];
+    UNROLL(n, N - 1) sums[0] += sums[n + 1];
   } else {
     for (int left = N / 2; left > 0; left /= 2) {
-      UNROLL(n, left) x[n] += x[left + n];
+      UNROLL(n, left) sums[n] += sums[left + n];
     }
   }
-  return x[0];
+  return sums[0];
 }
 
 // Rounds as a division would.
@@ -3125,17 +3127,14 @@ struct BackwardPass {
 template <typename Pass>
 struct alignas(kLineBytes) Control {
   static constexpr int kParts = 32 * kWarps / Pass::kLanesPerPart;
+  // Threads that copy in the background, and so arrive at `full` once more.
+  static constexpr int kCopiers = kCopyThreads > 1 || Pass::kScalars > 0 ? kCopyThreads : 0;
   uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];  // barriers
   float4 row_scalars[kMaxStages];
   typename Pass::ForRow row_stats[kMaxStages];
   float2 parts[kMaxStages][kParts];
   float part_columns[kParts];
 };
-
-// Threads that copy in the background, and so arrive once more: before Hopper all that load, later one where
-// row_scalars are far elements, which would stall it (float32 rows of 50257: 0.912 of copy speed -> 0.946).
-template <typename Pass>
-constexpr int kCopiers = kCopyThreads > 1 ? kCopyThreads : Pass::kForward && Pass::kScalars > 0;
 
 // A block's share of the work: in each turn, its slice of the row that its group has.
 template <typename Pass>
@@ -3173,7 +3172,6 @@ struct Block {
 // The loading threads: a slice of row after row, as stages become free.
 template <typename Pass>
 __device__ void load_slices(const Block<Pass>& block, int thread) {
-  constexpr int kLoaded = kCopiers<Pass> > 0 ? 0 : Pass::kScalars;
   const Pipeline& pipe = block.pipe;
   auto& control = block.control;
   const uint64_t policy = l2_policy(pipe.priority);
@@ -3187,19 +3185,16 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
       const Copy& copy = copies[t] = block.copy(stage.index, t, row);
       if (prefetches) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
     }
-    float scalars[2];  // in flight while this thread waits
-    UNROLL(i, kLoaded) scalars[i] = *Pass::scalar_at(block.call, row, i);
     barrier_wait(&control.empty[stage.index], stage.parity ^ 1);  // at once in the first round
     float* row_scalars = &control.row_scalars[stage.index].x;
     UNROLL(i, Pass::kScalars) {
-      if (kCopiers<Pass> > 0 && thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
+      if (thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
     }
     // For the slice of `flight` turns before: more would only queue up, with what the group publishes behind it.
     const RingPosition landing = stage.after(pipe.stages - pipe.flight, pipe.stages);  // a round later
     barrier_wait(&control.full[landing.index], landing.parity ^ 1);
-    UNROLL(i, kLoaded) row_scalars[i] = scalars[i];
     start_copies(copies, &control.full[stage.index], thread, policy);
-    if (kCopiers<Pass> > 0) barrier_arrive_with_copies(&control.full[stage.index]);
+    if (control.kCopiers > 0) barrier_arrive_with_copies(&control.full[stage.index]);
   }
 }
 
@@ -3318,7 +3313,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // A warp for each stage, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
   if (lane == 0 && warp < pipe.stages) {
-    barrier_init(&control.full[warp], 1 + kCopiers<Pass>);
+    barrier_init(&control.full[warp], 1 + control.kCopiers);
     barrier_init(&control.measured[warp], control.kParts);
     barrier_init(&control.stats_ready[warp], 1);
     barrier_init(&control.empty[warp], kWarps);
