@@ -2268,9 +2268,7 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
 """
 
 _ROWS = r"""
-// ---- Rows: the steps of kernels whose threads hold them ----
-// A thread loads its columns of one or several rows, takes the mean and then the distances from it, each summed with
-// the other threads of the row, and writes the result. Statistics are the textbook ones.
+// ---- Rows: statistics of rows that threads hold ----
 
 // What warps of a row leave for one another.
 template <typename T, int ROWS, int WARPS>
@@ -2310,34 +2308,27 @@ namespace registers {
 // Takes rows of up to 4 x 512 loads of 16 bytes: 32 KB, or 28 KB where rows do not start on 16-byte boundaries
 // (SHIFTED). The threads of a row hold it in registers: input is read once and output written once, at the speed of a
 // copy as long as enough rows are in flight. So a thread has few loads, blocks are small, and each prefetches to L2 the
-// rows of a later one. Statistics are the textbook ones: the mean, then distances from it. Of short rows a thread holds
-// two or four, with weight and bias loaded once for all of them.
+// rows of a later one. Statistics are the textbook ones: the mean, then distances from it.
+// Example: bf16 rows of 4096 are 512 loads. 128 threads share a row, 4 loads each.
 
-// Loads of a thread: four of a row, fewer where that leaves threads idle or few bytes move. Rows of up to 32 loads: one
-// load of each of two rows (bf16, 16384 rows of 256 in L2: 4.7 us, 5.0 with four rows), unaligned of four rows (of 255:
-// 0.93 of copy speed, 0.84 with two).
+// Loads of a thread. Of short rows one of each of several rows (bf16 of 255: 0.84 of copy speed with 2, 0.93 with 4).
 constexpr int kLoads = 4, kShortLoads = 32;
 constexpr int kShortRows = 2, kShortShiftedRows = 4;
-// Unaligned rows of up to so many threads: two a thread, so that weight and bias are joined from words once for both
-// (float32 rows of 4099: 0.84 of copy speed -> 0.94; of 7001, with more threads, 0.84 -> 0.82).
+// Unaligned rows of up to so many threads: two a thread share weight and bias (float32 rows of 4099: 0.84 -> 0.94).
 constexpr int kTwoRowsThreads = 384;
-// A block of several rows: enough warps to hide a barrier, small enough to pack an SM (16-bit rows of 2041, two a
-// thread: 0.87 of copy speed with 64 threads, 0.85 with 128).
+// A block of several rows: enough warps to hide a barrier, small enough to pack an SM.
 constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
-// Threads of the longest rows. An SM has room for three such blocks, of 16 bits for two (Turing and RTX 50: one fewer):
-// one loads while another stores.
+// Threads of the longest rows. An SM has room for two or three such blocks: one loads while another stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
-// Threads that an SM holds, at most: so many loads all begin at once. float32 rows have two a thread while SMs have no
-// more than so many turns at them (4096 x 1024: 0.88 of copy speed -> 1.02; 65536 x 1024: 1.01 -> 0.97, H100).
+// Threads that an SM holds. For up to 8 turns of them float32 rows have two loads a thread (4096 x 1024: 0.88 -> 1.02).
 constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
 constexpr int kWarpLoads = 8;  // of a lane, for float32 rows of up to 256 loads, if few bytes move
 static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
 static_assert(kShortLoads <= kBlockThreads, "a short row has more loads than its block has threads");
 
-// The launch bounds: threads of a block, blocks of an SM. Small blocks of 16-bit short rows leave a choice of
-// registers: with 72, not 79, 896 threads fit an SM, not 768 (bf16 rows of 64 with GELU: 79 us -> 75).
+// The launch bounds: threads of a block, blocks of an SM. Short 16-bit rows have 7 blocks (with GELU: 79 us -> 75).
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 struct Bounds {
   static constexpr bool kShort16Bits = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
@@ -2357,8 +2348,7 @@ struct Bounds {
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 struct ForwardColumns {
   static constexpr int V = 16 / sizeof(T);
-  // Weight and bias are loaded before the statistics, which hide their latency, where registers allow it. They must be
-  // of input's dtype then, as a branch at their use would make ptxas load them there.
+  // Whether weight and bias, of input's dtype, are loaded before the statistics, which hide their latency.
   static constexpr bool kEarly = !SHIFTED && (PACKS < kLoads || IN_WARP);
   struct Parts {  // what it holds there: zeros where there is nothing; weight and bias if kEarly
     Pack<T, V> packs[PACKS][ROWS], weight[PACKS], bias[PACKS];
@@ -2526,8 +2516,7 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
-// Four loads a thread, unless a warp, with up to eight a lane, or few warps fit the row better. Few bytes have a thread
-// for each load; more would wait for places on an SM.
+// Four loads a thread, unless a warp fits the row better. Few bytes have more threads: all have places on an SM.
 template <typename T, bool SHIFTED>
 ForwardKernel choose_kernel(const Forward& call, const Device& device) {
   const int64_t loads = loads_of(call), all_loads = call.rows * loads, places = int64_t(kSmThreads) * device.sms;
@@ -2579,16 +2568,13 @@ cudaError_t launch(const Forward& call, const Context& context) {
 //   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
 // Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512). A thread keeps its columns for up to 256 rows,
 // whose shares of grad_weight and grad_bias gather in registers; input and grad_output are read once. ROWS rows share a
-// barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2, gridDim.x, cols), for
-// sum_partials.
-// 16-bit rows that are not aligned come in words, two elements each (V = 2). One by one, a thread's registers held one
-// row, not two (bf16 rows of 2041: 0.60 of copy speed, now 0.83). Where cols is odd, every other row begins in the
-// middle of a word: a block has only rows of the one kind or of the other, so that a thread keeps its columns. The
-// column outside of whole words is the extra, of thread 0.
+// barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2, gridDim.x, cols).
+// 16-bit rows that are not aligned come in words, two elements each (bf16 rows of 2041: 0.60 of copy speed -> 0.83).
+// Where cols is odd, every other row begins in the middle of a word: a block has only rows of the one kind or of the
+// other, so that a thread keeps its columns. The column outside of whole words is the extra, of thread 0.
 
-// A thread has input, grad_output, the next of both, and weight and two sums of each column in 128 registers, so that
-// an SM has 512 threads: 8 columns of two rows (float32 one by one: of one), and for 16 bits also 16 columns of one,
-// where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89).
+// Columns of a thread: what it has of them in two rows fits 128 registers, so that an SM has 512 threads. Of 16 bits
+// also 16 columns of one row, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89).
 constexpr int kBackwardColumns = 8, kBackwardThreads = 512;
 // Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
@@ -2609,8 +2595,7 @@ constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
 template <typename T, int V>
 constexpr bool kAddsZeros = is_in_words<T, V> && !kFused;
 
-// The turn after comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98). Turns of float32 have twice the bytes,
-// which is too early (1024: 0.975 -> 0.92); with an activation rows do not wait for DRAM.
+// The turn after the next comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98, float32: 0.975 -> 0.92).
 template <typename T, int ROWS>
 __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
   if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
@@ -2849,14 +2834,12 @@ _SHARED = r"""
 namespace shared {
 
 // ---- Rows in shared memory, forward (sm_80 and up) ----
-// Takes aligned rows that are too long for registers and of which an SM's shared memory holds several; longer ones go
-// to the pipeline. A thread loads all its packs of the row at once, so that as much is in flight as fits an SM, and
-// only reads what it has copied itself.
+// Takes aligned rows that are too long for registers and of which an SM's shared memory holds several. A thread loads
+// all its packs at once, so that as much is in flight as fits an SM, and only reads what it has copied itself.
 // Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
 
 constexpr int kLoads = 4;  // of a thread, more where the row is longer
-// Rows for each SM, as the last wave may be a small one, and the pipeline has no waves (1024 float32 rows of 16384:
-// 0.88 of copy speed, pipeline 0.93; 2300: 0.945 and 0.943).
+// Rows for each SM, as the last wave may be a small one (1024 float32 rows of 16384: 0.88, pipeline 0.93).
 constexpr int kRowsForEachSm = 15;
 constexpr int kControlBytes = 2048;  // of shared memory, beside a row
 
@@ -2867,11 +2850,9 @@ struct Limits {
   static constexpr int kThreads = k16Bits ? 512 : 1024;
   // Of so many threads, on an SM, of which some have room for 1536 threads.
   static constexpr int kBlocks = k16Bits ? kRowBlocks : kSmHas1536 ? 1 : kRowBlocks - 1;
-  // Of a row: of longer ones too little loads while an SM computes (bf16 rows of 24576: 0.89 of copy speed, pipeline
-  // 0.93; float32 rows of 16384: 0.967, 0.939; of 18432: 0.938, 0.949).
+  // Of a row: of longer ones too little loads while an SM computes (float32 rows of 18432: 0.938, pipeline 0.949).
   static constexpr int kBytes = (k16Bits ? 43 : 71) << 10;
-  // Packs whose weight and bias are loaded at once (16-bit rows of 32768, if taken here: 0.87 of copy speed with one,
-  // 0.90 with two); of float32 two would spill from sm_100 on.
+  // Packs whose weight and bias are loaded at once (16-bit rows: 0.87 -> 0.90); float32 would spill from sm_100 on.
   static constexpr int kAtOnce = k16Bits || kArch < 1000 ? 2 : 1;
 };
 
