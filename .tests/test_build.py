@@ -7,6 +7,7 @@ takes nvcc's (`toolkit`). Real builds are of two small sources (TINY); one is of
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import os
 import re
 import signal
@@ -499,6 +500,25 @@ def test_one_of_many_processes_builds(tmp_path):
     timed = f"import torch, time; t = time.time(); {code}; print(time.time() - t)"
     status, out, err = end(start(tmp_path, timed))
     assert (status, err) == (0, "") and float(out) < 2, "a warm import takes a fraction of a second"
+
+
+@can_build
+def test_no_kernel_has_local_memory():
+    """As it would where registers spill, or an array is indexed with what is known only at run time."""
+    triton = importlib.util.find_spec("triton")
+    cuobjdump = triton and Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
+    if not cuobjdump or not cuobjdump.exists():
+        pytest.skip("needs cuobjdump, which comes with Triton")
+    layernorm_inline._load_epilogue()
+    for ops in (layernorm_inline._ops, layernorm_inline._epilogue_ops):
+        folder = layernorm_inline._find(
+            layernorm_inline._cache(ops.name), layernorm_inline._codes(layernorm_inline._architectures())
+        )
+        command = [cuobjdump, "-res-usage", layernorm_inline._library(folder)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        kernels = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+        assert len(kernels) > 30
+        assert not [kernel for kernel in kernels if kernel[1:] != ("0", "0")]
 
 
 @can_build
