@@ -2343,17 +2343,31 @@ struct Bounds {
   }
 };
 
+// What a thread holds of ROWS rows: zeros where there is nothing; weight and bias if they are loaded early.
+template <typename T, int PACKS, int ROWS>
+struct ForwardParts {
+  static constexpr int V = 16 / sizeof(T);
+  Pack<T, V> packs[PACKS][ROWS], weight[PACKS], bias[PACKS];
+  Pack<T, 1> extra[ROWS];
+
+  __device__ float sum_of_row(int r) const {
+    float sum = widen(extra[r].at[0]), second = 0;  // chains of additions
+    UNROLL(i, PACKS) {
+      const auto values = widened(packs[i][r]);
+      UNROLL(v, V / 2) sum += values[2 * v], second += values[2 * v + 1];
+    }
+    return sum + second;
+  }
+};
+
 // A thread's columns of ROWS rows: packs of V at first + i * stride, 16-byte aligned in output. Of rows that are not
 // aligned (SHIFTED), the first 2 V threads have a column each before and after the packs: `extra`.
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 struct ForwardColumns {
+  using Parts = ForwardParts<T, PACKS, ROWS>;
   static constexpr int V = 16 / sizeof(T);
   // Whether weight and bias, of input's dtype, are loaded before the statistics, which hide their latency.
   static constexpr bool kEarly = !SHIFTED && (PACKS < kLoads || IN_WARP);
-  struct Parts {  // what it holds there: zeros where there is nothing; weight and bias if kEarly
-    Pack<T, V> packs[PACKS][ROWS], weight[PACKS], bias[PACKS];
-    Pack<T, 1> extra[ROWS];
-  };
   const T* input;         // the first pack in the first row
   T* output;              // likewise
   int row_stride, count;  // elements from one row to the next; rows that exist
@@ -2412,14 +2426,6 @@ struct ForwardColumns {
       if (has & (call.weight != nullptr)) x.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + at(i), policy);
       if (has & (call.bias != nullptr)) x.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + at(i), policy);
     }
-  }
-  __device__ float sum_of_row(const Parts& x, int r) const {
-    float sum = widen(x.extra[r].at[0]), second = 0;  // chains of additions
-    UNROLL(i, PACKS) {
-      const auto values = widened(x.packs[i][r]);
-      UNROLL(v, V / 2) sum += values[2 * v], second += values[2 * v + 1];
-    }
-    return sum + second;
   }
   __device__ DistanceSums<T> distances_of_row(const Parts& x, int r, float mean) const {
     DistanceSums<T> total = {};
@@ -2480,7 +2486,7 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMax
   // Measure: the mean first, then distances from it.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
-  UNROLL(r, ROWS) sum[r] = columns.sum_of_row(x, r);
+  UNROLL(r, ROWS) sum[r] = x.sum_of_row(r);
   row_means<T, PACKS * kThreads * Columns::V>(mean, sum, columns.columns_per_row(), cols, constants.per_col, slots);
   UNROLL(r, ROWS) distances[r] = columns.distances_of_row(x, r, mean[r]);
   combine_row(distances, slots.distances);
