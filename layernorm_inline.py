@@ -456,7 +456,8 @@ def _compile(folder, codes):
     if "--split-compile" in _output(f"{cuda_home}/bin/ptxas", "--help"):  # not in CUDA 11
         # Kernels are assembled side by side, to the same machine code (16 cores, 141 kernels: 44 s -> 30).
         cuda_flags += ["-Xptxas", f"--split-compile={min(8, len(os.sched_getaffinity(0)))}"]
-    for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.*")[:1]:  # pip's toolkit has no libcudart.so
+    # pip's toolkit has no libcudart.so, only one of a version.
+    for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_version(release)[0]}*")[:1]:
         os.symlink(library, f"{folder}/libcudart.so")
     cpp_extension = _cpp_extension()
     # PyTorch takes for built what this process has begun, also where that failed.
@@ -1049,7 +1050,7 @@ std::vector<SymInt> output_sizes(const Tensor& input) {
   return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
 }
 
-// Three generations of PyTorch. The newer ones, asked for all of cuDNN, raise where convolutions and RNNs differ.
+// Whether PyTorch allows TF32: three generations of it; newer ones, asked for all of cuDNN, may raise.
 bool tf32_allowed(bool (at::Context::*ask)() const) { return (at::globalContext().*ask)(); }
 bool tf32_allowed(bool (at::Context::*ask)(const std::string&) const) { return (at::globalContext().*ask)("conv"); }
 template <typename Op>
@@ -1102,7 +1103,7 @@ Tensor convolution(const Tensor& input, const Tensor& conv_weight, const Optiona
   return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
 }
 
-// Of its output, which backward computes again in parts: neither it nor cuDNN's copy is there for all of the batch.
+// Of the convolution's output that backward computes again at a time: neither all of it nor cuDNN's copy is ever there.
 constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
 
 auto convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
@@ -1434,7 +1435,7 @@ struct Unaligned {
   __device__ void load(const T* p, int mid_word) {
     const uint32_t* from = reinterpret_cast<const uint32_t*>(p - mid_word);
     UNROLL(w, kWords) words[w] = from[w];
-    // The last element alone, as its word may end outside the tensor. Always, or loads would wait (0.83 -> 0.67).
+    // The last element alone, as its word may end outside the tensor. Always: else loads wait (0.67 -> 0.83).
     if (sizeof(T) == 2) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
@@ -1589,7 +1590,7 @@ __device__ inline Moments combine(Moments all, const Moments& more) {
   return all;
 }
 
-// Element i of three in a float32 row: not at its ends, where padding is, nor at even distances, as outliers may be.
+// Element i of three near the middle of a float32 row: its ends may be padding.
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
 // Their median. Means are counted from it, so that blocks exchange small numbers (1 x 85994: 0.1 units off -> 0.002).
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
@@ -1848,7 +1849,7 @@ __device__ void apply_epilogue(Vec<float, V>& z, const Epilogue& epilogue) {
   }
 }
 
-// Turns grad_output, that of scale * activation(z), into z's gradient, z = xhat * weight + bias, as PyTorch rounds it.
+// Turns the gradient of scale * activation(z) into that of z = xhat * weight + bias, rounded as PyTorch's.
 template <typename T, int V>
 __device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat, const Vec<float, V>& weight,
                                  const Vec<float, V>& bias, const Backward& call) {
@@ -1952,7 +1953,7 @@ struct Copy {
   int bytes;  // of whole 16-byte units
 };
 
-// Starts N copies, by kCopyThreads threads. `full` expects one arrival, and before sm_90 later one of each thread.
+// Starts N copies, by kCopyThreads threads. Before sm_90 each must arrive at `full` with its copies, too.
 constexpr int kCopyThreads = kArch >= 900 ? 1 : 64;
 template <int N>
 __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread, uint64_t policy) {
@@ -2072,7 +2073,7 @@ __device__ inline void prefetch_units(const void* global, int bytes, uint64_t po
   }
 }
 
-// Each block prefetches the rows of a later one: few fit an SM, and wait for theirs (bf16 rows of 6001: 0.75 -> 0.88).
+// Each block prefetches a later one's rows: few blocks fit an SM, and each waits for its own (6001: 0.75 -> 0.88).
 struct PrefetchWindow {
   const char* begin;     // of what block 0 prefetches, on a 16-byte boundary
   const char* end;       // of input
@@ -2134,7 +2135,7 @@ int row_threads(int64_t loads, int each) {
 
 // ---- Device: launching ----
 
-// Allows a kernel all there is: a host thread with shorter rows would take it from another that is about to launch.
+// Allows a kernel all: allowed what it needs, a thread with short rows would take it from one that is about to launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   thread_local std::set<std::pair<const Device*, const void*>> allowed;
   if (allowed.count({&device, kernel}) > 0) return cudaSuccess;
@@ -2311,14 +2312,14 @@ namespace registers {
 // rows of a later one. Statistics are the textbook ones: the mean, then distances from it.
 // Example: bf16 rows of 4096 are 512 loads. 128 threads share a row, 4 loads each.
 
-// Loads of a thread. Of short rows one of each of several rows (bf16 of 255: 0.84 of copy speed with 2, 0.93 with 4).
+// Loads of a thread. Of short rows one of each of several (four: unaligned bf16 rows of 255 0.84 -> 0.93).
 constexpr int kLoads = 4, kShortLoads = 32;
 constexpr int kShortRows = 2, kShortShiftedRows = 4;
 // Unaligned rows of up to so many threads: two a thread share weight and bias (float32 rows of 4099: 0.84 -> 0.94).
 constexpr int kTwoRowsThreads = 384;
 // A block of several rows: enough warps to hide a barrier, small enough to pack an SM.
 constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
-// Threads of the longest rows. An SM has room for two or three such blocks: one loads while another stores.
+// Threads of the longest rows. An SM has room for several such blocks: one loads while another stores.
 constexpr int kThreads = 512;
 constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
 
@@ -2328,7 +2329,7 @@ constexpr int kWarpLoads = 8;  // of a lane, for float32 rows of up to 256 loads
 static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
 static_assert(kShortLoads <= kBlockThreads, "a short row has more loads than its block has threads");
 
-// The launch bounds: threads of a block, blocks of an SM. Short 16-bit rows have 7 blocks (with GELU: 79 us -> 75).
+// The launch bounds: threads of a block, blocks of an SM (7 of short 16-bit rows: with GELU 79 us -> 75).
 template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
 struct Bounds {
   static constexpr bool kShort16Bits = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
@@ -2601,7 +2602,7 @@ constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
 template <typename T, int V>
 constexpr bool kAddsZeros = is_in_words<T, V> && !kFused;
 
-// The turn after the next comes to L2 (bf16 rows of 1024: 0.94 of copy speed -> 0.98, float32: 0.975 -> 0.92).
+// The turn after the next comes to L2, of 16 bits (rows of 1024: 0.94 of copy speed -> 0.98; float32 would lose).
 template <typename T, int ROWS>
 __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
   if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
@@ -3217,7 +3218,7 @@ __device__ void publish_slices(const Block<Pass>& block, int lane) {
   }
 }
 
-// A warp that gathers what the group publishes, of 32 / lanes rows at once (of one: bf16 rows of 50176 0.85 -> 0.68).
+// A warp that gathers what the group publishes, of 32 / lanes rows at once (bf16 rows of 50176: 0.68 -> 0.85).
 template <typename Pass>
 __device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
   const Pipeline& pipe = block.pipe;
@@ -3668,7 +3669,7 @@ namespace spread {
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
 // (every `pieces`-th of what a block loads at once); a second combines a row's pieces; a third goes down the rows with
-// weight and bias of its columns in registers, as these are as long as a row. Input and grad_output are read twice.
+// weight and bias of its columns in registers, as weight is as long as a row. Input and grad_output are read twice.
 // Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; another makes its
 // statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
@@ -3932,7 +3933,7 @@ struct Layout {
   static constexpr int kThreads = kGroupThreads * (kGroups + ASYNC), kSlabLines = kLines + 1;
   static constexpr int kUnit = 16 / sizeof(T), kPlanes = kInChannels / kUnit, kChunks = kPlanes / 2;
   static constexpr int kSteps = 4 * kChunks;         // of four fragments: a tap of d, a tap of h, two planes
-  static constexpr int kEightStep = ASYNC ? 10 : 8;  // units from 8 columns to the next, or copies of neighbours first
+  static constexpr int kEightStep = ASYNC ? 10 : 8;  // units from 8 columns to the next; 10 with copies of neighbours
   static constexpr int kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2;
   static constexpr int kPlaneStep = kSlabLines * kLineStep | 1;       // odd: four planes are spread over the banks
   static constexpr int kRegisterFragments = ASYNC && sizeof(T) == 4;  // no room in shared memory
@@ -4379,7 +4380,7 @@ __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
 
 // ---- Convolution: host side ----
 
-// Calls f with the layout, ASYNC where some code may be: it takes more shared memory.
+// Calls f with the layout of Hopper's code, which takes the most shared memory.
 template <typename F>
 auto with_layout(DType dtype, bool tf32, F f) {
   if (dtype == DType::Float16) return f(Layout<__half, false, true>());
@@ -4388,22 +4389,23 @@ auto with_layout(DType dtype, bool tf32, F f) {
 }
 
 bool fits(DType dtype, bool tf32, const Device& device) {
-  const int shared_bytes = with_layout(dtype, tf32, [](auto layout) { return layout.kBytes; });
+  const int shared_bytes = with_layout(dtype, tf32, [](auto layout) { return decltype(layout)::kBytes; });
   return device.code >= 80 && device.shared_bytes >= shared_bytes;
 }
 
 cudaError_t launch(const Convolution& call, const Context& context) {
   return with_layout(call.dtype, call.tf32, [&](auto layout) {
-    using T = typename decltype(layout)::Element;
-    constexpr int kFragments = 4 * 4 * layout.kSteps, kElements = kFragment * layout.kUnit;  // kElements: of each
+    using L = decltype(layout);
+    using T = typename L::Element;
+    constexpr int kFragments = 4 * 4 * L::kSteps, kElements = kFragment * L::kUnit;  // kElements: of each
     T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kFragments * kElements));
     arrange_weights<T><<<kFragments, kElements, 0, context.stream>>>(call, arranged);
-    const auto kernel = conv_transpose_layer_norm_gelu<T, layout.kSplit>;
+    const auto kernel = conv_transpose_layer_norm_gelu<T, L::kSplit>;
     cudaFuncAttributes attributes = {};  // compiled with loading warps or without
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
     const int blocks = std::max(1, context.device.sms / 4) * 4;  // as many of each parity
-    return launch_kernel(kernel, {blocks, attributes.maxThreadsPerBlock, kPlain, layout.kBytes}, context, call,
+    return launch_kernel(kernel, {blocks, attributes.maxThreadsPerBlock, kPlain, L::kBytes}, context, call,
                          reinterpret_cast<const Unit*>(arranged));
   });
 }
