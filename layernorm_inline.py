@@ -2523,7 +2523,7 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
-// Four loads a thread, unless a warp fits the row better. Few bytes have more threads: all have places on an SM.
+// Four loads a thread, unless a warp with 2 to 4 a lane fits better. Few bytes have more threads: all fit the SMs.
 template <typename T, bool SHIFTED>
 ForwardKernel choose_kernel(const Forward& call, const Device& device) {
   const int64_t loads = loads_of(call), all_loads = call.rows * loads, places = int64_t(kSmThreads) * device.sms;
@@ -3865,7 +3865,7 @@ cudaError_t launch(const Call& call, const Context& context) {
   const int64_t waves = ceil_div(8 * rows, places);  // 8 pieces a row or more: at most 1/9 of the places idle
   const int pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
   const int64_t tiles = ceil_div(cols, kTileColumns);
-  const int64_t wanted = std::min(rows, ceil_div(kBlocksPerSm * context.device.sms, tiles));
+  const int64_t wanted = std::min(rows, kBlocksPerSm * context.device.sms / tiles);
   const int64_t row_blocks = std::max(wanted, ceil_div(rows, kRowsPerSum)), rows_per_block = ceil_div(rows, row_blocks);
   const int64_t partial_rows = kForward || row_blocks == 1 ? 0 : row_blocks;  // of a single one they are the totals
   const int64_t sums_of_columns = 2 * partial_rows * cols;

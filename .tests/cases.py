@@ -2,7 +2,7 @@
 
 SHAPES and forward_room, backward_room are all that names a room or a length. From them follow the cases: of each GPU
 every shape and dtype; of every pair of rooms (forward and backward) each form, each tensor that begins off a 16-byte
-boundary, and each kind of weight and bias. An activation that is added to FORMS needs no line here.
+boundary, and each kind of weight and bias. An activation that is added to FORMS needs no other line in this file.
 """
 
 import typing

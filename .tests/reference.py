@@ -80,12 +80,17 @@ def run_case(function, x, weight, bias, dy, eps=EPS, wanted=(1, 1, 1)):
     return [y.detach()] + [None if t is None else t.grad for t in leaves]
 
 
+# PyTorch's operations of the activations.
+ACTIVATIONS = {
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+
+
 def chain(x, normalized_shape, weight, bias, eps, activation=None, scale=1.0):
     """What layer_norm computes, as PyTorch's operations."""
     y = nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)
-    if activation:
-        y = nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return y * scale
+    return (ACTIVATIONS[activation](y) if activation else y) * scale
 
 
 def activated(z, activation):
@@ -95,6 +100,7 @@ def activated(z, activation):
     if activation == "gelu":
         below = 0.5 * torch.erfc(-z * 0.5**0.5)
         return z * below, below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    assert activation == "gelu_tanh"
     inner, slope = (math.sqrt(8 / math.pi) * t for t in (z + 0.044715 * z**3, 1 + 0.134145 * z * z))
     s = torch.sigmoid(inner)
     return z * s, s + z * slope * s * torch.sigmoid(-inner)

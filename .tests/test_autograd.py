@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from reference import EPS, assert_no_worse, chain, random_case, run_case
+from reference import ACTIVATIONS, EPS, assert_no_worse, chain, random_case, run_case
 from test_convolution import SCALED, convolutions_in_tf32, models
 from torch import nn
 
@@ -24,9 +24,7 @@ def formula(x, weight, bias, activation=None, scale=1.0, eps=EPS):
     y = distance * (distance.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
-    if activation:
-        y = nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return y * scale
+    return (ACTIVATIONS[activation](y) if activation else y) * scale
 
 
 def derivatives(function, tensors, order):
