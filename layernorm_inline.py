@@ -20,7 +20,7 @@ How to use it
     ConvTranspose3dLayerNormGELUScaling is a module of its own, for KernelBench's level 2 problem 34.
 
 What the import does
-    The first one runs nvcc (17 s on two cores) and leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
+    The first one runs nvcc (17 to 30 s on two cores), leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
     ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: activations, scale and the
     convolution are a second library, likewise compiled at the first such call, or when that module is constructed.
     Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and without
