@@ -20,7 +20,7 @@ How to use it
     ConvTranspose3dLayerNormGELUScaling is a module of its own, for KernelBench's level 2 problem 34.
 
 What the import does
-    The first one runs nvcc (17 to 30 s on two cores), leaves the compiled library in TORCH_EXTENSIONS_DIR (by default
+    The first one runs nvcc (17 to 30 s on two cores) and leaves the compiled library in TORCH_EXTENSIONS_DIR (default:
     ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: activations, scale and the
     convolution are a second library, likewise compiled at the first such call, or when that module is constructed.
     Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and without
@@ -32,9 +32,9 @@ Reading it
     each a string. _ELEMENTS, _STATISTICS, _EPILOGUE, _DEVICE and _ROWS are what kernels share. _DISPATCH asks in this
     order which room takes a call (each begins with which rows those are, and why that is fast):
         _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (16 without the pipeline)
-        _SHARED        longer plain aligned rows, of up to 71 KB (16-bit: 43), of which an SM holds two, forward
-        _PIPELINE      longer plain aligned rows, from sm_80 on, forward and backward
-        _JOINT         float32 rows too long for the pipeline, sm_90 to sm_110, forward
+        _SHARED        longer aligned rows without an epilogue, of up to 71 KB (16-bit: 43), many of them, forward
+        _PIPELINE      longer aligned rows without an epilogue, from sm_80 on, forward and backward
+        _JOINT         float32 rows too long for the pipeline, of up to 32768 columns an SM, sm_90 to sm_110, forward
         _SPREAD        all other rows, forward and backward
     _CONVOLUTION is ConvTranspose3d, LayerNorm, GELU and scaling in one kernel.
 
@@ -502,7 +502,7 @@ def _cache(name):
 
 
 def _folder(cache, codes):
-    """A library's folder in the cache, named after what makes another library of the same sources."""
+    """A library's folder in the cache, named after what else changes the library."""
     machine = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
     key = hashlib.sha256("\n".join([*machine, *_CUDA_FLAGS, *_CPP_FLAGS]).encode()).hexdigest()[:8]
     return "-".join([f"{cache}/{key}", *codes])
@@ -1526,7 +1526,7 @@ _STATISTICS = r"""
 //   - Parts of a row, each measured from its own mean, are Moments, which combine as in Chan, Golub, LeVeque
 //     (1979): m2 grows by the squared distances between the means.
 
-// Exact for N equal numbers, N a power of two; 16 bits without the tree, which costs bf16 rows of 50257 1%.
+// Exact for N equal numbers, N a power of two: of 16 bits in any order, so without the tree (1% of rows of 50257).
 template <typename T, int N>
 __device__ float sum_of(const Vec<float, N>& x) {
   float sums[N];  // a copy: in place, sum_partials would keep its terms in local memory
@@ -1592,7 +1592,7 @@ __device__ inline Moments combine(Moments all, const Moments& more) {
 
 // Element i of three near the middle of a float32 row: its ends may be padding.
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
-// Their median. Means are counted from it, so that blocks exchange small numbers (1 x 85994: 0.1 units off -> 0.002).
+// Their median. Means are counted from it, so that blocks exchange small numbers (1 x 85994: 0.1 ulp off -> 0.002).
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
 // The two sums over a row that grad_input needs.
@@ -1752,8 +1752,8 @@ __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
 
 _EPILOGUE = r"""
 // ---- Epilogue: scale * activation(z), z the layer norm ----
-// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel, arXiv:1606.08415). For
-// z < 0, where 1 + erf loses digits, from Phi's tail, whose binary logarithm, nearly a parabola, a polynomial fits.
+// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel, arXiv:1606.08415). Phi
+// comes from its tail at |z|, as 1 + erf loses digits below 0. The tail's log2 is nearly a parabola: a polynomial fits.
 
 struct Epilogue {
   Activation activation;
@@ -1767,7 +1767,7 @@ __device__ float polynomial(float t, float sum, Coefficients... coefficients) {
   return sum;
 }
 
-// The tail 1 - Phi(t), t >= 0: within 5e-6 of it up to 5, t times it within 5e-9 (float32 rows of 64: 1%, erff 13%).
+// The tail 1 - Phi(t), t >= 0: within 5e-6 of it up to 5, t times it within 5e-9 (costs rows of 64 1%, erff 13%).
 __device__ inline float normal_tail(float t) {
   return fast_exp2(polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f, -0.000275404571f,
                               -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f, -1.15110636f,
@@ -2056,7 +2056,7 @@ struct RowConstants {
   L2Priority priority;  // of input
 };
 
-// Threads of a block that prefetch its rows: from sm_90 on one for all, before every one its sectors, on sm_75 none.
+// Whether a thread prefetches: from sm_90 on one for the block, on sm_80 each its own sectors, on sm_75 none.
 __device__ inline bool is_prefetching_thread() { return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800; }
 
 // Brings whole 16-byte units to L2, before sm_90 as evict_last: with evict_normal float32 rows of 16 to 8192 lose 4%.
@@ -2118,7 +2118,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
-// Input stays in L2 (float32 rows: 0.96 of copy speed -> 1.00), unless L2 can keep the output for its next reader.
+// Last where input exceeds half of L2 (float32 rows of 1024: 0.98 -> 1.01); else output stays for its next reader.
 L2Priority input_priority(const LayerNormCall& call, const Device& device) {
   const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
   return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
@@ -2135,7 +2135,7 @@ int row_threads(int64_t loads, int each) {
 
 // ---- Device: launching ----
 
-// Allows a kernel all: allowed what it needs, a thread with short rows would take it from one that is about to launch.
+// Sets the limit to all there is: set to what a call needs, another thread could lower it just before the launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   thread_local std::set<std::pair<const Device*, const void*>> allowed;
   if (allowed.count({&device, kernel}) > 0) return cudaSuccess;
@@ -2201,7 +2201,7 @@ PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device
 
 // ---- Device: grad_weight and grad_bias from partial sums of a kernel's blocks ----
 
-// Rows that a thread adds up before it adds to its partials (equal ones: off by 32 roundings, of 2000 by 250).
+// Rows that a thread adds up before it adds to its partials (256 equal ones: off by 32 roundings, 2000 by 250).
 constexpr int kRowsPerSum = 256;
 
 // Adds a thread's sums of V columns to its partials, (2, gridDim.y, cols). Without partials they are the gradients.
@@ -2523,7 +2523,8 @@ bool takes(const Forward& call, bool shifted) {
   return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
 }
 
-// Four loads a thread, unless a warp with 2 to 4 a lane fits better. Few bytes have more threads: all fit the SMs.
+// Short rows have one load a thread, rows of up to 128 loads a warp each; few bytes have fewer loads a thread, so that
+// all SMs have work; all others four, as 16-bit rows with float32 weight. kFused lacks kernels that gain nothing there.
 template <typename T, bool SHIFTED>
 ForwardKernel choose_kernel(const Forward& call, const Device& device) {
   const int64_t loads = loads_of(call), all_loads = call.rows * loads, places = int64_t(kSmThreads) * device.sms;
@@ -2534,7 +2535,7 @@ ForwardKernel choose_kernel(const Forward& call, const Device& device) {
       if (all_loads > places && row_threads(loads, kLoads) <= kTwoRowsThreads)
         return forward_kernel<T, kLoads, 2, true>();
     }
-  } else if (kFloat || !call.affine_float32) {  // the other kernels have weight and bias early, so of input's dtype
+  } else if (kFloat || !call.affine_float32) {  // these load weight and bias early, as input's dtype
     if (loads <= kShortLoads)
       return all_loads <= places / 2 ? forward_kernel<T, 1, 1, false>() : forward_kernel<T, 1, kShortRows, false>();
     if constexpr (!kFloat || !kFused) {
@@ -2639,7 +2640,7 @@ struct BackwardPack {
   // xhat of the row that was loaded, and its shares of the row's sums and of the columns' gradients.
   __device__ void add_row(const Backward& call, int r, float mean, float rstd, const float* bias, Sums& sums) {
     dy[r] = next_dy[r];
-    // Zeros have no mean, as that of bf16 rows can exceed 1e36, and times rstd overflow.
+    // Words outside of the row subtract 0: a mean of bf16 rows can exceed 1e36, and times rstd overflow.
     xhat[r] = (widened(next_x[r]) - (kAddsZeros<T, N> ? mean * float(live) : mean)) * rstd;
     if constexpr (kFused) apply_derivative<T>(dy[r], xhat[r], weight, widened(load<float, N>(bias + col)), call);
     const Vec<float, N> grad = widened(dy[r]);
@@ -2841,7 +2842,7 @@ _SHARED = r"""
 namespace shared {
 
 // ---- Rows in shared memory, forward (sm_80 and up) ----
-// Takes aligned rows that are too long for registers and of which an SM's shared memory holds several. A thread loads
+// Takes aligned rows that are too long for registers and of which an SM's shared memory holds two. A thread loads
 // all its packs at once, so that as much is in flight as fits an SM, and only reads what it has copied itself.
 // Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
 
@@ -2855,7 +2856,7 @@ struct Limits {
   static constexpr bool k16Bits = sizeof(T) == 2, kSmHas1536 = (kArch >= 860 && kArch < 900) || kArch == 1100;
   // Of a row (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
   static constexpr int kThreads = k16Bits ? 512 : 1024;
-  // Of so many threads, on an SM, of which some have room for 1536 threads.
+  // Of kThreads, that an SM must hold; some SMs have room for only 1536 threads.
   static constexpr int kBlocks = k16Bits ? kRowBlocks : kSmHas1536 ? 1 : kRowBlocks - 1;
   // Of a row: of longer ones too little loads while an SM computes (float32 rows of 18432: 0.938, pipeline 0.949).
   static constexpr int kBytes = (k16Bits ? 43 : 71) << 10;
@@ -2935,10 +2936,10 @@ namespace pipeline {
 
 // ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
 // Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each has a slice of the
-// columns, with weight, bias or their gradients in registers for the whole run. Slices of row after row are copied to a
-// ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more combines and publishes what
-// they measured, one or two gather what the row's blocks have published. The 16 apply a slice `delay` stages later:
-// nobody waits for the exchange, and each byte moves once.
+// columns, with weight, bias or their gradients in registers for the whole run. The loader copies slices of row after
+// row to a ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more combines and
+// publishes what they measured, one or two gather what the row's blocks have published. The 16 apply a slice `delay`
+// stages later: nobody waits for the exchange, and each byte moves once.
 // Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144: 66 groups of them.
 // A stage has both tensors' slices, 24 KB; 9 fit, 2 are being copied, each is applied 3 after it is measured.
 
@@ -2953,11 +2954,11 @@ constexpr int kPrefetchStep = 64;  // two sectors, before Hopper (float32 rows o
 constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
 // Stages between measuring and applying, in a group of blocks (forward with 6: 1.5% slower) and of a block alone.
 constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2;
-// Blocks of a row whose exchange takes a stage more (backward, bf16 rows of 1048576: 0.88 of copy speed -> 0.94).
+// From so many blocks of a row on the exchange takes a stage more (backward, bf16 rows of 1048576: 0.88 -> 0.94).
 constexpr int kManyBlocks = 100;
 // Backward prefetches rows of so many blocks (float32: 1048576 columns 0.63 of copy speed -> 0.76, 8192 0.98 -> 0.93).
 constexpr int kBackwardPrefetchBlocks = 16;
-constexpr int64_t kMinSlice = 2048;  // columns that move in the time that a row costs besides
+constexpr int64_t kMinSlice = 2048;  // a row's fixed cost, in columns' time; so also the shortest slice
 
 // A group of gridDim.x blocks shares a row; gridDim.y groups take turns at the rows.
 struct Pipeline {
@@ -2986,7 +2987,7 @@ struct Slice {
 };
 
 // ---- Pipeline: forward and backward, as the roles see them ----
-// They measure parts of slices as pairs of floats, finish a row's pair, and apply it. kScalars numbers come with a row.
+// A pass measures parts of a slice, as pairs of floats, makes a row's statistics of their total (finish), applies them.
 
 // Pairs are {mean, m2}; means of float32 are distances from the row's reference.
 template <typename T>
@@ -3005,7 +3006,7 @@ struct ForwardPass {
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
     return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
   }
-  // Of float32, from three elements: its sum of 12 equal numbers already has an error; 16 bits have enough in 24.
+  // Float32 means count from it, as sums of 12 equal numbers already round; 16-bit numbers sum exactly in 24 bits.
   static __device__ float reference(const float4& x) { return kScalars > 0 ? reference_of(x.x, x.y, x.z) : 0; }
 
   __device__ ForwardPass(const Call& call, const Slice<T>& row_0) {
@@ -3117,7 +3118,9 @@ struct alignas(kLineBytes) Control {
   static constexpr int kParts = 32 * kWarps / Pass::kLanesPerPart;
   // Threads that copy in the background, and so arrive at `full` once more.
   static constexpr int kCopiers = kCopyThreads > 1 || Pass::kScalars > 0 ? kCopyThreads : 0;
-  uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];  // barriers
+  // Barriers of a stage: the slice has landed (for the 16 warps), its parts are there (for the publisher), the row's
+  // statistics are there (for the 16 warps), it is applied (for the loader).
+  uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];
   float4 row_scalars[kMaxStages];
   typename Pass::ForRow row_stats[kMaxStages];
   float2 parts[kMaxStages][kParts];
@@ -3178,7 +3181,7 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
     UNROLL(i, Pass::kScalars) {
       if (thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
     }
-    // For the slice of `flight` turns before: more would only queue up, with what the group publishes behind it.
+    // Waits until the slice of `flight` turns ago has landed: more copies would delay what the group publishes.
     const RingPosition landing = stage.after(pipe.stages - pipe.flight, pipe.stages);  // a round later
     barrier_wait(&control.full[landing.index], landing.parity ^ 1);
     start_copies(copies, &control.full[stage.index], thread, policy);
@@ -3343,8 +3346,8 @@ bool takes(const Call& call, const Device& device) {
          call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
-// As few as can share a row, one an SM, unless more leave fewer SMs idle: where rows are few and, as two tensors' bytes
-// hide the exchange, in backward (rows of 262144: 33 blocks use 132 SMs, 32 only 128).
+// As few as hold a row, one an SM; more if that leaves fewer SMs idle: where rows are few, and in backward, where two
+// tensors' bytes hide the exchange (rows of 262144: 33 blocks use 132 SMs, 32 only 128).
 template <typename Pass>
 int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
@@ -3404,9 +3407,9 @@ _JOINT = r"""
 namespace joint {
 
 // ---- Rows that many SMs hold together, forward, float32 (sm_90 to sm_110) ----
-// Takes aligned rows too long for the pipeline (on 132 SMs more than 1081344 columns). A group of blocks, one on each
-// SM, shares a row; each keeps its slice in shared memory until the group knows the row's statistics, so that each byte
-// moves once (16 rows of 4194304: 0.176 ms, 0.216 with input read twice; bf16 would be slower so: 0.146 ms, 0.118).
+// Takes aligned rows of 8192 to 32768 columns for each SM, four and more of them to a group of blocks. A group, a block
+// on each SM, shares a row; each block keeps its slice in shared memory until the group knows the row's statistics, so
+// that each byte moves once (16 rows of 4194304: 0.176 ms, spread 0.216; bf16 this way would be slower: 0.146, 0.118).
 // A slice moves in stages through a ring. Warps apply a stage and measure the one a slice and kAhead stages further on:
 // the next row's exchange is under way before this row is done.
 // Example: those 16 rows on 132 SMs. One group; a slice of 31776 columns is 16 stages of 8 KB; a ring has 22. A thread
@@ -3415,7 +3418,7 @@ namespace joint {
 // Stages that are measured ahead (2: 0.184 ms, 3: 0.177, 4: 0.182), and on their way to L2 (4: 2 us more).
 constexpr int kAhead = 3, kPrefetch = 3;
 constexpr int kThreads = 256, kWarps = kThreads / 32;  // of 255 registers each, as weight and bias need them
-// 16-byte packs of a thread in a stage, of a block in a stage; stages of a slice and of a ring, at most.
+// V: floats of a 16-byte pack. Packs of a stage (a thread's, a block's); stages of a slice and of the ring, at most.
 constexpr int V = 4, kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16, kRing = 28;
 constexpr int kStageBytes = 16 * kStageSize, kStageColumns = kStageSize * V;
 constexpr int kWeights = 31, kBiases = 20;  // packs in a thread's registers; the rest are in shared memory
@@ -3490,7 +3493,7 @@ struct Fetch {
   }
 };
 
-// weight or bias of a slice. One of fewer stages takes the last places: only the last stage may be incomplete.
+// weight or bias of a slice, whose stages take the last of kStages places, so that only the last can be incomplete.
 template <int N>
 struct Affine {
   Vec<float, V> packs[N];
@@ -3558,7 +3561,7 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   if (block.rank == 0) save_statistics(block.call, row, total.x, rstd);
 }
 
-// `stage` counts from the places of the longest slice.
+// `stage` is one of the kStages places.
 __device__ void apply_stage(float* output, const StagePart& x, int stage, float2 row_stats,
                             const Affine<kWeights>& weight, const Affine<kBiases>& bias, const Block& block) {
   UNROLL(j, kStagePacks) {
@@ -3668,15 +3671,15 @@ namespace spread {
 
 // ---- Rows spread over the GPU, forward and backward ----
 // Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
-// (every `pieces`-th of what a block loads at once); a second combines a row's pieces; a third goes down the rows with
-// weight and bias of its columns in registers, as weight is as long as a row. Input and grad_output are read twice.
-// Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; another makes its
+// (of what a block loads at once every `pieces`-th); a second combines a row's pieces; a third goes down the rows with
+// weight and bias of its columns in registers: read for each row they would cost as much as it. Input is read twice.
+// Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; one more makes its
 // statistics; 2048 blocks normalize 2048 columns each, of all rows.
 
 constexpr int kThreads = 256;                     // of the first two kernels
 constexpr int kMeasuringBlocks = 4;               // of the first kernel, on an SM at once: a second wave would cost 1%
 constexpr int kUnalignedBlocks = 2 * kRowBlocks;  // the same, forward: loads of single elements leave registers
-constexpr int64_t kLeastPiece = 8192;             // columns: a block's start and end show
+constexpr int64_t kLeastPiece = 8192;             // columns: in shorter pieces a block's fixed cost shows
 constexpr int kTileColumns = 2048;                // of the third kernel's blocks: one 16-byte load a thread
 constexpr int64_t kBlocksPerSm = 8;               // of the third kernel: blocks share rows to have so many
 
@@ -3862,7 +3865,7 @@ cudaError_t launch(const Call& call, const Context& context) {
   using Part = std::conditional_t<kForward, Moments, Sums>;
   using ForRow = std::conditional_t<kForward, RowStats, Sums>;
   const int64_t rows = call.rows, cols = call.cols, places = kMeasuringBlocks * context.device.sms;
-  const int64_t waves = ceil_div(8 * rows, places);  // 8 pieces a row or more: at most 1/9 of the places idle
+  const int64_t waves = ceil_div(8 * rows, places);  // whole ones, for 8 pieces a row: at most 1/9 idle
   const int pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
   const int64_t tiles = ceil_div(cols, kTileColumns);
   const int64_t wanted = std::min(rows, kBlocksPerSm * context.device.sms / tiles);
