@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant("registers: one pack too many", "bool has(int i) const { return at(i) < end; }", "bool has(int i) const { return at(i) <= end; }", VALUES),
     Mutant("registers: mean of a thread's first row saved for all", "save_statistics(call, row + r * step, mean[r], rstd[r])", "save_statistics(call, row + r * step, mean[0], rstd[r])", VALUES),
     Mutant("registers: a row past the end is written", "if (r < count) store<T>(output", "store<T>(output", "guard_bands"),
-    Mutant("registers: a thread's unaligned rows are its first", "x.packs[i][r] = words[i][r].get(mid_word)", "x.packs[i][r] = words[i][0].get(mid_word)", VALUES),
+    Mutant("registers: a thread's unaligned rows are its first", "x.packs[i][r] = words[i][r].get(mid_word)", "x.packs[i][r] = words[i][0].get(mid_word)", VALUES + " or any_call"),
     Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * int(call.cols);", "input_row = static_cast<const T*>(call.input) + int(row * int(call.cols));", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "const float rstd = rsqrt(m2 * constants.per_col + constants.eps)", "const float rstd = rsqrt(m2 * constants.per_col)", SHARED),
@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant("pipeline: last column left out", "min(slice, cols - rank * slice)", "min(slice, cols - 1 - rank * slice)", PIPELINE),
     Mutant("pipeline: offset of 32 bits", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipeline: more blocks to a row than there are SMs", "std::min(device.sms, kMaxBlocksPerRow);", "kMaxBlocksPerRow;", SPREAD),
-    Mutant("pipeline, backward: mean and rstd of the group's first row", "scalars[i] = *Pass::scalar_at(block.call, row, i)", "scalars[i] = *Pass::scalar_at(block.call, blockIdx.y, i)", PIPELINE),
+    Mutant("pipeline, backward on Hopper: mean and rstd of the group's first row", "scalars[i] = *Pass::scalar_at(block.call, row, i)", "scalars[i] = *Pass::scalar_at(block.call, blockIdx.y, i)", PIPELINE),
     Mutant("pipeline before Hopper: mean and rstd of the group's first row", "row_scalars + i, Pass::scalar_at(block.call, row, i)", "row_scalars + i, Pass::scalar_at(block.call, blockIdx.y, i)", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipeline on Hopper: row_scalars are not waited for", "if (control.kCopiers > 0) barrier_arrive_with_copies(", "if (control.kCopiers > 0) barrier_arrive(", PIPELINE),
     Mutant("pipeline before Hopper: last copies not counted", "if (control.kCopiers > 0) barrier_arrive_with_copies(", "if (control.kCopiers > 0) barrier_arrive(", BEFORE_HOPPER, quiet=LONGEST),
