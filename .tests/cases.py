@@ -178,15 +178,18 @@ def candidates(gpu):
                 yield (gpu.name, case.forward, case.backward, dtype, form, aligned), case
                 if every_shape and form in ("plain", rotated(["gelu", "tanh", "scale"], rows, cols)):
                     yield (gpu, rows, cols, dtype, form), case
-            if dtype not in ("fp32", "bf16"):
+            if dtype not in ("fp32", "bf16") or cols < 60:  # a column alone would show little
                 continue
+            size = cols * TYPES[dtype].itemsize
             for form in ("plain", "gelu"):
-                for off in OFFSETS:
+                for off in OFFSETS if size % 16 == 0 else ():  # of rows that would all be aligned
                     case = Case(gpu, rows, cols, dtype, form, off)
-                    yield (gpu.name, case.forward, case.backward, dtype, form, off), case
+                    # A thread has several short rows, one long one, or two of many.
+                    kind = 512 < size and cols <= 4096 and 1 + (rows > 4 * gpu.sms)
+                    yield (gpu.name, case.forward, case.backward, dtype, form, off, kind), case
                 for affine in AFFINES if dtype == "bf16" else AFFINES[:3]:
                     case = Case(gpu, rows, cols, dtype, form, "", affine)
-                    yield (gpu.name, case.forward, case.backward, dtype, form, affine), case
+                    yield (gpu.name, case.forward, case.backward, dtype, form, affine, size % 16 == 0), case
 
 
 def cases_of(gpus):

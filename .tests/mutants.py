@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant("registers: one pack too many", "bool has(int i) const { return at(i) < end; }", "bool has(int i) const { return at(i) <= end; }", VALUES),
     Mutant("registers: mean of a thread's first row saved for all", "save_statistics(call, row + r * step, mean[r], rstd[r])", "save_statistics(call, row + r * step, mean[0], rstd[r])", VALUES),
     Mutant("registers: a row past the end is written", "if (r < count) store<T>(output", "store<T>(output", "guard_bands"),
-    Mutant("registers: a thread's unaligned rows are its first", "x.packs[i][r] = words[i][r].get(mid_word)", "x.packs[i][r] = words[i][0].get(mid_word)", VALUES + " or any_call"),
+    Mutant("registers: a thread's unaligned rows are its first", "x.packs[i][r] = words[i][r].get(mid_word)", "x.packs[i][r] = words[i][0].get(mid_word)", VALUES),
     Mutant("registers: offset of 32 bits", "input_row = static_cast<const T*>(call.input) + row * int(call.cols);", "input_row = static_cast<const T*>(call.input) + int(row * int(call.cols));", "2_to_the_31"),
     # ---- Rows in shared memory ----
     Mutant("shared memory: eps dropped", "const float rstd = rsqrt(m2 * constants.per_col + constants.eps)", "const float rstd = rsqrt(m2 * constants.per_col)", SHARED),
@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant("binding: grad_output's strides ignored", "dy = aligned(grad_output, 4)", "dy = grad_output", "stride"),
     Mutant("binding: float32 bias without weight", "weight.defined() ? weight : bias;", "weight;", VALUES),
     Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); Tensor scratch;", "Tensor scratch;", "not_current"),
-    Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); return fits_convolution", "return fits_convolution", "not_current"),
+    Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); return fits_convolution", "return fits_convolution", "not_current", emulated="GPUs of one machine are alike"),
     Mutant("binding: default stream", "allocate_scratch, c10::cuda::getCurrentCUDAStream()", "allocate_scratch, nullptr", "current_stream and (registers or pipeline)"),
     Mutant("binding: bias saved in weight's place", "std::move(composed), input, weight, bias);", "std::move(composed), input, bias, bias);", "vmap or " + ASKED_FOR),
     Mutant("binding: wanted gradients of weight and bias swapped", "task_should_compute_output(i);", "task_should_compute_output(i == 0 || i > 2 ? i : 3 - i);", ASKED_FOR),

@@ -47,7 +47,7 @@ def test_runs_on_the_current_stream(backend, case):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(100_000_000)  # 50 ms: the host is done with what follows
         for to, t in zip(late, tensors):
             if t is not None:
                 to.copy_(t)
