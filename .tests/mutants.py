@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant("convolution: eps dropped", "(1.0f / kOutWidth) + eps", "(1.0f / kOutWidth)", CONVOLUTION),
     Mutant("convolution: input replaced while it is read", "if (round.index > 0) named_barrier_wait(kEmpty + round.group, 2 * kGroupThreads);", "", CONVOLUTION),
     Mutant("convolution: rstd of a thread's first row saved for all", "kOutWidth] = rstd[row];", "kOutWidth] = rstd[0];", CONVOLUTION),
-    Mutant("convolution: arithmetic's NaN becomes a number", "if (isnan(__uint_as_float(x))) return 0x7fc00000;", "", CONVOLUTION, emulated="its test has no GPU"),
-    Mutant("convolution: NaN of the convolution's bias is lost", "weight += bias - bias;", "", CONVOLUTION, emulated="its test has no GPU"),
+    Mutant("convolution: arithmetic's NaN becomes a number", "if (isnan(__uint_as_float(x))) return 0x7fc00000;", "", "conv_of_nan", emulated="its test has no GPU"),
+    Mutant("convolution: NaN of the convolution's bias is lost", "weight += bias - bias;", "", "conv_of_nan", emulated="its test has no GPU"),
     Mutant("convolution: float32 always in TF32", "call.tf32 = takes_tf32()", "call.tf32 = true", CONVOLUTION),
     # ---- Binding ----
     Mutant("binding: weight's strides ignored, forward", "const Tensor x = input.contiguous(), w = contiguous(weight)", "const Tensor x = input.contiguous(), w = present(weight) ? *weight : Tensor()", "stride"),
