@@ -182,11 +182,12 @@ def candidates(gpu):
                 continue
             size = cols * TYPES[dtype].itemsize
             for form in ("plain", "gelu"):
-                for off in OFFSETS if size % 16 == 0 else ():  # of rows that would all be aligned
+                # Odd rows, and rows that would all be aligned: a thread has several short ones, one long, or two of many.
+                for off in OFFSETS:
                     case = Case(gpu, rows, cols, dtype, form, off)
-                    # A thread has several short rows, one long one, or two of many.
-                    kind = 512 < size and cols <= 4096 and 1 + (rows > 4 * gpu.sms)
-                    yield (gpu.name, case.forward, case.backward, dtype, form, off, kind), case
+                    kind = "odd" if cols % 2 else 512 < size and cols <= 4096 and 1 + (rows > 4 * gpu.sms)
+                    if size % 16 == 0 or cols % 2 and form == rotated(["plain", "gelu"], off):
+                        yield (gpu.name, case.forward, case.backward, dtype, form, off, kind), case
                 for affine in AFFINES if dtype == "bf16" else AFFINES[:3]:
                     case = Case(gpu, rows, cols, dtype, form, "", affine)
                     yield (gpu.name, case.forward, case.backward, dtype, form, affine), case
