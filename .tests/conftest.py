@@ -50,22 +50,30 @@ class Backend:
         return poisoned(nbytes, device) if self.is_cuda else contextlib.nullcontext()
 
     def ask_for(self, nbytes):
-        """Skips the test if it cannot have so many bytes of the GPU's memory; waits for other processes to end."""
+        """Skips the test if it cannot have so many bytes of the GPU's memory; waits for other processes' tests to end.
+        PyTorch keeps them for this process, until it allocates or gives them back."""
         if not self.is_cuda:
             return
         deadline = time.time() + 60
-        while (free := memory()[0]) < nbytes:
-            if nbytes > memory()[1] or time.time() > deadline:
+        while True:
+            free, limit = memory()
+            if free >= nbytes:
+                with contextlib.suppress(torch.cuda.OutOfMemoryError):  # another process was faster
+                    torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                    return
+            if nbytes > limit or time.time() > deadline:
                 pytest.skip(f"needs {nbytes / 2**30:.1f} GB of GPU memory; {free / 2**30:.1f} are free")
             time.sleep(1)
 
 
 def memory():
-    """Bytes of GPU memory that this process can have now, and at most (torch.cuda.set_per_process_memory_fraction)."""
+    """Bytes of GPU memory that this process can have now, and at most (torch.cuda.set_per_process_memory_fraction);
+    half a GB for each other process is left, as most tests do not ask."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
+    others = (int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) - 1) << 29
     limit = int(total * getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)())
-    return min(free, limit - torch.cuda.memory_reserved()), limit
+    return min(free - others, limit - torch.cuda.memory_reserved()), min(total - others, limit)
 
 
 @contextlib.contextmanager
