@@ -3,7 +3,8 @@
     python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md
     python .bench/models.py vit         those whose names contain vit
 
-Models have random weights; what a model needs beside torch (transformers, timm) is named where it is not installed.
+A step is forward and backward, without an optimizer; five run in a row. Models have random weights; what a model needs
+beside torch (transformers, timm) is named where it is not installed.
 """
 
 import argparse
@@ -168,7 +169,7 @@ def time_models(names):
         torch.cuda.empty_cache()
         rows.append([name, f"{replaced}/{norms}", *(f"{ms:.2f}" for ms in times)])
         print(f"{name:34} {rows[-1][1]:>7} " + " ".join(f"{ms:10.2f}" for ms in times), flush=True)
-    return f"{versions()}\n\nForward and backward, ms.\n\n{results.markdown_table(COLUMNS, rows)}"
+    return f"{versions()}\n\nForward and backward, ms a step, of five in a row.\n\n{results.markdown_table(COLUMNS, rows)}"
 
 
 def main():

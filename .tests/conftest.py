@@ -50,18 +50,12 @@ class Backend:
         return poisoned(nbytes, device) if self.is_cuda else contextlib.nullcontext()
 
     def ask_for(self, nbytes):
-        """Skips the test if it cannot have so many bytes of the GPU's memory; waits for other processes' tests to end.
-        PyTorch keeps them for this process, until it allocates or gives them back."""
+        """Skips the test if it cannot have so many bytes of the GPU's memory; waits for other processes' tests to end."""
         if not self.is_cuda:
             return
         deadline = time.time() + 60
-        while True:
-            free, limit = memory()
-            if free >= nbytes:
-                with contextlib.suppress(torch.cuda.OutOfMemoryError):  # another process was faster
-                    torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-                    return
-            if nbytes > limit or time.time() > deadline:
+        while (free := memory()[0]) < nbytes:
+            if nbytes > memory()[1] or time.time() > deadline:
                 pytest.skip(f"needs {nbytes / 2**30:.1f} GB of GPU memory; {free / 2**30:.1f} are free")
             time.sleep(1)
 
