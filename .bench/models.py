@@ -169,7 +169,7 @@ def time_models(names):
         torch.cuda.empty_cache()
         rows.append([name, f"{replaced}/{norms}", *(f"{ms:.2f}" for ms in times)])
         print(f"{name:34} {rows[-1][1]:>7} " + " ".join(f"{ms:10.2f}" for ms in times), flush=True)
-    return f"{versions()}\n\nForward and backward, ms a step, of five in a row.\n\n{results.markdown_table(COLUMNS, rows)}"
+    return f"{versions()}\n\nForward and backward, ms of one step of five.\n\n{results.markdown_table(COLUMNS, rows)}"
 
 
 def main():
