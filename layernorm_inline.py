@@ -2,30 +2,31 @@
 """layernorm_inline: a drop-in nn.LayerNorm for NVIDIA GPUs, in one file.
 
 What it is
-    CUDA kernels for forward and backward, faster than PyTorch's own. float32, float16 and bfloat16 CUDA tensors
-    run them or raise; float64 and other devices go to PyTorch. torch.func's gradient transforms, forward mode and
-    double backward run PyTorch's operations, which can be differentiated again.
+    CUDA kernels for forward and backward, faster than PyTorch's own. CUDA tensors of dtype float32, float16 and
+    bfloat16 run these kernels or raise an error. float64 and other devices run PyTorch's operations, and so do, in part,
+    models under torch.compile and exported programs (see layer_norm). Gradients can be differentiated again, and work
+    with torch.func and in forward mode.
 
 How to use it
-    Copy this file into your project. It needs PyTorch >= 2.0, ninja, a C++ compiler and nvcc (`pip install
-    "cuda-toolkit[nvcc,crt,cccl]"` brings one for PyTorch built with CUDA 13). ModelNew is also called LayerNorm.
+    Copy this file into your project. It needs PyTorch 2.0 or newer, ninja, a C++ compiler and nvcc. For a PyTorch that
+    was built with CUDA 13, pip can install nvcc: `pip install "cuda-toolkit[nvcc,crt,cccl]"`.
 
-        from layernorm_inline import ModelNew, layer_norm, replace_layer_norm
+        from layernorm_inline import LayerNorm, layer_norm, replace_layer_norm
 
-        norm = ModelNew((64, 256, 256)).cuda()        # takes what nn.LayerNorm takes
+        norm = LayerNorm(768).cuda()                  # the arguments of nn.LayerNorm
         y = norm(x)
-        y = layer_norm(x, (768,), weight, bias)       # takes what nn.LayerNorm's function takes, activation and scale
-        replace_layer_norm(model)                     # every nn.LayerNorm inside, in place (subclasses: see types)
+        y = layer_norm(x, (768,), weight, bias)       # the arguments of PyTorch's function, and activation and scale
+        replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
-    ConvTranspose3dLayerNormGELUScaling is a module of its own, for KernelBench's level 2 problem 34.
+    For KernelBench, ModelNew is level 1 problem 40, and ConvTranspose3dLayerNormGELUScaling is level 2 problem 34.
 
 What the import does
-    The first one runs nvcc (17 to 30 s on two cores) and leaves the compiled library in TORCH_EXTENSIONS_DIR (default:
-    ~/.cache/torch_extensions); later ones load it. It has what nn.LayerNorm needs: activations, scale and the
-    convolution are a second library, likewise compiled at the first such call, or when that module is constructed.
-    Each asks for the GPUs there are, which initializes CUDA: fork processes before it. Without a GPU and without
-    TORCH_CUDA_ARCH_LIST nothing is compiled. It raises where compiling fails, and leaves PyTorch and the environment
-    as they were.
+    The first import compiles the kernels, which takes 15 to 30 s, and stores the library in TORCH_EXTENSIONS_DIR
+    (default: ~/.cache/torch_extensions). Later imports load it. A second library, for activations, scale and
+    the convolution, is compiled on their first use, or when ConvTranspose3dLayerNormGELUScaling is constructed.
+    The import compiles for the GPUs of the machine, without initializing CUDA; if there are none, for the list in
+    TORCH_CUDA_ARCH_LIST; without a list it compiles nothing. It raises if compiling fails, and leaves PyTorch and the
+    environment as they were.
 
 Reading it
     1 Python API, 2 Build, 3 Interface of the kernels and the binding, 4 C++ binding, 5 CUDA, 6 Load. CUDA is in rooms,
@@ -55,11 +56,14 @@ License: MIT. Copyright (c) 2026 the layernorm_inline authors
     IN THE SOFTWARE.
 """
 
+import _thread
 import contextlib
+import ctypes
 import fcntl
 import functools
 import glob
 import hashlib
+import importlib.util
 import io
 import logging
 import numbers
@@ -89,50 +93,57 @@ __all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # as compiled
 # ============================================================================
 
 
-# The activations: the struct of each in the room _EPILOGUE, and PyTorch's operation, in C++ of y and in Python.
+# Activation name -> (device struct in the section _EPILOGUE, PyTorch's operation in Python and C++, and its gradient).
 _ACTIVATIONS = {
-    "gelu": ("Gelu", "at::gelu(y)", lambda x: torch.ops.aten.gelu(x)),
-    "gelu_tanh": ("GeluTanh", 'at::gelu(y, "tanh")', lambda x: torch.ops.aten.gelu(x, approximate="tanh")),
+    "gelu": ("Gelu", lambda z: torch.ops.aten.gelu(z), "at::gelu(z)", "at::gelu_backward(grad, z)"),
+    "gelu_tanh": (
+        "GeluTanh",
+        lambda z: torch.ops.aten.gelu(z, approximate="tanh"),
+        'at::gelu(z, "tanh")',
+        'at::gelu_backward(grad, z, "tanh")',
+    ),
 }
-_NAMES = (None, *_ACTIVATIONS)
-_NUMBERS = {name: number for number, name in enumerate(_NAMES)}  # as enum class Activation
+_ACTIVATION_NAMES = (None, *_ACTIVATIONS)
+_ACTIVATION_NUMBERS = {name: number for number, name in enumerate(_ACTIVATION_NAMES)}  # values of enum class Activation
+
+# The classes that a model is built with, even if somebody assigns another class to nn.LayerNorm.
+_TorchLayerNorm = nn.modules.normalization.LayerNorm
+_TorchConvTranspose3d = nn.modules.conv.ConvTranspose3d
+
+# torch.__version__ compares as a version, not as a string.
+_OVERRIDES_ARE_TRACED = torch.__version__ >= "2.2"  # older Dynamo cannot trace has_torch_function_variadic
+_is_compiling = torch.compiler.is_compiling if torch.__version__ >= "2.5" else torch._utils.is_compiling
+_is_exporting = torch.compiler.is_exporting if torch.__version__ >= "2.7" else lambda: False
+_tracing_state = torch._C._get_tracing_state  # not None while torch.jit.trace runs
 
 
-def _activate(x, activation, scale):
+def _is_left_to_pytorch(input, normalized_shape, eps):
+    """Returns True if PyTorch's layer_norm suits what torch.compile or torch.export traces better than an op of this file.
+
+    Exported programs must load without this file. Inductor fuses layer_norm with the operations around it, such as the
+    residual addition before it and, under autocast, the casts to float32 and back. Faster kernels outweigh this only
+    for long rows, and for rows that are not a multiple of 16 bytes.
+    """
+    columns = 1
+    for size in normalized_shape:
+        if not isinstance(size, int):
+            return True  # to Dynamo, a number of NumPy's is a tensor, which no op accepts
+        columns = columns * size
+    if _is_exporting() or not isinstance(eps, (float, int)):
+        return True
+    if torch.is_autocast_enabled():
+        return columns <= 16384
+    row_bytes = columns * input.element_size()
+    return row_bytes <= 16384 and row_bytes % 16 == 0
+
+
+def _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale):
+    """Computes layer_norm with PyTorch's operations."""
+    y = _VF.layer_norm(input, normalized_shape, weight, bias, eps)
     if activation is not None:
-        _, _, operation = _ACTIVATIONS[activation]
-        x = operation(x)
-    return x if scale == 1 else x * scale
-
-
-def _layer_norm_vmap(op, info, in_dims, input, normalized_shape, weight, bias, eps, activation=0, scale=1.0):
-    """Under torch.vmap slices are rows of one call. PyTorch scales and shifts those with weights of their own."""
-    dims = (in_dims[0], *in_dims[2:4])
-    x, weight, bias = (t if d is None else t.movedim(d, 0) for t, d in zip((input, weight, bias), dims))
-    # A call without rows checks one slice's shapes: the calls below would take the slices' dimension for rows.
-    none_of_x = x[None][:0] if dims[0] is None else x[:0]
-    slices = [t if d is None else t.new_empty(t.shape[1:]) for t, d in zip((weight, bias), dims[1:])]
-    _layer_norm_op(none_of_x, normalized_shape, *slices, eps)
-    if dims[1:] == (None, None):
-        return op(x, normalized_shape, weight, bias, eps, activation, scale), 0
-
-    xhat = _layer_norm_op(x, normalized_shape, None, None, eps)
-    ones = [1] * (none_of_x.dim() - 1 - len(normalized_shape))  # a slice's rows share its weight
-    shape = (info.batch_size, *ones, *normalized_shape)
-    weight, bias = (t if d is None else t.reshape(shape) for t, d in zip((weight, bias), dims[1:]))
-    z = xhat.float() * (1 if weight is None else weight) + (0 if bias is None else bias)
-    return _activate(z, _NAMES[activation], scale).to(xhat.dtype), 0
-
-
-def _register_vmap(op):
-    """Gives the op its rule. PyTorch before 2.5 takes none: torch.vmap loops over the slices there, and warns."""
-    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchBatched")  # of another import
-    if hasattr(torch.library, "register_vmap") and not has_rule:
-        torch.library.register_vmap(op, functools.partial(_layer_norm_vmap, op))
-
-
-_TENSORS = (nn.Parameter, torch.Tensor, type(None))  # asked first, as isinstance takes 0.07 us for a Parameter
-_OVERRIDES_ARE_TRACED = torch.__version__ >= "2.2"  # before, torch.compile cannot trace has_torch_function_variadic
+        _, operation, _, _ = _ACTIVATIONS[activation]
+        y = operation(y)
+    return y if scale == 1 else y * scale
 
 
 def layer_norm(
@@ -144,117 +155,158 @@ def layer_norm(
     activation: Optional[str] = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Layer normalization over the trailing dimensions `normalized_shape`, as nn.LayerNorm does it.
+    """Applies layer normalization over the trailing dimensions `normalized_shape`, like PyTorch's function layer_norm.
 
-    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with biased variance (Ba,
-    Kiros, Hinton 2016, arXiv:1607.06450). Differentiable, to any order without an activation and twice with one.
+    output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), where variance is the biased
+    one (Ba, Kiros, Hinton 2016, arXiv:1607.06450). The result can be differentiated to any order without an
+    activation, and twice with one.
+
+    CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels. PyTorch's operations are used for
+    float64 and other devices. They are also used under torch.compile, which fuses them with the operations around them,
+    for rows of at most 16 KB that are a multiple of 16 bytes, and under autocast for rows of at most 16384 columns; and
+    in programs that torch.export, torch.onnx.export, torch.jit.trace or torch.jit.script record, so that these load
+    without this file.
 
     Args:
-        input: (*, *normalized_shape), float32, float16 or bfloat16 (float64 goes to PyTorch); any strides.
-        normalized_shape: sequence of ints, at least one.
-        weight, bias: normalized_shape, of input's dtype (or float32 with a 16-bit input), or None.
+        input: shape (*, *normalized_shape), any strides.
+        normalized_shape: sequence of at least one int.
+        weight, bias: shape normalized_shape, with input's dtype (or float32 if input has 16 bits), or None.
         eps: added to the variance, in units of input squared.
         activation: None, "gelu" (exact, with erf) or "gelu_tanh" (https://arxiv.org/abs/1606.08415).
-        scale: a number, no Tensor.
+        scale: a number. A Tensor is not accepted, because it would get no gradient.
 
     Returns:
-        Tensor of input's shape and dtype (under CUDA's autocast float32, as nn.LayerNorm), contiguous.
-        Statistics and arithmetic are float32, whatever the dtype.
+        A contiguous Tensor of input's shape and dtype (float32 under CUDA autocast, like nn.LayerNorm). Statistics
+        and arithmetic are float32 for every dtype.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, or the import compiled nothing for input's GPU.
-        TypeError: an argument is of a type that nn.LayerNorm's function does not take, or scale no number.
-        ValueError: activation is none of these.
+        RuntimeError: shapes, dtypes or devices do not match, or there are no kernels for input's GPU.
+        TypeError: an argument has a type that PyTorch's layer_norm does not accept, or scale is not a number.
+        ValueError: activation is unknown.
+
+    Example:
+        >>> x = torch.randn(32, 768, device="cuda")
+        >>> y = layer_norm(x, (768,), torch.ones(768, device="cuda"), activation="gelu")
     """
-    if (_OVERRIDES_ARE_TRACED or not torch._utils.is_compiling()) and has_torch_function_variadic(input, weight, bias):
+    if (_OVERRIDES_ARE_TRACED or not _is_compiling()) and has_torch_function_variadic(input, weight, bias):
         rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
         return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **rest)
-    if type(scale) is not float and not isinstance(scale, numbers.Real):  # a Tensor's gradient would be lost
+    if type(scale) is not float and not isinstance(scale, numbers.Real):
         raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
-    if activation not in _NAMES:  # a tuple, as a dict raises TypeError for a list
-        raise ValueError(f"Expected activation to be one of {_NAMES}, but got {activation!r}")
-    if not isinstance(input, torch.Tensor) or not input.is_cuda or input.dtype is torch.float64:
-        return _activate(_VF.layer_norm(input, normalized_shape, weight, bias, eps), activation, scale)
+    if activation not in _ACTIVATION_NAMES:  # a tuple, because a dict raises TypeError for an unhashable activation
+        raise ValueError(f"Expected activation to be one of {_ACTIVATION_NAMES}, but got {activation!r}")
+    runs_on_cuda = isinstance(input, torch.Tensor) and input.is_cuda and input.dtype is not torch.float64
+    if not runs_on_cuda or _tracing_state() is not None:  # torch.jit.trace, or torch.onnx.export without dynamo
+        return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
+    if _is_compiling():
+        if _is_left_to_pytorch(input, normalized_shape, eps):
+            return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
+    elif not _has_usual_types(normalized_shape, weight, bias, eps):
+        _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)  # raises PyTorch's TypeError if it must
+        normalized_shape, eps = [int(size) for size in normalized_shape], float(eps)
     if _layer_norm_op is None:
         raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
-    usual = (
-        type(eps) in (float, int)
-        and isinstance(normalized_shape, (tuple, list))
-        and (type(weight) in _TENSORS or isinstance(weight, torch.Tensor))
-        and (type(bias) in _TENSORS or isinstance(bias, torch.Tensor))
-    )
-    for size in normalized_shape if usual else ():
-        usual = usual and type(size) is int
-    if not usual:  # PyTorch, given no rows, raises its own TypeError where it does not take the argument
-        _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
     if activation is None and scale == 1:
         return _layer_norm_op(input, normalized_shape, weight, bias, eps)
     _load_epilogue()
-    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, _NUMBERS[activation], scale)
+    number = _ACTIVATION_NUMBERS[activation]
+    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, number, scale)
 
 
-class LayerNorm(nn.LayerNorm):
+def _has_usual_types(normalized_shape, weight, bias, eps):
+    """Returns True if the op accepts these arguments as they are. If not, PyTorch decides what to do with them."""
+    if type(normalized_shape) not in (tuple, list, torch.Size) or type(eps) not in (float, int):
+        return False
+    for size in normalized_shape:  # a small call has no time for all()
+        if type(size) is not int:
+            return False
+    return (weight is None or isinstance(weight, torch.Tensor)) and (bias is None or isinstance(bias, torch.Tensor))
+
+
+class LayerNorm(_TorchLayerNorm):
     """nn.LayerNorm with the forward and backward of this file.
 
-    All but forward is inherited: it takes what the installed PyTorch's takes. Shapes, dtypes, errors: see layer_norm.
+    Everything but forward is inherited, so it accepts the arguments of the installed PyTorch's nn.LayerNorm. Shapes,
+    dtypes and errors are those of layer_norm.
+
+    Example:
+        >>> norm = LayerNorm(768).cuda()
+        >>> y = norm(torch.randn(32, 768, device="cuda"))
     """
 
-    @torch.jit.ignore  # TorchScript calls it as Python
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: (*, *normalized_shape). Returns a contiguous tensor of its shape and dtype, see layer_norm."""
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        """Returns a contiguous tensor of input's shape (*, *normalized_shape) and dtype, see layer_norm."""
+        if torch.jit.is_scripting():
+            return _VF.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        else:  # an else branch, because TorchScript compiles the code after a return
+            return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-ModelNew = LayerNorm  # the benchmark's name; it may be bound to another model, so nothing here uses it
+class ModelNew(LayerNorm):
+    """LayerNorm under KernelBench's name. It also loads the state_dict of problem 40's reference: ln.weight, ln.bias."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name in ("weight", "bias"):
+            if f"{prefix}ln.{name}" in state_dict:
+                state_dict[prefix + name] = state_dict.pop(f"{prefix}ln.{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def replace_layer_norm(
-    module: nn.Module, types: Union[type[nn.LayerNorm], Sequence[type[nn.LayerNorm]]] = (nn.LayerNorm,)
+    module: nn.Module, types: Union[type[nn.Module], Sequence[type[nn.Module]]] = (_TorchLayerNorm,)
 ) -> nn.Module:
-    """Turns every nn.LayerNorm inside `module` (and module itself) into LayerNorm, in place, and returns module.
+    """Converts every nn.LayerNorm inside `module`, and module itself, to LayerNorm in place. Returns module.
 
-    Module objects, Parameters, hooks and attributes stay the same: optimizers and references hold. Two kinds are left
-    as they are, with a warning: subclasses of nn.LayerNorm that are not in `types`, as their forward may differ, and
-    what has another class or forward since (parametrize, FSDP's fully_shard, accelerate's hooks): replace before that.
+    Module objects, Parameters, hooks and attributes stay the same, so optimizers and references remain valid. Two kinds
+    are skipped with a warning: subclasses of nn.LayerNorm that are not in `types`, because their forward may differ,
+    and modules whose class or forward was already replaced (parametrize, FSDP's fully_shard, accelerate's hooks). Call
+    replace_layer_norm before those.
 
     Args:
         module: an nn.Module.
-        types: the class or classes to turn, without their subclasses: nn.LayerNorm, or subclasses that compute
-            what it computes. timm.layers.LayerNorm does; timm.layers.LayerNorm2d, over channels in dimension 1, does not.
+        types: the exact class or classes to convert: nn.LayerNorm, or subclasses whose forward computes the same
+            function. timm.layers.LayerNorm does; timm.layers.LayerNorm2d, which normalizes dimension 1, does not.
 
     Raises:
-        TypeError: module is no nn.Module, or types anything but nn.LayerNorm, subclasses of it, or a list of these.
+        TypeError: module is not an nn.Module, or types contains anything but nn.LayerNorm and its subclasses.
+
+    Example:
+        >>> model = replace_layer_norm(nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 768)).cuda())
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected module to be an nn.Module, but got {type(module).__name__}")
     classes = tuple(types) if isinstance(types, Collection) else (types,)
     for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.LayerNorm)):
-            raise TypeError(f"Expected types to be subclasses of nn.LayerNorm, in a tuple or list, but got {types!r}")
-    left = defaultdict(Counter)
-    for child in (m for m in module.modules() if isinstance(m, nn.LayerNorm) and not isinstance(m, LayerNorm)):
+        if not (isinstance(cls, type) and issubclass(cls, _TorchLayerNorm)):
+            raise TypeError(f"Expected types to be nn.LayerNorm or subclasses of it, but got {types!r}")
+    skipped = defaultdict(Counter)
+    for child in (m for m in module.modules() if isinstance(m, _TorchLayerNorm) and not isinstance(m, LayerNorm)):
         cls = type(child)
         name = f"{cls.__module__}.{cls.__qualname__}"
-        if "forward" in vars(child) or (cls is not nn.LayerNorm and name.startswith("torch.")):
-            left["what has another class or forward since (call replace_layer_norm before that)"][name] += 1
-        elif cls in classes:
+        is_reloaded = name == f"{LayerNorm.__module__}.{LayerNorm.__qualname__}"  # this class, before a reload
+        if "forward" in vars(child) or (cls is not _TorchLayerNorm and name.startswith("torch.")):
+            skipped["modules whose class or forward was already replaced; call replace_layer_norm first"][name] += 1
+        elif cls in classes or is_reloaded:
             child.__class__ = LayerNorm
-        elif cls is not nn.LayerNorm:
-            left["subclasses (name those that compute the same in types=(nn.LayerNorm, ...))"][name] += 1
-    report = [f"left {what}: {', '.join(f'{name} ({n})' for name, n in names.items())}" for what, names in left.items()]
+        elif cls is not _TorchLayerNorm:
+            skipped["subclasses; name those that compute the same in types=(nn.LayerNorm, ...)"][name] += 1
+    report = [
+        f"skipped {kind}: {', '.join(f'{name} ({count})' for name, count in names.items())}"
+        for kind, names in skipped.items()
+    ]
     if not report and not any(isinstance(m, LayerNorm) for m in module.modules()):
         report = [f"found no nn.LayerNorm in {type(module).__name__}"]
     if report:
-        warnings.warn(f"replace_layer_norm {'; and '.join(report)}.", stacklevel=2)
+        warnings.warn(f"replace_layer_norm {'. It '.join(report)}.", stacklevel=2)
     return module
 
 
-_FORWARDS = {cls: cls.forward for cls in (nn.ConvTranspose3d, LayerNorm)}  # before anybody patches them
+_FORWARDS = {cls: cls.forward for cls in (_TorchConvTranspose3d, LayerNorm)}  # before anybody patches them
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 def _is_plain(module, cls):
-    """Whether a call of it is cls's forward and nothing else: no subclass, no hooks, nothing patched."""
+    """Returns True if calling the module runs cls.forward and nothing else (no subclass, no hooks, no patches)."""
     return (
         type(module) is cls
         and "forward" not in vars(module)
@@ -264,22 +316,30 @@ def _is_plain(module, cls):
 
 
 class ConvTranspose3dLayerNormGELUScaling(nn.Module):
-    """scaling_factor * GELU(LayerNorm(ConvTranspose3d(x))), KernelBench's level 2 problem 34.
+    """scaling_factor * GELU(LayerNorm(ConvTranspose3d(x))), the model of KernelBench's level 2 problem 34.
 
     LayerNorm normalizes the last dimension, the output's width W', which must equal out_channels (else RuntimeError).
     Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d `conv_transpose` and an
     nn.LayerNorm(out_channels) `layer_norm`.
 
-    One kernel does everything for 32 input and 64 output channels, kernel 4, stride 2, padding 1, width 32, input and
-    parameters of one dtype (float32, float16 or bfloat16), outside of autocast, the two modules without hooks or
-    patches, where the GPU has the shared memory (float32: 227 KB a block, 16 bits: 115 KB): float32 in TF32 where
-    PyTorch's convolutions may take it. Backward computes the convolution again, and neither its output nor LayerNorm's
-    is kept. Everything else takes PyTorch's convolution, and LayerNorm, GELU and scaling in one kernel.
+    One kernel computes everything if all of these hold; float32 products are in TF32 if PyTorch's convolutions may
+    use it:
+      - 32 input and 64 output channels, kernel 4, stride 2, padding 1, input width 32
+      - input and parameters have one dtype: float32, float16 or bfloat16, outside of autocast
+      - the two modules have neither hooks nor patches
+      - the GPU has the shared memory: 227 KB per block for float32, 115 KB for 16 bits
+    Its backward recomputes the convolution, so neither the convolution's nor LayerNorm's output is kept. Everything
+    else runs PyTorch's convolution, and LayerNorm, GELU and scaling in one kernel; or only PyTorch's operations, where
+    layer_norm does.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, bias: as nn.ConvTranspose3d.
-        eps: as nn.LayerNorm.
-        scaling_factor: a number (or set to a Tensor later: then PyTorch multiplies by it).
+        in_channels, out_channels, kernel_size, stride, padding, bias: as for nn.ConvTranspose3d.
+        eps: as for nn.LayerNorm.
+        scaling_factor: a number. If it is set to a Tensor later, PyTorch multiplies by it.
+
+    Example:
+        >>> model = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda()
+        >>> y = model(torch.randn(1, 32, 16, 32, 32, device="cuda"))  # (1, 64, 32, 64, 64)
     """
 
     def __init__(
@@ -294,7 +354,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         scaling_factor: float = 1.0,
     ):
         super().__init__()
-        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
+        self.conv_transpose = _TorchConvTranspose3d(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
         self.layer_norm = LayerNorm(out_channels, eps=eps)
         self.scaling_factor = scaling_factor
         _load_epilogue()
@@ -303,12 +363,14 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         conv, norm = self.conv_transpose, self.layer_norm
         return (
             _ops is not None
+            and not _is_exporting()
+            and _tracing_state() is None
             and isinstance(x, torch.Tensor)
             and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
             and all(t.is_cuda and t.dtype == x.dtype for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
-            and (_is_plain(conv, nn.ConvTranspose3d) and _is_plain(norm, LayerNorm))
+            and (_is_plain(conv, _TorchConvTranspose3d) and _is_plain(norm, LayerNorm))
             and conv.weight.shape == (32, 64, 4, 4, 4)
             and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))
             and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))
@@ -316,7 +378,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, in_channels, D, H, W). Returns (batch, out_channels, D', H', W'), of x's dtype."""
+        """Returns (batch, out_channels, D', H', W') of x's dtype for x of shape (batch, in_channels, D, H, W)."""
         conv, norm = self.conv_transpose, self.layer_norm
         if self._in_one_kernel(x):
             _load_epilogue()
@@ -325,22 +387,20 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         y = conv(x)
         if _is_plain(norm, LayerNorm) and not isinstance(self.scaling_factor, torch.Tensor):
             return layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, "gelu", self.scaling_factor)
-        return torch.ops.aten.gelu(norm(y)) * self.scaling_factor  # hooks, and what took its place, must run
+        return torch.ops.aten.gelu(norm(y)) * self.scaling_factor  # runs hooks and patches of norm
 
 
 # ============================================================================
 # 2  Build: compile once, cache, load
 # ============================================================================
 
-_CUDA_FLAGS = ["-O1"]  # of the host code; device code is always optimized
+_CUDA_FLAGS = ["-O1"]  # for the host code; device code is always optimized
 _CPP_FLAGS = ["-O2"]
-_OLDEST_CUDA = (11, 8)  # the first that has cudaLaunchKernelExC
-_BAD_FOLDER = (
-    "layernorm_inline: {} must be a folder that you can write and lock, and that nobody else can write or replace. "
-    "Name another place in the environment variable TORCH_EXTENSIONS_DIR."
-)
+_OLDEST_CUDA = (11, 8)  # the first version with cudaLaunchKernelExC
+_ADVICE = "Name another folder in the environment variable TORCH_EXTENSIONS_DIR."
 
-# Takes ninja's place. It dies with this process, and ninja then gets SIGTERM, upon which it ends its compilers.
+# A wrapper that is placed on PATH as `ninja`. If this Python process dies, the wrapper is killed and ninja receives
+# SIGTERM, so that no compiler keeps running.
 _NINJA = """#!/bin/sh
 exec {python} -IS -c '
 import ctypes, os, subprocess, sys
@@ -351,76 +411,161 @@ os.getppid() == {parent} and sys.exit(subprocess.call(sys.argv[1:], preexec_fn=l
 """
 
 
+class _Caught(contextlib.suppress):
+    """contextlib.suppress that keeps what it suppressed in `error`."""
+
+    error = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.error = error
+        return super().__exit__(kind, error, traceback)
+
+
+def _print(message):
+    if sys.stderr is not None:  # None where the process was started without one
+        print(f"layernorm_inline: {message}", file=sys.stderr)
+
+
 def _output(*command):
-    """What a command prints: nothing where it cannot be executed."""
+    """Returns what a command prints to stdout, and to stderr if it fails; "" if it cannot be run."""
     with contextlib.suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        return done.stdout + (done.stderr if done.returncode else "")
     return ""
 
 
 def _version(text):
-    """(12, 4) of "12.4"."""
+    """Returns (12, 4) for "12.4"."""
     return tuple(map(int, text.split(".")[:2]))
 
 
 def _number(code):
-    """90 of sm_90a (machine code) and of compute_90 (PTX)."""
+    """Returns 90 for sm_90a (machine code) and for compute_90 (PTX)."""
     return int(re.sub(r"\D", "", code))
 
 
+def _set_environment(restored, **variables):
+    """Sets environment variables until the ExitStack `restored` is closed."""
+    for name, value in variables.items():
+        if name in os.environ:
+            restored.callback(os.environ.__setitem__, name, os.environ[name])
+        else:
+            restored.callback(os.environ.pop, name, None)
+        os.environ[name] = value
+
+
 def _cpp_extension():
-    """PyTorch's builder, without its warning that there is no GPU. A warm import on a GPU does not need it."""
-    with contextlib.ExitStack() as restored:  # PyTorch 2.11 logs the warning, older ones print it
-        restored.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        restored.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.WARNING)
+    """Returns torch.utils.cpp_extension, without its warning that there is no GPU.
+
+    It looks for GPUs when it is first imported. It must use NVML for that, so that CUDA is not initialized.
+    """
+    if importlib.util.find_spec("setuptools") is None:
+        raise RuntimeError("layernorm_inline: PyTorch cannot compile without setuptools. Run: pip install setuptools")
+    with contextlib.ExitStack() as restored:
+        _set_environment(restored, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        logger, reject = logging.getLogger("torch.utils.cpp_extension"), lambda record: False
+        logger.addFilter(reject)
+        restored.callback(logger.removeFilter, reject)
         from torch.utils import cpp_extension
     return cpp_extension
 
 
-def _architectures():
-    """sm_90 for a visible GPU; without any, sm_80, sm_90, compute_90 for TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"."""
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    if devices:
-        return sorted({"sm_{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
-    if os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ") in ("", "native"):
+def _gpus():
+    """Returns the compute capabilities of this machine's GPUs, for example [(9, 0)].
+
+    NVML, which comes with the driver, answers without initializing CUDA, so that CUDA_VISIBLE_DEVICES can still be set
+    after the import, and processes can be forked. Because of that all GPUs count, not only the visible ones. None
+    counts if CUDA_VISIBLE_DEVICES hides all of them, or if the driver is older than PyTorch's CUDA.
+    """
+    if not re.match(r"\s*\+?\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return []
-    return re.findall(r",code=(\w+)", " ".join(_cpp_extension()._get_cuda_arch_flags()))
+    with contextlib.suppress(OSError, AttributeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        count, gpu = ctypes.c_uint(), ctypes.c_void_p()
+        driver, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        if nvml.nvmlInit_v2() == 0:
+            capabilities = []
+            nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(driver))
+            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            for index in range(count.value):
+                if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu)) != 0:
+                    continue  # this process may not use it
+                if nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor)) == 0:
+                    capabilities.append((major.value, minor.value))
+            nvml.nvmlShutdown()
+            return capabilities if driver.value // 1000 >= _version(torch.version.cuda)[0] else []
+    # No NVML, for example on Jetson.
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [torch.cuda.get_device_capability(device) for device in devices]
+
+
+def _architectures():
+    """Returns the architectures of the GPUs, such as sm_90; without a GPU, those in TORCH_CUDA_ARCH_LIST.
+
+    For example "8.0;9.0+PTX" names sm_80, sm_90 and compute_90.
+    """
+    gpus = _gpus()
+    if gpus:
+        return sorted({f"sm_{major}{minor}" for major, minor in gpus})
+    names = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if names in ([], ["native"]):
+        return []
+    with contextlib.ExitStack() as restored:
+        _set_environment(restored, TORCH_CUDA_ARCH_LIST=";".join(names))
+        return re.findall(r",code=(\w+)", " ".join(_cpp_extension()._get_cuda_arch_flags()))
 
 
 def _codes(architectures):
-    """What to compile: sm_90a for sm_90, as only that has wgmma, and nothing for what is older than Turing."""
+    """Returns what to compile: sm_90a for sm_90, because only that has wgmma, and nothing older than Turing."""
     codes = {"sm_90a" if code == "sm_90" else code for code in architectures if _number(code) >= 75}
-    if _version(torch.version.cuda)[0] == 11:  # has not all instructions that the kernels take on Hopper
+    if _version(torch.version.cuda)[0] == 11:  # lacks instructions that the kernels use on Hopper
         codes = {"compute_80" if _number(code) >= 90 else code for code in codes}
     return sorted(codes, key=lambda code: (_number(code), code))
 
 
+def _toolkits():
+    """Yields folders that may hold a CUDA toolkit: where PyTorch looks, the nvcc on PATH, then where pip installs one."""
+    yield _cpp_extension().CUDA_HOME
+    # An nvcc on PATH can be a wrapper that is far from its toolkit. The toolkit's own nvcc prints where it is.
+    top = re.search(r"^#\$ TOP=(.*)$", _output("nvcc", "--dryrun", "-x", "cu", "-c", "/dev/null"), re.M)
+    yield top and top[1]
+    yield "/usr/local/cuda"
+    yield from (os.path.join(path, "nvidia", f"cu{_version(torch.version.cuda)[0]}") for path in sys.path)
+
+
 def _find_cuda_home():
-    """Folder and version of a toolkit of PyTorch's major version: where PyTorch looks, else where pip installs one."""
+    """Returns the folder and the version of a CUDA toolkit of PyTorch's major version."""
     major = _version(torch.version.cuda)[0]
-    pip_folders = [os.path.join(p, "nvidia", f"cu{major}") for p in sys.path]
-    refused = []
-    for home in dict.fromkeys(filter(None, [_cpp_extension().CUDA_HOME, "/usr/local/cuda", *pip_folders])):
+    rejected = []
+    for home in dict.fromkeys(os.path.abspath(home) for home in _toolkits() if home):
         nvcc = os.path.join(home, "bin", "nvcc")
-        # An nvcc on PATH can be a wrapper that lies far from its headers (conda's are in targets).
-        headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]
+        headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]  # targets: conda
         if os.path.exists(nvcc) and any(map(glob.glob, headers)):
-            release = re.search(r"release (\d+\.\d+)|$", _output(nvcc, "--version"))[1]
+            said = _output(nvcc, "--version")
+            release = re.search(r"release (\d+\.\d+)|$", said)[1]
             if release and _version(release)[0] == major and _version(release) >= _OLDEST_CUDA:
                 return home, release
-            refused.append(f"the nvcc found in {home} " + (f"is of CUDA {release}" if release else "does not run"))
+            problem = f"belongs to CUDA {release}" if release else f"does not run ({said.strip() or 'no output'})"
+            rejected.append(f"the nvcc in {home} {problem}")
     missing = "nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among the installed Python packages"
-    advice = f"CUDA toolkit {'11.8' if major == 11 else major} of NVIDIA or conda, and set CUDA_HOME to its folder"
+    advice = (
+        f"Install NVIDIA's or conda's CUDA toolkit {'11.8' if major == 11 else major} and set CUDA_HOME to its folder."
+    )
     if major >= 13:
-        advice = 'it: pip install "cuda-toolkit[nvcc,crt,cccl]"'
-    built = f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda}"
-    raise RuntimeError(f"layernorm_inline: {', '.join(refused) or missing}; {built}. Install {advice}")
+        advice = 'Run: pip install "cuda-toolkit[nvcc,crt,cccl]"'
+    built = (
+        f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda} and needs an nvcc of that major version"
+    )
+    raise RuntimeError(f"layernorm_inline: {', '.join(rejected) or missing}; {built}. {advice}")
 
 
-def _path_to_ninja(folder):
-    """PATH with _NINJA in front, which calls ninja (of an older pip package: the program, not the script on PATH)."""
+def _add_ninja_to_path(restored, folder):
+    """Puts _NINJA on PATH, in front of the ninja that it calls, until the ExitStack `restored` is closed."""
     path = os.environ.get("PATH", os.defpath)
+    # An older ninja package has a script on PATH, and the program in its data folder.
     places = [*(f"{p}/ninja/data/bin" for p in sys.path), path, sysconfig.get_path("scripts")]
     ninja = shutil.which("ninja", path=os.pathsep.join(places))
     python = shutil.which("python3", path=os.path.dirname(sys.executable or "") + os.pathsep + path)
@@ -428,46 +573,56 @@ def _path_to_ninja(folder):
         words = dict(python=shlex.quote(python), parent=os.getpid(), ninja=shlex.quote(os.path.abspath(ninja)))
         Path(folder, "ninja").write_text(_NINJA.format(**words))
         os.chmod(f"{folder}/ninja", 0o755)
-    return os.pathsep.join([folder, *places])
+    _set_environment(restored, PATH=os.pathsep.join([folder, *places]))
 
 
 def _library(folder):
-    """The path of a folder's library, which has the name of the folder around it."""
+    """Returns the path of a folder's library, which is named after the parent folder."""
     return f"{folder}/{os.path.basename(os.path.dirname(folder))}.so"
 
 
+def _known_codes(cuda_home, release, codes):
+    """Returns those of codes that nvcc can compile, and a remark about the others or "". Raises if none is left."""
+    listed = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code")
+    if "sm_" not in listed:
+        raise RuntimeError(f"layernorm_inline: {cuda_home}/bin/nvcc --list-gpu-code failed: {listed.strip()}")
+    known = [code for code in codes if f"sm_{_number(code)}" in listed.split()]
+    unknown = ", ".join(code for code in codes if code not in known)
+    remark = f"the nvcc of CUDA {release} does not know {unknown}: install a newer one" if unknown else ""
+    if not known:
+        raise RuntimeError(f"layernorm_inline: {remark}")
+    return known, remark
+
+
 def _compile(folder, codes):
-    """Compiles the two sources into the library, in an empty folder, and loads it."""
+    """Compiles the two sources to the library in `folder`, which must be empty, and loads it."""
     name = os.path.basename(os.path.dirname(folder))
     macros, kernels = [], "CUDA kernels"
     if name.endswith("_epilogue"):
-        macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels of activations and scale"
+        macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels for activations and scale"
     cuda_home, release = _find_cuda_home()
-    known = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code").split()
-    unknown = [code for code in codes if f"sm_{_number(code)}" not in known]  # nvcc would fail on them
-    codes = [code for code in codes if code not in unknown]
-    gap = f"the nvcc of CUDA {release} does not know {', '.join(unknown)}: install a newer one"
-    if not codes:
-        raise RuntimeError(f"layernorm_inline: {gap}")
-    compiled_for = ", ".join(codes) + (f" ({gap}, and delete the folder {os.path.basename(folder)})" if unknown else "")
-    time = f"about {30 * len(codes)} s"
-    print(f"layernorm_inline: compiling {kernels} for {compiled_for}, {time}, only this once", file=sys.stderr)
+    codes, remark = _known_codes(cuda_home, release, codes)
+    compiled_for = ", ".join(codes) + (
+        f" ({remark}, and delete the folder {os.path.basename(folder)})" if remark else ""
+    )
+    # Measured for sm_90a: 14 s on two cores of a server, 18 s with 16 slower ones; each further code adds 10 s.
+    _print(f"compiling {kernels} for {compiled_for}, about {10 + 10 * len(codes)} s, only this once")
     cuda_flags = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
     if "--split-compile" in _output(f"{cuda_home}/bin/ptxas", "--help"):  # not in CUDA 11
-        # Kernels are assembled side by side, to the same machine code (16 cores, 141 kernels: 44 s -> 30).
+        # Assembles kernels in parallel, to the same machine code (16 cores, 141 kernels: 44 s -> 30 s).
         cuda_flags += ["-Xptxas", f"--split-compile={min(8, len(os.sched_getaffinity(0)))}"]
-    # pip's toolkit has no libcudart.so, only one of a version.
+    # pip's toolkit has libcudart.so.13 but no libcudart.so.
     for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_version(release)[0]}*")[:1]:
         os.symlink(library, f"{folder}/libcudart.so")
     cpp_extension = _cpp_extension()
-    # PyTorch takes for built what this process has begun, also where that failed.
+    # PyTorch marks an extension as built as soon as its build starts. After a failure it must start again.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
-    newer = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames  # nvcc reads no torch header
     with contextlib.ExitStack() as restored:
         restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
-        restored.callback(os.environ.update, PATH=os.environ.get("PATH", os.defpath))
         cpp_extension.CUDA_HOME = cuda_home
-        os.environ["PATH"] = _path_to_ninja(folder)
+        _add_ninja_to_path(restored, folder)
+        if sys.stderr is None:  # load_inline flushes it
+            restored.enter_context(contextlib.redirect_stderr(io.StringIO()))
         cpp_extension.load_inline(
             name,
             cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
@@ -477,118 +632,165 @@ def _compile(folder, codes):
             extra_ldflags=["-L."],  # ninja links in the folder
             build_directory=folder,
             is_python_module=False,
-            **({"no_implicit_headers": True} if newer else {}),
+            # Without PyTorch's headers nvcc needs less time. Older versions always include them.
+            **({"no_implicit_headers": True} if torch.__version__ >= "2.8" else {}),
+        )
+    if not os.path.exists(_library(folder)):
+        name = getattr(cpp_extension.load_inline, "__qualname__", type(cpp_extension.load_inline).__qualname__)
+        raise RuntimeError(
+            f"layernorm_inline: load_inline did not write {_library(folder)}. {name} of {cpp_extension.load_inline.__module__}"
+            " has replaced it; a replacement must keep the arguments name and build_directory."
         )
 
 
-def _is_ours(path):
-    """Whether only this user and root can have written it (not a link): who else does runs code as this user."""
+def _is_trusted(path):
+    """Returns True if path (links do not count) belongs to this user or root, and others cannot write it.
+
+    Loading a library that another user could have written would run that user's code as this one. The group is
+    trusted, because containers and clusters give folders to a group.
+    """
     status = os.lstat(path)
-    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o002
 
 
 def _cache(name):
-    """The folder of the libraries of this name, made where there is none."""
+    """Returns the folder for the libraries of this name. Creates it if necessary."""
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
-    root = os.path.realpath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    given = os.environ.get("TORCH_EXTENSIONS_DIR") or default
+    if given.startswith("~"):
+        raise RuntimeError(f"layernorm_inline: there is no home folder to keep the compiled kernels in. {_ADVICE}")
+    root = os.path.realpath(given)
     folder = os.path.join(root, name)
-    with contextlib.suppress(OSError):
+    with _Caught(OSError) as caught:
         for path in (root, folder):
             os.makedirs(path, 0o755, exist_ok=True)
         mode = os.stat(root).st_mode
-        if _is_ours(folder) and (mode & 0o1000 or not mode & 0o002):  # sticky: only an owner can replace it
+        if not _is_trusted(folder):
+            problem = "must belong to you or root, and must not be writable by others"
+        elif mode & 0o002 and not mode & 0o1000:  # in a sticky folder, such as /tmp, only an owner can replace it
+            problem = "must not lie in a folder that others can write, unless that is sticky like /tmp"
+        elif os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            problem = "is on a file system that is mounted noexec, from which no library can be loaded"
+        else:
             return folder
-    raise RuntimeError(_BAD_FOLDER.format(folder))
+        raise RuntimeError(f"layernorm_inline: {folder} {problem}. {_ADVICE}")
+    raise RuntimeError(f"layernorm_inline: {folder} must be a folder that you can write: {caught.error}. {_ADVICE}")
 
 
 def _folder(cache, codes):
-    """A library's folder in the cache, named after what else changes the library."""
+    """Returns the folder for a library in the cache. Its name contains everything else that changes the library."""
     machine = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
     key = hashlib.sha256("\n".join([*machine, *_CUDA_FLAGS, *_CPP_FLAGS]).encode()).hexdigest()[:8]
     return "-".join([f"{cache}/{key}", *codes])
 
 
 def _is_built(folder):
-    """Whether a whole library is there. "complete", its size, is written last: a killed build has none."""
+    """Returns True if the folder has a finished library. The file `complete`, with its size, is written last."""
     library, complete = _library(folder), Path(folder, "complete")
     with contextlib.suppress(OSError):
-        return all(map(_is_ours, (folder, library, complete))) and complete.read_text() == str(os.path.getsize(library))
+        size = str(os.path.getsize(library)).encode()
+        return all(map(_is_trusted, (folder, library, complete))) and complete.read_bytes() == size
     return False
 
 
 def _find(cache, codes):
-    """The folder with the fewest codes that has all of these (a container's, built for a list), or None."""
+    """Returns the folder of a finished library that contains code for all of `codes`, or None.
+
+    A container image may hold a library for several architectures. Of all that fit, the one with the fewest is chosen.
+    """
     folders = glob.glob(glob.escape(_folder(cache, [])) + "-*")
     folders = [folder for folder in folders if {*codes} <= {*os.path.basename(folder).split("-")}]
     return min(filter(_is_built, folders), key=lambda folder: folder.count("-"), default=None)
 
 
 def _lock(folder):
-    """The folder's lock, once no other process has it. It is given back when the file is closed."""
-    with contextlib.suppress(OSError):
-        # Nobody else can open it. NFS locks only what is open for writing.
+    """Returns the folder's lock as soon as no other process or thread has it. Closing the file releases it."""
+    with _Caught(OSError) as caught:
+        # Mode 0600, so that nobody else can hold it. Opened for writing, because NFS locks nothing else.
         lock = open(f"{folder}/build.lock", "w", opener=functools.partial(os.open, mode=0o600))
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
-        print(f"layernorm_inline: waiting for another process, which compiles in {folder}", file=sys.stderr)
+        _print(f"waiting for another process, which compiles in {folder}")
         fcntl.flock(lock, fcntl.LOCK_EX)
         return lock
-    raise RuntimeError(_BAD_FOLDER.format(folder))
+    raise RuntimeError(
+        f"layernorm_inline: {folder} must be a folder that you can write and lock: {caught.error}. {_ADVICE}"
+    )
 
 
 def _build(cache, codes):
-    """Compiles, in one of many processes that ask for it at once, and returns the folder."""
+    """Compiles the library, in one process if several need it at the same time. Returns its folder."""
     folder = _folder(cache, codes)
     library, complete = _library(folder), Path(folder, "complete")
     with _lock(cache):
         if not _is_built(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # what a killed build has left
+            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted build
             os.makedirs(folder, 0o755, exist_ok=True)
             _compile(folder, codes)
-            os.chmod(library, 0o644)  # whatever the umask
+            os.chmod(library, 0o644)  # independent of the umask
             complete.write_text(str(os.path.getsize(library)))
             complete.chmod(0o644)
     return folder
 
 
+# One lock for all copies of this file in a process, because loading changes environment variables for a moment.
+_process_lock = vars(sys).setdefault("_layernorm_inline_lock", _thread.allocate_lock())
+
+
 def _load(name):
-    """Returns (the library's ops, None), or (None, why) where there is nothing to compile for."""
+    """Returns (the library's ops, None), or (None, the reason) if there is nothing to compile for."""
+    with _process_lock:
+        return _find_or_build(name)
+
+
+def _find_or_build(name):
     ops = getattr(torch.ops, name)
-    if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it
+    if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it; this op is defined last
         return ops, None
     if torch.version.cuda is None:
         return None, f"PyTorch {torch.__version__} is built without CUDA"
     if _version(torch.version.cuda) < _OLDEST_CUDA:
-        return None, f"PyTorch {torch.__version__} is built with CUDA {torch.version.cuda}, and 11.8 is the oldest"
+        return (
+            None,
+            f"PyTorch {torch.__version__} is built with CUDA {torch.version.cuda}, and 11.8 is the oldest supported",
+        )
     architectures = _architectures()
     if not architectures:
-        return None, "no GPU was there when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
+        return None, "there was no GPU when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
     codes = _codes(architectures)
     if not codes:
-        return None, f"compute capability 7.5 is the oldest, and there was only {', '.join(architectures)}"
+        return None, f"compute capability 7.5 is the oldest supported, and there was only {', '.join(architectures)}"
     cache = _cache(name)
     folder = _find(cache, codes)
     if folder is not None:
-        with contextlib.suppress(OSError):
+        with _Caught(OSError) as caught:
             torch.ops.load_library(_library(folder))
             return ops, None
-        with contextlib.suppress(OSError):  # linked on another system: built once more
+        # It may have been linked on another system. It is built once more, if it can be replaced.
+        _print(f"cannot load {_library(folder)}, so it is compiled again: {caught.error}")
+        with _Caught(OSError) as removing:
             os.remove(f"{folder}/complete")
+        if removing.error is not None:
+            raise RuntimeError(
+                f"layernorm_inline: cannot load {_library(folder)} ({caught.error}), nor compile it again"
+                f" ({removing.error}). {_ADVICE}"
+            )
     torch.ops.load_library(_library(_build(cache, codes)))
     return ops, None
 
 
 def _load_epilogue():
-    """Loads the second library when it is first asked for, where the import has loaded the first."""
-    if _ops is not None and not hasattr(_epilogue_ops, "layer_norm"):
-        _, why_not = _load(_epilogue_ops.name)
-        if why_not is not None:
-            raise RuntimeError(f"layernorm_inline: no kernels with activations and scale: {why_not}")
-        _register_vmap(_epilogue_ops.layer_norm.default)
+    """Loads the second library on its first use, if the import has loaded the first one."""
+    if _ops is None or hasattr(_epilogue_ops, "layer_norm"):
+        return
+    _, why_not = _load(_epilogue_ops.name)
+    if why_not is not None:
+        raise RuntimeError(f"layernorm_inline: no kernels with activations and scale: {why_not}")
 
 
-# torch._dynamo.assume_constant_result, whose import takes a second: Dynamo calls it, and does not trace it.
+# Does what torch._dynamo.assume_constant_result does, without an import that takes a second: Dynamo calls the function
+# instead of tracing it.
 _load_epilogue._dynamo_marked_constant = True
 
 
@@ -598,7 +800,7 @@ _load_epilogue._dynamo_marked_constant = True
 
 _INTERFACE = (
     "#define LAYERNORM_ACTIVATIONS(EACH)"
-    + "".join(f" EACH({struct}, {operation})" for struct, operation, _ in _ACTIVATIONS.values())
+    + "".join(f" EACH({struct}, {value}, {gradient})" for struct, _, value, gradient in _ACTIVATIONS.values())
     + r"""
 #include <cstdint>
 #include <functional>
@@ -615,7 +817,7 @@ constexpr bool kFused = false;
 #endif
 
 enum class DType { Float32, Float16, BFloat16 };
-#define LAYERNORM_STRUCT(Struct, operation) Struct,
+#define LAYERNORM_STRUCT(Struct, value, gradient) Struct,
 enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 
 // Tensors are contiguous. A null pointer: one that is absent (weight, bias) or not wanted (mean, rstd, gradients).
@@ -682,6 +884,7 @@ CPP_SOURCE = (
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -723,7 +926,7 @@ void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::S
   check_device(name, t, input);
 }
 
-// Of weight and bias everything, of input the dtype.
+// Checks weight and bias fully, and the dtype of input.
 void check_affine(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
   const auto dtype = input.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
@@ -780,8 +983,8 @@ DType dtype_of(const Tensor& t) {
   return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
 }
 
-// The library of the import has no kernels for an activation or a scale.
-Activation checked(int64_t activation, double scale) {
+// Only the second library has kernels for an activation or a scale.
+Activation to_activation(int64_t activation, double scale) {
   const bool exists = activation >= 0 && activation < static_cast<int64_t>(Activation::Count);
   TORCH_CHECK(exists && (kFused || (activation == 0 && scale == 1)), "No kernels for activation ",
               std::to_string(activation), " and scale ", std::to_string(scale));
@@ -838,7 +1041,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
     call.rows = input.numel() / call.cols;
     call.mean = static_cast<float*>(write(statistics));
     call.rstd = SAVE_STATISTICS ? call.mean + call.rows : nullptr;
-    call.activation = checked(activation, scale);
+    call.activation = to_activation(activation, scale);
     run(call, input);
   }
   if constexpr (SAVE_STATISTICS) {
@@ -848,7 +1051,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
   }
 }
 
-// Contiguous from a boundary of so many bytes.
+// Returns t, or a copy, so that it is contiguous and starts on a boundary of that many bytes.
 Tensor aligned(const Tensor& t, uintptr_t boundary) {
   const Tensor x = t.contiguous();
   return reinterpret_cast<uintptr_t>(read(x)) % boundary == 0 ? x : x.clone();
@@ -856,8 +1059,8 @@ Tensor aligned(const Tensor& t, uintptr_t boundary) {
 
 Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                               const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
-                              int64_t activation, double scale, std::array<bool, 3> output_mask) {
-  // Also what forward saved: a parameter can be converted since, and hooks may give back another tensor.
+                              double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
+  // Saved tensors may have changed since forward: a parameter was converted, or a hook returned another tensor.
   check(input, normalized_shape, weight, bias);
   check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
   check_tensor("statistics", statistics, {2, row_count(input, normalized_shape)}, at::kFloat, input);
@@ -873,7 +1076,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   // Kernels read two 16-bit numbers at a time.
   const Tensor dy = aligned(grad_output, 4), x = aligned(input, 4), stats = statistics.contiguous();
   const Tensor w = contiguous(weight), b = contiguous(bias);
-  auto call = call_of<Backward>(x, w, b, /*eps=*/0, scale);
+  auto call = call_of<Backward>(x, w, b, eps, scale);
   call.grad_output = read(dy);
   call.grad_input = write(grad_input);
   call.grad_weight = write(grad_weight);
@@ -882,7 +1085,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   call.rows = input.numel() / call.cols;
   call.mean = static_cast<const float*>(read(stats));
   call.rstd = call.mean + call.rows;
-  call.activation = checked(activation, scale);
+  call.activation = to_activation(activation, scale);
   if (call.activation == Activation::None) call.bias = nullptr;
   run(call, input);
   return gradients;
@@ -897,48 +1100,105 @@ auto find_op(const char* name, F*) {
       .typed<F>();
 }
 
-// What PyTorch can differentiate. Not at::layer_norm: its second derivatives take mean and rstd for constants.
+// The functions named composed_* consist of operations that PyTorch can differentiate to any order, also in forward
+// mode and under vmap. at::layer_norm is wrong from the third derivative on: it treats mean and rstd as constants.
+
+// scale * activation(z)
+Tensor composed_epilogue(Tensor z, Activation activation, double scale) {
+#define LAYERNORM_APPLY(Struct, value, gradient) \
+  if (activation == Activation::Struct) z = value;
+  LAYERNORM_ACTIVATIONS(LAYERNORM_APPLY)
+  return scale == 1 ? z : z * scale;
+}
+
+// The gradient of z for the gradient of scale * activation(z).
+Tensor composed_epilogue_backward(Tensor grad, const Tensor& z, Activation activation, double scale) {
+  if (scale != 1) grad = grad * scale;
+#define LAYERNORM_APPLY_GRADIENT(Struct, value, gradient) \
+  if (activation == Activation::Struct) grad = gradient;
+  LAYERNORM_ACTIVATIONS(LAYERNORM_APPLY_GRADIENT)
+  return grad;
+}
+
+// The tensor as (rows, cols). It keeps its dtype: arithmetic with a float32 operand is float32, and needs no copy.
+Tensor as_matrix(const OptionalTensor& t, SymIntArrayRef shape) {
+  const SymInt cols = product(shape), rows = present(t) ? row_count(*t, shape) : SymInt(0);
+  return present(t) ? t->reshape_symint({rows, cols}) : Tensor();
+}
+Tensor as_row(const OptionalTensor& t, SymIntArrayRef shape) {
+  return present(t) ? t->reshape_symint({SymInt(1), product(shape)}).to(at::kFloat) : Tensor();
+}
+Tensor row_mean(const Tensor& t) { return t.mean(1, /*keepdim=*/true, at::kFloat); }
+Tensor times(const Tensor& a, const Tensor& b) { return b.defined() ? a * b : a; }  // b: weight, or undefined
+
+// Returns xhat = (x - mean) * rstd, (rows, cols), and rstd = 1 / sqrt(variance + eps), (rows, 1).
+std::tuple<Tensor, Tensor> composed_normalized(const Tensor& x, double eps) {
+  const Tensor distance = x - row_mean(x), rstd = (row_mean(distance * distance) + eps).rsqrt();
+  return {distance * rstd, rstd};
+}
+// The same from statistics that forward saved. The result does not depend on x for autograd.
+std::tuple<Tensor, Tensor> saved_normalized(const Tensor& x, const Tensor& statistics) {
+  const Tensor rstd = statistics[1].unsqueeze(1);
+  return {(x - statistics[0].unsqueeze(1)) * rstd, rstd};
+}
+
 Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check(input, shape, weight, bias);
-  const Tensor x = input.to(at::kFloat);
-  std::vector<int64_t> dims(shape.size());
-  std::iota(dims.begin(), dims.end(), -static_cast<int64_t>(dims.size()));
-  const Tensor distance = x - x.mean(dims, /*keepdim=*/true);
-  Tensor y = distance * ((distance * distance).mean(dims, true) + eps).rsqrt();
-  if (present(weight)) y = y * *weight;  // with 16 bits y stays float32
-  if (present(bias)) y = y + *bias;
-  const Activation given = checked(activation, scale);
-#define LAYERNORM_APPLY(Struct, operation) \
-  if (given == Activation::Struct) y = operation;
-  LAYERNORM_ACTIVATIONS(LAYERNORM_APPLY)
-  return (scale == 1 ? y : y * scale).to(input.scalar_type());
+  const Tensor xhat = std::get<0>(composed_normalized(as_matrix(input, shape), eps)), b = as_row(bias, shape);
+  const Tensor z = times(xhat, as_row(weight, shape));
+  const Tensor y = composed_epilogue(b.defined() ? z + b : z, to_activation(activation, scale), scale);
+  return y.reshape_symint(input.sym_sizes()).to(input.scalar_type());
 }
 
-// Whether PyTorch's operations must run: a node knows no levels of torch.func, kernels no tangents of forward mode.
+// The gradients of composed_layer_norm. statistics: of forward, or undefined if this is differentiated itself.
+Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
+                            const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                            double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
+  check(input, shape, weight, bias);
+  const Tensor x = as_matrix(input, shape), w = as_row(weight, shape), b = as_row(bias, shape);
+  const auto [xhat, rstd] = statistics.defined() ? saved_normalized(x, statistics) : composed_normalized(x, eps);
+  Tensor dy = as_matrix(grad_output, shape);
+  if (kFused) {
+    const Tensor z = times(xhat, w);
+    dy =
+        composed_epilogue_backward(dy.to(at::kFloat), b.defined() ? z + b : z, to_activation(activation, scale), scale);
+  }
+  Gradients gradients;
+  auto& [dx, dw, db] = gradients;
+  if (output_mask[0]) {
+    const Tensor wdy = times(dy, w);
+    dx = (wdy - row_mean(wdy) - xhat * row_mean(wdy * xhat)) * rstd;
+    dx = dx.reshape_symint(input.sym_sizes()).to(input.scalar_type());
+  }
+  if (output_mask[1] && w.defined()) dw = (dy * xhat).sum(0).reshape_symint(shape).to(weight->scalar_type());
+  if (output_mask[2] && b.defined()) db = dy.sum(0, false, at::kFloat).reshape_symint(shape).to(bias->scalar_type());
+  return gradients;
+}
+
+// Returns true if the result must come from PyTorch's operations: kernels compute no tangents of forward mode.
 template <typename... Inputs>
-bool must_compose(const Inputs&... inputs) {
-  const auto has_tangent = [](const OptionalTensor& t) { return present(t) && t->_fw_grad(0).defined(); };
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
-         (has_tangent(inputs) || ...);
+bool has_tangent(const Inputs&... inputs) {
+  const auto test = [](const OptionalTensor& t) { return present(t) && t->_fw_grad(/*level=*/0).defined(); };
+  return (test(inputs) || ...);
 }
 
 using torch::autograd::variable_list;
 using Tensors = std::array<Tensor, 5>;
+using Wanted = std::array<bool, 5>;
 
-// A node of its own: with torch::autograd::Function a call of 8 x 768 took 3 us longer.
-template <typename Backward, typename Composed>
-struct KernelBackward : torch::autograd::Node {
+// A node of the graph whose gradients a function computes. A torch::autograd::Function would cost a call of 8 x 768
+// 3 us more.
+template <typename Backward>
+struct Node : torch::autograd::Node {
   const char* label;
-  Backward backward;  // (grad_output, saved, wanted) returns the inputs' gradients
-  Composed composed;  // (saved) returns output by operations that PyTorch can differentiate
+  Backward backward;                                    // (grad_outputs, saved, wanted) returns the inputs' gradients
   std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
 
-  KernelBackward(const char* label, Backward backward, Composed composed)
-      : label(label), backward(std::move(backward)), composed(std::move(composed)) {}
+  Node(const char* label, Backward backward) : label(label), backward(std::move(backward)) {}
   std::string name() const override { return label; }
 
-  // With PyTorch's lock: between two unpacks of a thread, another's release_variables would take the rest away.
+  // Holds PyTorch's lock, because another thread may be unpacking.
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& variable : saved) variable.reset_data();
@@ -946,90 +1206,266 @@ struct KernelBackward : torch::autograd::Node {
 
   variable_list apply(variable_list&& grad_outputs) override {
     const size_t count = num_outputs();
-    if (!grad_outputs[0].defined()) return variable_list(count);
-    std::unique_lock<std::mutex> lock(mutex_);
+    bool has_gradient = false;
+    for (const Tensor& grad_output : grad_outputs) has_gradient |= grad_output.defined();
+    if (!has_gradient) return variable_list(count);
     Tensors tensors;
-    for (size_t i = 0; i < saved.size(); ++i) tensors[i] = saved[i].unpack();
-    std::array<bool, 5> wanted = {};
+    Wanted wanted = {};
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (size_t i = 0; i < saved.size(); ++i) tensors[i] = saved[i].unpack();
+    }
     for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
-    const bool create_graph = at::GradMode::is_enabled();
-    if (!create_graph && !must_compose(grad_outputs[0])) {
-      const auto list = [](const auto&... gradients) { return variable_list{gradients...}; };
-      return std::apply(list, backward(grad_outputs[0], tensors, wanted));
-    }
-
-    lock.unlock();  // while grad() waits, this thread may run other nodes, and this one for another thread
-    const at::AutoGradMode with_gradients(true);
-    variable_list inputs;
-    for (size_t i = 0; i < count; ++i) {
-      if (!wanted[i]) continue;
-      tensors[i] = tensors[i].alias();  // grad() would also follow how one input was computed from another
-      tensors[i].requires_grad_();      // the user may have turned it off since
-      inputs.push_back(tensors[i]);
-    }
-    auto gradients = torch::autograd::grad({composed(tensors)}, inputs, grad_outputs,
-                                           /*retain_graph=*/create_graph, create_graph);
-    for (size_t i = 0; i < count; ++i) {
-      if (!wanted[i]) gradients.insert(gradients.begin() + i, Tensor());
-    }
+    // Not locked: backward can wait for other nodes.
+    variable_list gradients = backward(grad_outputs, tensors, wanted);
+    gradients.resize(count);
     return gradients;
   }
 };
 
-// Puts a node into the graph, which computes the inputs' gradients from output's, and saves the inputs.
-template <typename Backward, typename Composed, typename... Inputs>
-auto& add_node(const char* name, Tensor& output, Backward backward, Composed composed, const Inputs&... inputs) {
-  using Node = KernelBackward<Backward, Composed>;
+// Puts a node into the graph, which computes the gradients of `inputs` from those of `outputs`, and saves the inputs.
+template <typename Backward, typename... Inputs>
+auto& add_node(const char* name, variable_list outputs, Backward backward, const Inputs&... inputs) {
   using Pointer = decltype(torch::autograd::Edge::function);
   Pointer pointer;
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    pointer = Pointer(new Node(name, std::move(backward), std::move(composed)),
-                      [](Node* node) { deleteNode(node); });  // a deep graph without recursion
+    pointer = Pointer(new Node<Backward>(name, std::move(backward)),
+                      [](Node<Backward>* node) { deleteNode(node); });  // a deep graph without recursion
   } else {
-    pointer = c10::make_intrusive<Node>(name, std::move(backward), std::move(composed));
+    pointer = c10::make_intrusive<Node<Backward>>(name, std::move(backward));
   }
-  auto& node = static_cast<Node&>(*pointer);
+  auto& node = static_cast<Node<Backward>&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(inputs...));
   node.saved = {{{inputs, false}...}};
-  torch::autograd::set_history(output, pointer);
+  torch::autograd::set_history(outputs, pointer);
   return node;
+}
+
+// Gradients of layer_norm_backward's inputs, for gradients of its results: g_dx of grad_input, g_dw of grad_weight,
+// g_db of grad_bias. With xhat = (input - mean) * rstd, dy = grad_output, wdy = weight * dy, and the symmetric
+//   P(v) = rstd * (v - mean(v) - xhat * mean(v * xhat))     (grad_input is P(wdy))
+// they are, over each row,
+//   of dy:      weight * P(g_dx) + g_dw * xhat + g_db
+//   of input:   P(g_dw * dy - rstd * (mean(wdy * xhat) * g_dx + mean(g_dx * xhat) * wdy))
+//               - rstd^2 * xhat * (mean(g_dx * wdy) - mean(g_dx) * mean(wdy) - mean(g_dx * xhat) * mean(wdy * xhat))
+//   of weight:  sum over rows of dy * P(g_dx)
+// All of these are PyTorch's operations, so they can be differentiated again. Then mean and rstd are computed anew from
+// input; otherwise those that forward saved are used.
+variable_list double_backward_rows(const variable_list& grads, const Tensor& dy, const Tensor& x, const Tensor& w,
+                                   const Tensor& statistics, double eps, const Wanted& wanted) {
+  const auto& g_dx = grads[0];
+  const auto& g_dw = grads[1];
+  const auto& g_db = grads[2];
+  const auto [xhat, rstd] = at::GradMode::is_enabled() ? composed_normalized(x, eps) : saved_normalized(x, statistics);
+  const auto project = [&, xhat = xhat, rstd = rstd](const Tensor& v, const Tensor& mean_v_xhat) {
+    return at::addcmul(v - row_mean(v), xhat, mean_v_xhat, /*value=*/-1) * rstd;
+  };
+
+  Tensor of_dy, of_x, of_w;
+  if (g_dx.defined()) {
+    const Tensor mean_g_xhat = row_mean(g_dx * xhat), projected = project(g_dx, mean_g_xhat);
+    if (wanted[0]) of_dy = times(projected, w);
+    if (wanted[2] && w.defined()) of_w = (projected * dy).sum(0);
+    if (wanted[1]) {
+      const Tensor wdy = times(dy, w), mean_wdy_xhat = row_mean(wdy * xhat);
+      Tensor v = (g_dx * mean_wdy_xhat + wdy * mean_g_xhat) * -rstd;
+      if (g_dw.defined()) v = v + dy * g_dw;
+      const Tensor covariance = row_mean(g_dx * wdy) - row_mean(g_dx) * row_mean(wdy) - mean_g_xhat * mean_wdy_xhat;
+      of_x = at::addcmul(project(v, row_mean(v * xhat)), xhat, covariance * rstd * rstd, -1);
+    }
+  } else if (g_dw.defined() && wanted[1]) {
+    const Tensor v = dy * g_dw;
+    of_x = project(v, row_mean(v * xhat));
+  }
+  const auto add_to_dy = [&](const Tensor& t) { of_dy = of_dy.defined() ? of_dy + t : t; };
+  if (wanted[0] && g_dw.defined()) add_to_dy(xhat * g_dw);
+  if (wanted[0] && g_db.defined()) add_to_dy(g_db.expand_as(xhat));
+  return {of_dy, of_x, of_w};
+}
+
+// Elements of input that double_backward treats at once if nothing is differentiated again. Its float32 temporaries
+// stay in L2, and need little memory.
+constexpr int64_t kDoubleBackwardElements = 1 << 22;
+
+variable_list double_backward(const variable_list& grads, const Tensor& grad_output, const Tensor& input,
+                              SymIntArrayRef shape, const Tensor& weight, const Tensor& statistics, double eps,
+                              const Wanted& wanted) {
+  const Tensor dy = as_matrix(grad_output, shape), x = as_matrix(input, shape), w = as_row(weight, shape);
+  const Tensor g_dx = as_matrix(grads[0], shape), g_dw = as_row(grads[1], shape), g_db = as_row(grads[2], shape);
+  variable_list results;
+  if (at::GradMode::is_enabled() || x.sym_numel() <= kDoubleBackwardElements) {
+    results = double_backward_rows({g_dx, g_dw, g_db}, dy, x, w, statistics, eps, wanted);
+  } else {
+    const int64_t rows = x.size(0), step = std::max<int64_t>(1, kDoubleBackwardElements / x.size(1));
+    results.resize(3);
+    for (int64_t first = 0; first < rows; first += step) {
+      const auto part_of = [&](const Tensor& t, int64_t dim) {
+        return t.defined() ? t.narrow(dim, first, std::min(step, rows - first)) : t;
+      };
+      const auto parts = double_backward_rows({part_of(g_dx, 0), g_dw, g_db}, part_of(dy, 0), part_of(x, 0), w,
+                                              part_of(statistics, 1), eps, wanted);
+      for (int i : {0, 1}) {
+        if (parts[i].defined() && first == 0) results[i] = at::empty_like(x);
+        if (parts[i].defined()) part_of(results[i], 0).copy_(parts[i]);
+      }
+      if (parts[2].defined()) results[2] = first == 0 ? parts[2] : results[2] + parts[2];
+    }
+  }
+  const auto finished = [](const Tensor& t, const Tensor& like) {
+    return t.defined() ? t.reshape_symint(like.sym_sizes()).to(like.scalar_type()) : t;
+  };
+  return {finished(results[0], input), finished(results[1], input), finished(results[2], weight)};
+}
+
+// The op `layer_norm_backward` with gradients of its own.
+Gradients layer_norm_backward_autograd(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                                       const Tensor& statistics, const OptionalTensor& weight,
+                                       const OptionalTensor& bias, double eps, int64_t activation, double scale,
+                                       std::array<bool, 3> output_mask) {
+  static const auto op = find_op("layer_norm_backward", layer_norm_backward);
+  const c10::SymDimVector shape(normalized_shape);
+  const bool differentiable = torch::autograd::compute_requires_grad(grad_output, input, weight, bias);
+  if (has_tangent(grad_output, input, weight, bias) || (kFused && differentiable)) {
+    return composed_backward(grad_output, input, shape, {}, weight, bias, eps, activation, scale, output_mask);
+  }
+  auto gradients = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.call(grad_output, input, normalized_shape, statistics, weight, bias, eps, activation, scale, output_mask);
+  }();
+  if (!differentiable) return gradients;
+  const auto backward = [=](const variable_list& grads, const Tensors& saved, const Wanted& wanted) {
+    const auto& [dy, x, w, stats, none] = saved;
+    return double_backward(grads, dy, x, shape, w, stats, eps, wanted);
+  };
+  const auto& [dx, dw, db] = gradients;
+  auto& node = add_node("LayerNormBackwardBackward", {dx, dw, db}, backward, grad_output, input, weight);
+  node.saved[3] = {statistics, false};
+  return gradients;
+}
+
+// The op `layer_norm_forward` with gradients for output; statistics have none.
+Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                                    const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  static const auto op = find_op("layer_norm_forward", layer_norm_forward<true>);
+  static const auto backward_op = find_op("layer_norm_backward", layer_norm_backward);
+  Outputs outputs = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
+  }();
+  auto& [output, statistics] = outputs;
+  if (has_tangent(input, weight, bias)) {
+    output = composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
+  } else if (torch::autograd::compute_requires_grad(input, weight, bias)) {
+    const auto backward = [=, shape = c10::SymDimVector(normalized_shape)](const variable_list& grads,
+                                                                           const Tensors& saved, const Wanted& wanted) {
+      const auto& [x, w, b, stats, none] = saved;
+      const auto [dx, dw, db] =
+          backward_op.call(grads[0], x, shape, stats, w, b, eps, activation, scale, {wanted[0], wanted[1], wanted[2]});
+      return variable_list{dx, dw, db};
+    };
+    auto& node = add_node("LayerNormBackward", {output}, backward, input, weight, bias);
+    node.saved[3] = {statistics, false};
+  }
+  return outputs;
 }
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op("layer_norm", layer_norm_forward<false>);
-  static const auto saving_op = find_op("forward", layer_norm_forward<true>);
-  static const auto backward_op = find_op("backward", layer_norm_backward);
-  if (must_compose(input, weight, bias)) {
+  if (torch::autograd::compute_requires_grad(input, weight, bias)) {
+    return std::get<0>(layer_norm_forward_autograd(input, normalized_shape, weight, bias, eps, activation, scale));
+  }
+  if (has_tangent(input, weight, bias)) {
     return composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
   }
-  Tensor output, statistics;
-  {
-    const bool saves = torch::autograd::compute_requires_grad(input, weight, bias);
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (!saves) return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
-    std::tie(output, statistics) = saving_op.call(input, normalized_shape, weight, bias, eps, activation, scale);
-  }
-  c10::SymDimVector shape(normalized_shape);
-  auto backward = [=](const Tensor& grad_output, const Tensors& saved, const std::array<bool, 5>& wanted) {
-    const auto& [x, w, b, stats, none] = saved;
-    return backward_op.call(grad_output, x, shape, stats, w, b, activation, scale, {wanted[0], wanted[1], wanted[2]});
-  };
-  auto composed = [=](const Tensors& saved) {
-    return composed_layer_norm(saved[0], shape, saved[1], saved[2], eps, activation, scale);
-  };
-  auto& node = add_node("LayerNormBackward", output, std::move(backward), std::move(composed), input, weight, bias);
-  node.saved[3] = {statistics, false};
-  return output;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
 }
 
-// As nn.LayerNorm under autocast: computed in, and returned as, float32.
+// Computes in float32 and returns float32, like nn.LayerNorm under autocast.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op("layer_norm", layer_norm_forward<false>);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   const auto cast = [](const auto& t) { return at::autocast::cached_cast(at::kFloat, t); };
   return op.call(cast(input), normalized_shape, cast(weight), cast(bias), eps, activation, scale);
+}
+
+// ---- torch.vmap: the ops for tensors with a batch dimension ----
+
+int64_t batch_level(const OptionalTensor& t) {
+  const auto* batch = present(t) ? at::functorch::maybeGetBatchedImpl(*t) : nullptr;
+  return batch == nullptr ? -1 : batch->level();
+}
+
+// The slices of a batch become more rows of one call. Weights and biases that differ between slices are applied by
+// PyTorch's operations.
+template <bool SAVE_STATISTICS>
+auto layer_norm_vmap(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                     const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  static const auto op =
+      find_op(SAVE_STATISTICS ? "layer_norm_forward" : "layer_norm", layer_norm_forward<SAVE_STATISTICS>);
+  check(input, normalized_shape, weight, bias);  // the shapes of one slice
+  const SymInt rows = row_count(input, normalized_shape);
+  const int64_t level = std::max({batch_level(input), batch_level(weight), batch_level(bias)});  // the innermost vmap
+  const bool is_batched = batch_level(input) == level;
+  // Returns all slices in one tensor, along dimension 0; or t itself, if it is the same for all.
+  const auto unwrap = [&](const OptionalTensor& t) -> OptionalTensor {
+    if (batch_level(t) != level) return t;
+    const auto* batch = at::functorch::maybeGetBatchedImpl(*t);
+    return batch->value().movedim(batch->bdim(), 0);
+  };
+  const c10::impl::ExcludeDispatchKeyGuard below_vmap(c10::DispatchKey::FuncTorchBatched);
+  const auto wrap = [&](const Tensor& t, int64_t dim) { return at::functorch::makeBatched(t, dim, level); };
+  const Tensor x = *unwrap(input);
+  const bool same_affine = batch_level(weight) != level && batch_level(bias) != level;
+  Tensor output, statistics;
+  const auto call = [&](const OptionalTensor& w, const OptionalTensor& b, int64_t act, double s) {
+    if constexpr (SAVE_STATISTICS) {
+      std::tie(output, statistics) = op.call(x, normalized_shape, w, b, eps, act, s);
+    } else {
+      output = op.call(x, normalized_shape, w, b, eps, act, s);
+    }
+  };
+  if (same_affine) {
+    call(weight, bias, activation, scale);
+  } else {
+    call({}, {}, 0, 1);
+    // A slice's rows share its weight: (slices, 1, ..., 1, *normalized_shape).
+    const int64_t row_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
+    const auto with_row_dims = [&](const OptionalTensor& t) {
+      Tensor value = *unwrap(t);
+      for (int64_t i = 0; i < row_dims && batch_level(t) == level; ++i) value = value.unsqueeze(1);
+      return value;
+    };
+    output = output.to(at::kFloat);
+    if (present(weight)) output = output * with_row_dims(weight);
+    if (present(bias)) output = output + with_row_dims(bias);
+    output = composed_epilogue(output, to_activation(activation, scale), scale).to(input.scalar_type());
+  }
+  output = wrap(output, 0);
+  if constexpr (SAVE_STATISTICS) {
+    if (is_batched) statistics = wrap(statistics.reshape_symint({2, x.sym_size(0), rows}), 1);
+    return Outputs(output, statistics);
+  } else {
+    return output;
+  }
+}
+
+// Returns true if another transform, or autograd, differentiates the tensor that vmap has wrapped.
+bool is_differentiated(const OptionalTensor& t) {
+  if (!present(t)) return false;
+  Tensor value = *t;
+  while (const auto* batch = at::functorch::maybeGetBatchedImpl(value)) value = Tensor(batch->value());
+  return value.requires_grad() || has_tangent(value) || value.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+}
+
+// PyTorch's operations: no kernel computes the gradients of weight and bias for each slice.
+Gradients layer_norm_backward_vmap(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
+                                   const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
+                                   double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
+  return composed_backward(grad_output, input, normalized_shape, is_differentiated(input) ? Tensor() : statistics,
+                           weight, bias, eps, activation, scale, output_mask);
 }
 
 #ifdef LAYERNORM_WITH_EPILOGUE
@@ -1067,7 +1503,10 @@ bool fits_convolution(const Tensor& input) {
   return fits_convolution(dtype_of(input), takes_tf32());
 }
 
-// The model of several PyTorch operations: for derivatives of them, and where the kernel does not fit.
+// Returns true inside vmap, grad and the other transforms of torch.func, of which the op supports none.
+bool in_transform() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode); }
+
+// The model as several PyTorch operations: for second derivatives, and for GPUs that the kernel does not fit.
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   static const auto op = find_op("layer_norm", layer_norm_forward<false>);
@@ -1131,8 +1570,9 @@ auto convolution_backward(const Tensor& grad_output, const Tensor& input, const 
       const Tensor x = aligned(input.narrow(0, first, count), 16), dy = grad_output.narrow(0, first, count);
       const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
       Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, eps, 1, write(statistics[1]));
-      const auto [part, part_weight, part_bias] = layer_norm_backward(
-          dy, conv, {64}, statistics, w32, b32, kGelu, scale, {wants_conv, grad_weight.defined(), grad_bias.defined()});
+      const auto [part, part_weight, part_bias] =
+          layer_norm_backward(dy, conv, {64}, statistics, w32, b32, eps, kGelu, scale,
+                              {wants_conv, grad_weight.defined(), grad_bias.defined()});
       conv.reset();  // its memory is free for what follows
       if (grad_weight.defined()) grad_weight.add_(part_weight);
       if (grad_bias.defined()) grad_bias.add_(part_bias);
@@ -1151,13 +1591,52 @@ auto convolution_backward(const Tensor& grad_output, const Tensor& input, const 
                          cast(grad_weight, w.scalar_type()), cast(grad_bias, b.scalar_type()));
 }
 
+// Gradients of composed_convolution. With gradients enabled they can be differentiated again.
+variable_list composed_convolution_backward(const Tensor& grad_output, Tensors inputs, double eps, double scale,
+                                            const Wanted& wanted) {
+  const bool create_graph = at::GradMode::is_enabled();
+  const at::AutoGradMode with_gradients(true);
+  variable_list leaves;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!wanted[i] || !inputs[i].defined()) continue;
+    inputs[i] = inputs[i].alias();  // grad() would also follow how one input was computed from another
+    inputs[i].requires_grad_();     // the user may have turned it off since
+    leaves.push_back(inputs[i]);
+  }
+  const auto& [x, conv_weight, conv_bias, weight, bias] = inputs;
+  const Tensor output = composed_convolution(x, conv_weight, conv_bias, weight, bias, eps, scale);
+  auto gradients = torch::autograd::grad({output}, leaves, {grad_output}, /*retain_graph=*/create_graph, create_graph);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!wanted[i] || !inputs[i].defined()) gradients.insert(gradients.begin() + i, Tensor());
+  }
+  return gradients;
+}
+
+// The op `convolution_backward`, whose results can be differentiated again if PyTorch's operations compute them.
+auto convolution_backward_autograd(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
+                                   const OptionalTensor& conv_bias, const OptionalTensor& weight,
+                                   const OptionalTensor& bias, double eps, double scale,
+                                   std::array<bool, 5> output_mask) {
+  static const auto op = find_op("convolution_backward", convolution_backward);
+  if (has_tangent(grad_output, input, conv_weight, conv_bias, weight, bias) ||
+      torch::autograd::compute_requires_grad(grad_output, input, conv_weight, conv_bias, weight, bias)) {
+    const auto tensor = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+    const Tensors inputs = {input, conv_weight, tensor(conv_bias), tensor(weight), tensor(bias)};
+    const auto list = composed_convolution_backward(grad_output, inputs, eps, scale, output_mask);
+    return std::make_tuple(list[0], list[1], list[2], list[3], list[4]);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(grad_output, input, conv_weight, conv_bias, weight, bias, eps, scale, output_mask);
+}
+
 Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   static const auto op = find_op("conv_transpose3d_layer_norm_gelu", convolution);
   static const auto backward_op = find_op("convolution_backward", convolution_backward);
   const bool saves = torch::autograd::compute_requires_grad(input, conv_weight, conv_bias, weight, bias);
   // Where the kernel does not run, the convolution's output is better kept than computed again.
-  if (must_compose(input, conv_weight, conv_bias, weight, bias) || (saves && !fits_convolution(input))) {
+  if (in_transform() || has_tangent(input, conv_weight, conv_bias, weight, bias) ||
+      (saves && !fits_convolution(input))) {
     return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }
   Tensor output = [&] {
@@ -1165,15 +1644,12 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
     return op.call(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }();
   if (!saves) return output;
-  const auto backward = [=](const Tensor& grad_output, const Tensors& saved, const std::array<bool, 5>& wanted) {
+  const auto backward = [=](const variable_list& grads, const Tensors& saved, const Wanted& wanted) {
     const auto& [x, cw, cb, w, b] = saved;
-    return backward_op.call(grad_output, x, cw, cb, w, b, eps, scale, wanted);
+    const auto [dx, dcw, dcb, dw, db] = backward_op.call(grads[0], x, cw, cb, w, b, eps, scale, wanted);
+    return variable_list{dx, dcw, dcb, dw, db};
   };
-  const auto composed = [=](const Tensors& saved) {
-    return composed_convolution(saved[0], saved[1], saved[2], saved[3], saved[4], eps, scale);
-  };
-  add_node("ConvTranspose3dLayerNormGELUBackward", output, backward, composed, input, conv_weight, conv_bias, weight,
-           bias);
+  add_node("ConvTranspose3dLayerNormGELUBackward", {output}, backward, input, conv_weight, conv_bias, weight, bias);
   return output;
 }
 #endif
@@ -1183,23 +1659,25 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
 // ---- The ops ----
 
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
+  using torch::dispatch;
   m.def(
-      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation=0, float scale=1.0) -> Tensor");
-  m.def(
-      "forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      "layer_norm_forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
       " int activation, float scale) -> (Tensor output, Tensor statistics)");
   m.def(
-      "backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics, Tensor? weight,"
-      " Tensor? bias, int activation, float scale, bool[3] output_mask)"
+      "layer_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
+      " Tensor? weight, Tensor? bias, float eps, int activation, float scale, bool[3] output_mask)"
       " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  using torch::dispatch;
   m.impl("layer_norm", dispatch(c10::DispatchKey::Autograd, layer_norm_autograd));
+  m.impl("layer_norm_forward", dispatch(c10::DispatchKey::Autograd, layer_norm_forward_autograd));
+  m.impl("layer_norm_backward", dispatch(c10::DispatchKey::Autograd, layer_norm_backward_autograd));
   m.impl("layer_norm", dispatch(c10::DispatchKey::AutocastCUDA, layer_norm_autocast));
+  m.impl("layer_norm", dispatch(c10::DispatchKey::FuncTorchBatched, layer_norm_vmap<false>));
+  m.impl("layer_norm_forward", dispatch(c10::DispatchKey::FuncTorchBatched, layer_norm_vmap<true>));
+  m.impl("layer_norm_backward", dispatch(c10::DispatchKey::FuncTorchBatched, layer_norm_backward_vmap));
   for (const auto device : {c10::kCUDA, c10::kMeta}) {
     m.impl("layer_norm", dispatch(device, layer_norm_forward<false>));
-    m.impl("forward", dispatch(device, layer_norm_forward<true>));
-    m.impl("backward", dispatch(device, layer_norm_backward));
+    m.impl("layer_norm_forward", dispatch(device, layer_norm_forward<true>));
+    m.impl("layer_norm_backward", dispatch(device, layer_norm_backward));
   }
 #ifdef LAYERNORM_WITH_EPILOGUE
   m.def(
@@ -1210,11 +1688,16 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       " Tensor? weight, Tensor? bias, float eps, float scale, bool[5] output_mask) -> (Tensor grad_input,"
       " Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_weight, Tensor grad_bias)");
   m.impl("conv_transpose3d_layer_norm_gelu", dispatch(c10::DispatchKey::Autograd, convolution_autograd));
+  m.impl("convolution_backward", dispatch(c10::DispatchKey::Autograd, convolution_backward_autograd));
   for (const auto device : {c10::kCUDA, c10::kMeta}) {
     m.impl("conv_transpose3d_layer_norm_gelu", dispatch(device, convolution));
     m.impl("convolution_backward", dispatch(device, convolution_backward));
   }
 #endif
+  // Defined last: a thread that finds this op while another one loads the library finds all of it.
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
+      " int activation=0, float scale=1.0) -> Tensor");
 }
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -1232,7 +1715,9 @@ _ELEMENTS = r"""
 #include <set>
 #include <type_traits>
 #include <utility>
+#include <dlfcn.h>
 #include <cooperative_groups.h>
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -1567,11 +2052,16 @@ __device__ Sum distances_of(const Vec<float, V>& from_mean) {
   return sum;
 }
 
-// The sum of squares about the true mean, which `mean` becomes. At least 0; with fma an infinite sum stays infinite.
+// How far the true mean is from the one that distances were measured from. 16-bit rows do without it.
+__device__ inline float mean_offset(const Distances& d, float per_col) { return d.sum * per_col; }
+__device__ inline float mean_offset(float, float) { return 0; }
+
+// Returns the sum of squares about the true mean, which `mean` becomes. The fma keeps an infinite sum infinite, and the
+// comparison keeps NaN.
 __device__ inline float correct_mean(const Distances& d, float& mean, float per_col) {
-  const float off = d.sum * per_col, squares = fma(-off, d.sum, d.squares);
+  const float off = mean_offset(d, per_col), squares = fma(-off, d.sum, d.squares);
   mean += off;
-  return max(0.0f, squares);
+  return squares < 0 ? 0 : squares;
 }
 __device__ inline float correct_mean(float squares, float&, float) { return squares; }
 
@@ -1600,21 +2090,26 @@ struct Sums {
   float wdy, wdy_xhat;  // of weight * grad_output, and of that times the normalized input
 };
 
-// What a row is normalized with. Its mean is mean + rest: mean alone has 2.7 times PyTorch's error (1 x 26157).
-struct alignas(16) RowStats {  // for one load
-  float mean, rest, rstd;
+// What a row is normalized with. A mean that is rounded to float would be off by 5e-4 for rows with mean 10^4, so
+// `shift` corrects it: it is rstd times what rounding added to the mean.
+struct alignas(16) RowStats {  // aligned, so that it is one load
+  float mean, shift, rstd;
 };
 
+// The row's mean is first + off.
 __device__ inline RowStats row_stats_of(float first, float off, float rstd) {
-  const float mean = first + off;
-  return {mean, off - (mean - first), rstd};
+  const float mean = first + off, rest = off - (mean - first);
+  return {mean, -rest * rstd, rstd};
 }
 
-// 16 bits do without the rest, which is less than their rounding.
 template <typename T, int V>
-__device__ Vec<float, V> normalized(const Vec<float, V>& x, const RowStats& row) {
-  const auto distance = x - row.mean;
-  return (sizeof(T) == 2 ? distance : distance - row.rest) * row.rstd;
+__device__ Vec<float, V> normalized(Vec<float, V> x, const RowStats& row) {
+  UNROLL(v, V) {
+    const float distance = x[v] - row.mean;
+    // For 16-bit rows the correction is less than the rounding of the output.
+    x[v] = sizeof(T) == 2 ? distance * row.rstd : fma(distance, row.rstd, row.shift);
+  }
+  return x;
 }
 
 // ---- Statistics: between lanes of a warp ----
@@ -1658,9 +2153,10 @@ __device__ auto sum_of_terms(F term) {
   return combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]));
 }
 
-// Combines {mean, m2} of N parts a lane over `width` lanes. Means are counted from the first, which keeps their digits.
+// Combines {mean, m2} of N parts per lane over `width` lanes. Returns {first, off, m2}, where the mean is first + off:
+// means are measured from that of the first part, which keeps their digits.
 template <int N, int M>
-__device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
+__device__ float3 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
   const float first = __shfl_sync(~0u, parts[0].x, 0, width);
   const float sum = sum_of_terms<N>([&](int n) { return counts[n] * (parts[n].x - first); });
   const float off = combine_lanes(sum, width) * fast_reciprocal(count);
@@ -1668,15 +2164,15 @@ __device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[
     const float delta = parts[n].x - first - off;
     return parts[n].y + counts[n] * delta * delta;
   });
-  return {first + off, combine_lanes(m2, width)};
+  return {first, off, combine_lanes(m2, width)};
 }
 
 // One a lane; the first lane's is empty only if all are.
 __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   const float2 part[1] = {{moments.mean, moments.m2}};
   const float count[1] = {moments.count}, all = combine_lanes(moments.count, width);
-  const float2 total = combine_means<1>(part, count, max(all, 1.0f), width);
-  return {all, total.x, total.y};  // of nothing: count 0
+  const float3 total = combine_means<1>(part, count, max(all, 1.0f), width);
+  return {all, total.x + total.y, total.z};  // of nothing: count 0
 }
 
 // {mean, m2} of N packs of a thread, or of LANES threads together, which have `count` columns in them.
@@ -1829,7 +2325,7 @@ struct GeluTanh {
 // Calls f with the activation's struct, and does nothing where there is none.
 template <typename T, typename F>
 __device__ void with_activation(Activation activation, F f) {
-#define LAYERNORM_CALL(Struct, operation) \
+#define LAYERNORM_CALL(Struct, value, gradient) \
   if (activation == Activation::Struct) return f(Struct<T>());
   LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
 }
@@ -2157,6 +2653,27 @@ struct Launch {
   int shared_bytes = 0;  // dynamic shared memory
 };
 
+// Returns true for a launch that is captured into a CUDA graph and has more blocks than the stream's context has SMs.
+// Only a green context has fewer than the device. Outside of a capture the launch itself fails; a graph would hang.
+bool exceeds_green_context(const Launch& launch, cudaStream_t stream) {
+#if CUDART_VERSION >= 12040
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess || status == cudaStreamCaptureStatusNone) return false;
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY);  // loaded already; linking with it would need its stub
+  using GetContext = CUresult (*)(CUstream, CUcontext*);
+  using GetResource = CUresult (*)(CUcontext, CUdevResource*, CUdevResourceType);
+  const auto get_context = reinterpret_cast<GetContext>(dlsym(driver, "cuStreamGetCtx"));
+  const auto get_resource = reinterpret_cast<GetResource>(dlsym(driver, "cuCtxGetDevResource"));
+  CUcontext context = nullptr;
+  CUdevResource resource = {};
+  return get_context != nullptr && get_resource != nullptr && get_context(stream, &context) == CUDA_SUCCESS &&
+         get_resource(context, &resource, CU_DEV_RESOURCE_TYPE_SM) == CUDA_SUCCESS &&
+         launch.grid.x * launch.grid.y > resource.sm.smCount;
+#else
+  return false;
+#endif
+}
+
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, const Context& context,
                           Arguments... arguments) {
@@ -2166,6 +2683,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, c
   }
   cudaLaunchAttribute attribute = {};
   if (launch.kind == kCooperative) {
+    if (exceeds_green_context(launch, context.stream)) return cudaErrorCooperativeLaunchTooLarge;
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
   } else if (launch.kind == kProgrammatic && context.device.allows_programmatic) {
@@ -2337,7 +2855,7 @@ struct Bounds {
   static constexpr int blocks() {
     if (kArch == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
     if (kArch != 900 && PACKS == 2 && !IN_WARP) return kArch < 900 ? 1 : 2;
-    if (kShort16Bits) return kArch < 800 ? 5 : SHIFTED ? 6 : 7;
+    if (kShort16Bits) return kArch < 800 || (SHIFTED && kArch >= 860 && kArch < 900) ? 5 : SHIFTED ? 6 : 7;
     if (IN_WARP) return PACKS < kLoads ? 10 - PACKS : PACKS == kLoads ? 5 : 4;  // as many as do not spill
     if (ROWS > 1) return 1;
     return SHIFTED || (sizeof(T) == 2 && PACKS == kLoads) ? kRowBlocks - 1 : kRowBlocks;
@@ -2891,9 +3409,10 @@ __global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
 #pragma unroll(kLoads)
   for (int i = 0; i < packs; ++i) distances[0] = combine(distances[0], distances_of<DistanceSums<T>>(x(i) - mean[0]));
   combine_row(distances, slots.distances);
-  const float m2 = correct_mean(distances[0], mean[0], constants.per_col);
+  const float first_mean = mean[0], m2 = correct_mean(distances[0], mean[0], constants.per_col);
   const float rstd = rsqrt(m2 * constants.per_col + constants.eps);
-  if (threadIdx.x == 0) save_statistics(call, blockIdx.x, mean[0], rstd);
+  const RowStats stats = row_stats_of(first_mean, mean_offset(distances[0], constants.per_col), rstd);
+  if (threadIdx.x == 0) save_statistics(call, blockIdx.x, stats.mean, rstd);
 
   // Write.
   T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
@@ -2903,7 +3422,7 @@ __global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
       const int col = first + i * stride;
       Vec<float, V> weight, bias;
       load_affine_pair<T, V, false, same_dtype.value>(weight, bias, call, col, 0);
-      store<T, V>(output + col, (x(i) - mean[0]) * rstd * weight + bias);
+      store<T, V>(output + col, normalized<T>(x(i), stats) * weight + bias);
     }
   });
 }
@@ -3195,7 +3714,10 @@ __device__ void load_slices(const Block<Pass>& block, int thread) {
 // Combines N pairs a lane, of counts[n] of the columns each, over `width` lanes.
 template <typename Pass, int N, int M>
 __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
-  if constexpr (Pass::kForward) return combine_means<N>(pairs, counts, float(columns), width);
+  if constexpr (Pass::kForward) {
+    const float3 total = combine_means<N>(pairs, counts, float(columns), width);
+    return {total.x + total.y, total.z};
+  }
   return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
 }
 
@@ -3443,7 +3965,7 @@ __host__ __device__ inline int shared_packs(int packs, int in_registers) {
 struct alignas(kLineBytes) Control {
   uint64_t full[kRing], empty[kRing], measured;  // barriers
   Moments moments[kWarps];
-  float2 row_stats[2];  // mean, rstd; of rows in turns
+  RowStats row_stats[2];  // of rows in turns
 };
 
 using Packed = Pack<float, V>;
@@ -3557,20 +4079,20 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   UNROLL(i, kPeers) counts[i] = columns_of_slice(block.call.cols, block.plan.slice, first_peer + i * 32);
   while (!try_read(mailbox_of(block.mailboxes, row, 0), first_peer, pairs)) {
   }
-  const float2 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
-  const float rstd = inverse_root(total.y * block.constants.per_col + block.constants.eps);
+  const float3 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
+  const float rstd = inverse_root(total.z * block.constants.per_col + block.constants.eps);
   if (first_peer != 0) return;
-  block.control.row_stats[parity] = {total.x, rstd};
-  if (block.rank == 0) save_statistics(block.call, row, total.x, rstd);
+  block.control.row_stats[parity] = row_stats_of(total.x, total.y, rstd);
+  if (block.rank == 0) save_statistics(block.call, row, total.x + total.y, rstd);
 }
 
 // `stage` is one of the kStages places.
-__device__ void apply_stage(float* output, const StagePart& x, int stage, float2 row_stats,
+__device__ void apply_stage(float* output, const StagePart& x, int stage, const RowStats& row_stats,
                             const Affine<kWeights>& weight, const Affine<kBiases>& bias, const Block& block) {
   UNROLL(j, kStagePacks) {
     const int i = stage * kStagePacks + j;
     const bool exists = stage < kStages - 1 || j * kThreads + block.thread < block.last_packs;
-    const auto y = (widened(x[j]) - row_stats.x) * row_stats.y * weight.at(i, exists) + bias.at(i, exists);
+    const auto y = normalized<float>(widened(x[j]), row_stats) * weight.at(i, exists) + bias.at(i, exists);
     if (exists) store<float, V, true>(output + j * kThreads * V, y);
   }
 }
@@ -3611,7 +4133,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int parity = 0; row < rows; row += groups, parity ^= 1) {
     gather_row(row, parity, block);
     __syncthreads();
-    const float2 row_stats = control.row_stats[parity];
+    const RowStats row_stats = control.row_stats[parity];
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
     UNROLL(stage, kStages) {
       if (stage >= skipped) {
@@ -3842,22 +4364,29 @@ __global__ void __launch_bounds__(Columns<T, V>::kThreads, V == 8 ? 4 : kRowBloc
   if (columns.first >= call.cols) return;
   wait_for_previous();  // also for weight: where grad_input is not wanted, its writer may be the previous kernel
   const auto weight = columns.load_parameter(call, call.weight, 1);
-  typename Columns<T, V>::Numbers grad_weight = {}, grad_bias = {};
   const int64_t first_row = blockIdx.y * rows_per_block;
-  ROLLED(r, min(rows_per_block, call.rows - first_row)) {
-    const int64_t row = first_row + r;
-    const float mean = call.mean[row], rstd = call.rstd[row];
-    const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
-    const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
-    const auto grad = columns.load_gradient(call, row, xhat, weight);
-    const auto dx = (product(weight, grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
-    grad_weight = grad_weight + grad * xhat, grad_bias = grad_bias + grad;
-    if (call.grad_input != nullptr) columns.store_row(call.grad_input, row, dx);
-  }
-  UNROLL(i, columns.kPacks) {
-    if (!columns.has(i)) continue;
-    add_gradients<T>(call, partials, columns.at(i), columns.pack(grad_weight, i), columns.pack(grad_bias, i), true);
-  }
+  const int rows_here = min(rows_per_block, call.rows - first_row);  // 0 or less: this block's sums are 0
+  int r = 0;
+  do {
+    typename Columns<T, V>::Numbers grad_weight = {}, grad_bias = {};
+    const bool is_first = r == 0;
+#pragma unroll 1
+    for (const int end = min(r + kRowsPerSum, rows_here); r < end; ++r) {
+      const int64_t row = first_row + r;
+      const float mean = call.mean[row], rstd = call.rstd[row];
+      const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
+      const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
+      const auto grad = columns.load_gradient(call, row, xhat, weight);
+      const auto dx = (product(weight, grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
+      grad_weight = grad_weight + grad * xhat, grad_bias = grad_bias + grad;
+      if (call.grad_input != nullptr) columns.store_row(call.grad_input, row, dx);
+    }
+    UNROLL(i, columns.kPacks) {
+      if (!columns.has(i)) continue;
+      add_gradients<T>(call, partials, columns.at(i), columns.pack(grad_weight, i), columns.pack(grad_bias, i),
+                       is_first);
+    }
+  } while (r < rows_here);
 }
 
 // ---- Spread: host side ----
@@ -3872,8 +4401,10 @@ cudaError_t launch(const Call& call, const Context& context) {
   const int pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
   const int64_t tiles = ceil_div(cols, kTileColumns);
   const int64_t wanted = std::min(rows, kBlocksPerSm * context.device.sms / tiles);
-  const int64_t row_blocks = std::max(wanted, ceil_div(rows, kRowsPerSum)), rows_per_block = ceil_div(rows, row_blocks);
-  const int64_t partial_rows = kForward || row_blocks == 1 ? 0 : row_blocks;  // of a single one they are the totals
+  const int64_t row_blocks = std::max<int64_t>({1, wanted, rows / kRowsPerSum});
+  const int64_t rows_per_block = ceil_div(rows, row_blocks);
+  // With a single sum per column, that is the gradient.
+  const int64_t partial_rows = kForward || (row_blocks == 1 && rows <= kRowsPerSum) ? 0 : row_blocks;
   const int64_t sums_of_columns = 2 * partial_rows * cols;
   auto* partials = static_cast<float*>(
       context.allocate(sums_of_columns * sizeof(float) + rows * (sizeof(ForRow) + pieces * sizeof(Part))));
@@ -4252,9 +4783,10 @@ __device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
 
 // A row becomes its distances from the mean, with which float32's conv_bias would leave. Returns rstd.
 __device__ inline float center_row(Sums& sums, int row, float eps) {
-  float sum = 0, m2 = 0;
-  UNROLL(i, 16) sum += sums(row, i);
-  const float mean = combine_lanes(sum, 4) * (1.0f / kOutWidth);
+  Vec<float, 4> sum_of_four;  // in a tree, which is exact for equal numbers
+  UNROLL(i, 4) sum_of_four[i] = sum_of<float>(sums.four(row, 4 * i));
+  float m2 = 0;
+  const float mean = combine_lanes(sum_of<float>(sum_of_four), 4) * (1.0f / kOutWidth);
   UNROLL(i, 16) sums(row, i) -= mean, m2 += sums(row, i) * sums(row, i);
   return rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + eps);
 }
@@ -4531,8 +5063,6 @@ CUDA_SOURCE = "".join((_INTERFACE, *_ROOMS, _CONVOLUTION, _DISPATCH))
 # Names the ops, after the sources alone: a program that was saved on one machine finds them on another.
 _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 
-_epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # after _load_epilogue
+_epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # empty before _load_epilogue
 _ops, _why_not = _load(_NAME)
-_layer_norm_op = _ops and _ops.layer_norm.default  # looked up once: a small call takes the host 16 us
-if _ops:
-    _register_vmap(_layer_norm_op)
+_layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, because a small call takes only 16 us

@@ -1,10 +1,10 @@
-"""Times a training step of real models, before and after replace_layer_norm, eager and under torch.compile.
+"""Times training and inference of real models before and after replace_layer_norm, eager and under torch.compile.
 
     python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md
-    python .bench/models.py vit         those whose names contain vit
+    python .bench/models.py vit         only the models whose names contain "vit"; writes nothing
 
-A step is forward and backward, without an optimizer; five run in a row. Models have random weights; what a model needs
-beside torch (transformers, timm) is named where it is not installed.
+A training step is forward and backward, without an optimizer. Five steps are timed in a row. Models have random weights.
+If a model needs a package that is not installed (transformers, timm), the script names it and goes on.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import results  # noqa: E402
 
-from layernorm_inline import ModelNew, replace_layer_norm  # noqa: E402
+from layernorm_inline import LayerNorm, replace_layer_norm  # noqa: E402
 from test_layernorm_inline import milliseconds, versions  # noqa: E402
 
 
@@ -113,37 +113,57 @@ REAL_MODELS = {
     "pair stack 256 x 256 x 128, bf16": ("torch", functools.partial(pair_stack, 256)),
     "pair stack 512 x 512 x 128, bf16": ("torch", functools.partial(pair_stack, 512)),
     "GPT-2 124M 8 x 1024, autocast": ("transformers", gpt_2),
+    "GPT-2 of width 1280, 8 layers, autocast": (
+        "transformers",
+        functools.partial(gpt_2, n_embd=1280, n_layer=8, n_head=20),
+    ),
+    "GPT-2 of width 2048, 5 layers, autocast": (
+        "transformers",
+        functools.partial(gpt_2, n_embd=2048, n_layer=5, n_head=16),
+    ),
+    "GPT-2 of width 4096, 2 layers, autocast": (
+        "transformers",
+        functools.partial(gpt_2, n_embd=4096, n_layer=2, n_head=32),
+    ),
     "ViT-B/16 128 images, autocast": ("timm", functools.partial(timm_model, "vit_base_patch16_224")),
     "ConvNeXt-S 128 images, autocast": ("timm", functools.partial(timm_model, "convnext_small")),
 }
 
 
 def model_row(make):
-    """Times forward and backward. Returns (layer norms replaced, of how many, a list of milliseconds: as it is,
-    replaced, both under torch.compile)."""
+    """Returns (layer norms replaced, layer norms in all, milliseconds of each column of COLUMNS after the first two)."""
     torch.manual_seed(0)
     original, loss = make()
-    # nn.LayerNorm, and timm's class of that name, which computes the same.
+    # nn.LayerNorm, and timm's class of that name, which computes the same function.
     types = {type(m) for m in original.modules() if type(m).__name__ == "LayerNorm"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says how many were replaced
-        ours = replace_layer_norm(copy.deepcopy(original), types)
-    norms = [type(m) is ModelNew for m in ours.modules() if isinstance(m, nn.LayerNorm)]
-    torch.testing.assert_close(loss(ours), loss(original), atol=1e-2, rtol=1e-2)
+        replaced = replace_layer_norm(copy.deepcopy(original), types)
+    norms = [type(m) is LayerNorm for m in replaced.modules() if isinstance(m, nn.LayerNorm)]
+    torch.testing.assert_close(loss(replaced), loss(original), atol=1e-2, rtol=1e-2)
     torch._dynamo.reset()
-    steps = {}
-    for model, compiled in ((original, False), (ours, False), (original, True), (ours, True)):
-        network = torch.compile(model) if compiled else model
+    runs = {}
+    for compiled in (False, True):
+        for model in (original, replaced):
+            network = torch.compile(model) if compiled else model
 
-        def five_steps(model=model, network=network):  # the host may be ahead of the GPU, as in training
-            for _ in range(5):
-                value = loss(network)
-                value.backward()
-                model.zero_grad(set_to_none=True)
-            value.item()  # waits, so that what ran before has no part in it
+            def train(model=model, network=network):  # five steps, so that the host may be ahead, as in training
+                for _ in range(5):
+                    value = loss(network)
+                    value.backward()
+                    model.zero_grad(set_to_none=True)
+                value.item()  # waits, so that the next run begins with an idle GPU
 
-        steps[model, compiled] = five_steps
-    times = milliseconds(steps, repeats=8)
+            def infer(network=network):
+                with torch.no_grad():
+                    for _ in range(5):
+                        value = loss(network)
+                value.item()
+
+            runs["training", compiled, model] = train
+            runs["inference", compiled, model] = infer
+    order = [key for what in ("training", "inference") for key in runs if key[0] == what]
+    times = milliseconds({key: runs[key] for key in order}, repeats=8)
     return sum(norms), len(norms), [ms / 5 for ms in times.values()]
 
 
@@ -152,24 +172,26 @@ def models_named(words):
     return [name for name in REAL_MODELS if not words or any(word.lower() in name.lower() for word in words)]
 
 
-COLUMNS = ["model", "norms", "eager", "replaced", "torch.compile", "torch.compile of the replaced"]
+KINDS = ["eager", "eager, replaced", "compiled", "compiled, replaced"]
+COLUMNS = ["model", "norms", *(f"{what}: {kind}" for what in ("training", "inference") for kind in KINDS)]
 
 
 def time_models(names):
-    """Prints a row for each model; returns the table as Markdown."""
+    """Prints a row for each model. Returns the table as Markdown."""
     print(versions())
-    print(f"forward and backward, ms: {', '.join(COLUMNS)}")
+    print(f"ms: {'; '.join(COLUMNS)}")
     rows = []
     for name in names:
         package, make = REAL_MODELS[name]
         if importlib.util.find_spec(package) is None:
-            print(f"{name:34} left out: {package} is not installed")
+            print(f"{name:40} left out: {package} is not installed")
             continue
         replaced, norms, times = model_row(make)
         torch.cuda.empty_cache()
         rows.append([name, f"{replaced}/{norms}", *(f"{ms:.2f}" for ms in times)])
-        print(f"{name:34} {rows[-1][1]:>7} " + " ".join(f"{ms:10.2f}" for ms in times), flush=True)
-    return f"{versions()}\n\nForward and backward, ms of one step of five.\n\n{results.markdown_table(COLUMNS, rows)}"
+        quotients = f"compiled, replaced / original: {times[3] / times[2]:.3f} {times[7] / times[6]:.3f}"
+        print(f"{name:40} {rows[-1][1]:>7} " + " ".join(f"{ms:8.2f}" for ms in times), quotients, flush=True)
+    return f"{versions()}\n\nMilliseconds of one of five steps.\n\n{results.markdown_table(COLUMNS, rows)}"
 
 
 def main():

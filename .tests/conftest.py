@@ -31,7 +31,7 @@ class Backend:
         self.device = "cuda" if self.is_cuda else "cpu"
         self.module = layernorm_inline if self.is_cuda else emulator.load_module()
         self.layer_norm, self.ModelNew = self.module.layer_norm, self.module.ModelNew
-        self.replace_layer_norm = self.module.replace_layer_norm
+        self.LayerNorm, self.replace_layer_norm = self.module.LayerNorm, self.module.replace_layer_norm
         self.Convolution = self.module.ConvTranspose3dLayerNormGELUScaling
         self.ops = self.module._ops
 

@@ -59,6 +59,7 @@ BODIES = {
     "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
     "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
+    "exceeds_green_context": "return false;",
 }
 STATEMENTS = {  # instructions inside of functions
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
@@ -223,7 +224,9 @@ def emulated(source):
     """CUDA C++ as C++ for emulator.h."""
     for name, body in BODIES.items():
         found = list(
-            re.finditer(rf"^(?:\[\[maybe_unused\]\] )?__device__ [^;{{}}]*?\b{name}\([^{{;]*?\)\s*{{", source, re.M)
+            re.finditer(
+                rf"^(?:\[\[maybe_unused\]\] )?(?:__device__|bool) [^;{{}}]*?\b{name}\([^{{;]*?\)\s*{{", source, re.M
+            )
         )
         assert found, f"no function {name}"
         for match in reversed(found):
@@ -366,6 +369,7 @@ BINDING = {
     r"AutocastCUDA": "AutocastCPU",
     r"cached_cast\(at::kFloat, (\w+)\)": r"cached_cast(at::kFloat, \1, at::kCPU)",
     r"kConvolutionBytes = int64_t\(1\) << 28": "kConvolutionBytes = int64_t(1) << 19",  # still several inputs
+    r"kDoubleBackwardElements = 1 << 22": "kDoubleBackwardElements = 1 << 6",  # several parts
 }
 BINDING_BEGINS = r"""
 #include <ATen/ops/empty.h>

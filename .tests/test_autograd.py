@@ -14,6 +14,7 @@ import torch
 from reference import ACTIVATIONS, EPS, assert_no_worse, chain, random_case, run_case
 from test_convolution import SCALED, convolutions_in_tf32, models
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from test_layernorm_inline import randomize
 
@@ -67,7 +68,7 @@ def test_third_derivatives(backend, activation):
     op = backend.epilogue_ops.layer_norm.default
 
     def function(x, weight, bias):  # of the op, one input is computed from another
-        return op(x * weight, [5], weight, bias, EPS, backend.module._NUMBERS[activation], 1.5)
+        return op(x * weight, [5], weight, bias, EPS, backend.module._ACTIVATION_NUMBERS[activation], 1.5)
 
     def exact(x, weight, bias):
         return formula(x * weight, weight, bias, activation, 1.5)
@@ -158,22 +159,65 @@ def no_vmap_fallback():
         torch._C._functorch._set_vmap_fallback_enabled(True)
 
 
+# Shapes of x, weight and bias, and the dimension of each that vmap maps over.
+MAPPED = [
+    ((3, 5, 8), (8,), (8,), (0, None, None)),
+    ((5, 3, 8), (8,), None, (1, None, None)),
+    ((3, 8), None, None, (0, None, None)),
+    ((3, 8), (3, 8), (3, 8), (0, 0, 0)),
+    ((5, 8), (3, 8), (8,), (None, 0, None)),
+    ((5, 8), (8,), (8, 3), (None, None, 1)),
+    ((5, 2, 3, 8), (3, 8), (8, 3), (2, 0, 1)),
+    ((5, 4, 3, 2), (4, 2), (4, 3, 2), (2, None, 1)),
+    ((4, 2), (3, 4, 2), None, (None, 0, None)),
+]
+
+
+@pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.5)])
+@pytest.mark.parametrize("outer", ["autograd", "torch.func"])
+@pytest.mark.parametrize("x,weight,bias,in_dims", MAPPED)
+def test_gradients_of_mapped_gradients(backend, x, weight, bias, in_dims, outer, activation, scale, no_vmap_fallback):
+    """PyTorch's layer_norm is wrong here: under vmap its gradients treat mean and rstd as constants."""
+    dims = (-2, -1) if x[-1] == 2 else (-1,)
+    there = [(t, d) for t, d in zip((x, weight, bias), in_dims) if t is not None]
+    in_dims = tuple(d for _, d in there)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(t, generator=generator).to(backend.device).requires_grad_() for t, _ in there]
+
+    def ours(x, *affine):
+        affine = [next(affine) if shape else None for affine in [iter(affine)] for shape in (weight, bias)]
+        return backend.layer_norm(x, x.shape[dims[0] :], *affine, 0.1, activation, scale)
+
+    def exact(x, *affine):
+        distance = x - x.mean(dims, keepdim=True)
+        y = distance * (distance.square().mean(dims, keepdim=True) + 0.1).rsqrt()
+        given = iter(affine)
+        y = y * next(given) if weight else y
+        y = y + next(given) if bias else y
+        return (ACTIVATIONS[activation](y) if activation else y) * scale
+
+    for wanted in {(0,), (len(tensors) - 1,), tuple(range(len(tensors)))}:
+        results = []
+        for function, numbers in ((ours, tensors), (exact, [t.detach().double().requires_grad_() for t in tensors])):
+
+            def total(*tensors, function=function):
+                gradients = torch.func.grad(lambda *t: function(*t).sin().sum(), wanted)
+                return sum(gradient.cos().sum() for gradient in torch.vmap(gradients, in_dims)(*tensors))
+
+            every = tuple(range(len(tensors)))
+            if outer == "autograd":
+                results.append(torch.autograd.grad(total(*numbers), numbers, allow_unused=True))
+            else:
+                results.append(torch.func.grad(total, every)(*(t.detach() for t in numbers)))
+        for mine, right in zip(*results):
+            if right is not None:
+                atol = 1e-5 * max(1, right.abs().max().item())
+                torch.testing.assert_close(mine.double(), right, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", 2.0)])
-@pytest.mark.parametrize(
-    "x,weight,bias,in_dims",
-    [
-        ((3, 5, 8), (8,), (8,), (0, None, None)),
-        ((5, 3, 8), (8,), None, (1, None, None)),
-        ((3, 8), None, None, (0, None, None)),
-        ((3, 8), (3, 8), (3, 8), (0, 0, 0)),
-        ((5, 8), (3, 8), (8,), (None, 0, None)),
-        ((5, 8), (8,), (8, 3), (None, None, 1)),
-        ((5, 2, 3, 8), (3, 8), (8, 3), (2, 0, 1)),
-        ((5, 4, 3, 2), (4, 2), (4, 3, 2), (2, None, 1)),
-        ((4, 2), (3, 4, 2), None, (None, 0, None)),
-    ],
-)
+@pytest.mark.parametrize("x,weight,bias,in_dims", MAPPED)
 def test_vmap(backend, x, weight, bias, in_dims, activation, scale, dtype, no_vmap_fallback):
     normalized_shape = (4, 2) if x[-1] == 2 else (8,)
     generator = torch.Generator().manual_seed(0)
@@ -189,7 +233,7 @@ def test_vmap(backend, x, weight, bias, in_dims, activation, scale, dtype, no_vm
 
     def ours(*tensors):
         x, weight, bias = parts(tensors)
-        return op(x, normalized_shape, weight, bias, EPS, backend.module._NUMBERS[activation], scale)
+        return op(x, normalized_shape, weight, bias, EPS, backend.module._ACTIVATION_NUMBERS[activation], scale)
 
     def pytorch(*tensors):
         x, weight, bias = parts(tensors)
@@ -220,6 +264,66 @@ def mapped_in_every_way(function, tensors, dims):
         *torch.func.grad(mapped_loss, every)(*detached),
         twice(*(torch.stack([t, 2 * t]) for t in detached)),
     ]
+
+
+class Operations(TorchDispatchMode):
+    """The names of operations that run inside, from below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name.split("::")[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["func.grad", "func.grad in func.grad", "create_graph"])
+def test_derivatives_of_the_first_order_are_the_kernels(backend, how):
+    """Also where they are differentiated again: composed of PyTorch's operations they would cost five times as much."""
+    x, weight, bias, dy = random_case(6, 8, torch.float32, device=backend.device)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+
+    def loss(*tensors):
+        return (backend.layer_norm(tensors[0], (8,), *tensors[1:]) * dy).sum()
+
+    with Operations() as operations:
+        if how == "create_graph":
+            gradients = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+        elif how == "func.grad":
+            gradients = torch.func.grad(loss, (0, 1, 2))(*leaves)
+        else:
+            torch.func.grad(lambda *t: torch.func.grad(loss)(*t).sin().sum())(*leaves)
+            gradients = None
+    assert operations.names.count("layer_norm_forward") == operations.names.count("layer_norm_backward") == 1
+    if gradients is not None:
+        assert not {"rsqrt", "mean", "native_layer_norm"} & {*operations.names}
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_second_derivatives_of_many_rows(backend, dtype):
+    """Rows are treated in several parts (as all are on emulated GPUs). Memory stays below twice nn.LayerNorm's."""
+    x, weight, _, dy = random_case(5000, 2048, dtype, telling=False, device=backend.device)
+    leaves, peaks, results = [t.requires_grad_() for t in (x, weight)], [], []
+    for function in (backend.layer_norm, nn.functional.layer_norm):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        (gradient,) = torch.autograd.grad(function(x, (2048,), weight), x, dy, create_graph=True)
+        results.append(torch.autograd.grad((gradient.float() ** 2).sum(), leaves))
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del gradient
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    (gradient,) = torch.autograd.grad(
+        formula(doubles[0], doubles[1], None, eps=1e-5), doubles[0], dy.double(), create_graph=True
+    )
+    for mine, theirs, exact in zip(*results, torch.autograd.grad(gradient.square().sum(), doubles)):
+        assert_no_worse(mine, theirs, exact, rounding=2 * torch.finfo(dtype).eps)
+    assert peaks[0] < 1.2 * peaks[1]
 
 
 def test_vmap_over_backward(backend, no_vmap_fallback):

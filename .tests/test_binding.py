@@ -106,7 +106,10 @@ def test_backward_checks_every_tensor(backend, device):
     x, weights = empty(1, 32, 2, 3, 32), (empty(32, 64, 4, 4, 4), empty(64), empty(64), empty(64))
     other = "cpu" if device == "meta" else "meta"
     for op, arguments in (
-        (backend.ops.backward, [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 0, 1.0, [True] * 3]),
+        (
+            backend.ops.layer_norm_backward,
+            [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 1e-5, 0, 1.0, [True] * 3],
+        ),
         (backend.epilogue_ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
     ):
         op(*arguments)
@@ -150,7 +153,7 @@ def test_unknown_activation(backend, activation):
 def test_an_op_takes_only_what_its_library_has(backend):
     """Nothing else becomes a GELU."""
     x = torch.zeros(2, 5, device=backend.device)
-    unknown = len(backend.module._NAMES)
+    unknown = len(backend.module._ACTIVATION_NAMES)
     for ops, arguments in (
         (backend.ops, [(1, 1.0), (0, 2.0)]),
         (backend.epilogue_ops, [(-1, 1.0), (unknown, 1.0), (1 << 32, 2.0)]),
@@ -159,7 +162,7 @@ def test_an_op_takes_only_what_its_library_has(backend):
             with pytest.raises(RuntimeError, match=f"No kernels for activation {activation} and scale {scale:g}"):
                 ops.layer_norm(x, [5], None, None, 1e-5, activation, scale)
             with pytest.raises(RuntimeError, match="No kernels"):
-                ops.backward(x, x, [5], x.new_zeros(2, 2), None, None, activation, scale, [True] * 3)
+                ops.layer_norm_backward(x, x, [5], x.new_zeros(2, 2), None, None, 1e-5, activation, scale, [True] * 3)
 
 
 @some_cases

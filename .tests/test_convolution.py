@@ -389,6 +389,23 @@ def test_conv_cuda_graph_of_a_training_step(backend, precision):
 
 
 @convolutions_in_tf32(False)
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
+    """Input that is constant along the width, and weights of the two middle columns that are equal: all 64 numbers of a
+    row are the same sum. Added up one by one, float32 outputs would be off by 5e-3."""
+    model = backend.Convolution(32, 64, 4, 2, 1).to(backend.device)
+    with torch.no_grad(), convolutions_in_tf32(tf32):
+        weight = model.conv_transpose.weight.zero_()
+        weight[..., 1] = torch.randn(weight.shape[:-1]).to(weight) * 0.05
+        weight[..., 2] = weight[..., 1]
+        model.conv_transpose.bias.zero_()
+        model.layer_norm.bias.copy_(torch.randn(64))
+        x = (torch.randn(1, 32, 2, 3, 1) * size).expand(-1, -1, -1, -1, 32).contiguous().to(backend.device)
+        expected = nn.functional.gelu(model.layer_norm.bias.double())
+        assert (model(x).double() - expected).abs().max() < (1e-5 if tf32 else 1e-6)
+
+
 def test_conv_with_hooks(backend):
     """Hooks of the inner modules run, forward and backward, and change nothing else."""
     _, ours = models(backend, SCALED)

@@ -1,4 +1,4 @@
-"""ModelNew is nn.LayerNorm's twin, replace_layer_norm, and the rest of nn: hooks, tying, TorchScript, real models."""
+"""LayerNorm is nn.LayerNorm's twin, replace_layer_norm, and the rest of nn: hooks, tying, TorchScript, real models."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from processes import package
+from processes import package, run_here
 from reference import assert_no_worse, random_case, run_case
 from torch import nn
 
@@ -26,7 +26,7 @@ from test_layernorm_inline import randomize
 def test_module_parity(backend, arguments):
     if "bias" in arguments and "bias" not in nn.LayerNorm.__init__.__code__.co_varnames:
         pytest.skip("this PyTorch's nn.LayerNorm has no bias argument")
-    theirs, ours = nn.LayerNorm(**arguments), backend.ModelNew(**arguments)
+    theirs, ours = nn.LayerNorm(**arguments), backend.LayerNorm(**arguments)
     assert isinstance(ours, nn.LayerNorm)
     assert repr(ours) == repr(theirs)
     assert list(ours.state_dict()) == list(theirs.state_dict())
@@ -48,9 +48,9 @@ def test_replace_layer_norm(backend):
     class Custom(nn.LayerNorm):
         pass
 
-    ModelNew = backend.ModelNew
+    LayerNorm = backend.LayerNorm
 
-    class Mine(ModelNew):
+    class Mine(LayerNorm):
         pass
 
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8), Mine(8))).to(
@@ -61,23 +61,23 @@ def test_replace_layer_norm(backend):
     parameters, modules = list(model.parameters()), list(model.modules())
     x = torch.randn(4, 8, device=backend.device)
     expected = model(x)
-    with pytest.warns(UserWarning, match=r"left subclasses .*: test_modules\..*\.Custom \(1\)\.") as warned:
+    with pytest.warns(UserWarning, match=r"skipped subclasses; .*: test_modules\..*\.Custom \(1\)\.") as warned:
         assert backend.replace_layer_norm(model) is model
     assert len(warned) == 1 and warned[0].filename == __file__
-    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew, ModelNew, Custom, Mine]
+    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [LayerNorm, LayerNorm, Custom, Mine]
     assert all(a is b for a, b in zip(parameters, model.parameters()))
     assert all(a is b for a, b in zip(modules, model.modules()))
     torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
     assert len(calls) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert type(backend.replace_layer_norm(nn.LayerNorm(3))) is ModelNew
-        assert type(backend.replace_layer_norm(Custom(3), types=Custom)) is ModelNew
+        assert type(backend.replace_layer_norm(nn.LayerNorm(3))) is LayerNorm
+        assert type(backend.replace_layer_norm(Custom(3), types=Custom)) is LayerNorm
         backend.replace_layer_norm(model, types=(nn.LayerNorm, Custom))
-        assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [ModelNew] * 3 + [Mine]
+        assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [LayerNorm] * 3 + [Mine]
         backend.replace_layer_norm(model)  # nothing is left to do
         for types in ((nn.GroupNorm,), "LayerNorm", None, (cls for cls in [nn.LayerNorm])):
-            with pytest.raises(TypeError, match="types to be subclasses of nn.LayerNorm.* but got .*"):
+            with pytest.raises(TypeError, match="types to be nn.LayerNorm or subclasses of it, but got .*"):
                 backend.replace_layer_norm(model, types=types)
         for wrong in (None, nn.LayerNorm):
             with pytest.raises(TypeError, match=f"to be an nn.Module, but got {type(wrong).__name__}"):
@@ -85,7 +85,7 @@ def test_replace_layer_norm(backend):
         torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_replace_layer_norm_says_what_it_leaves(backend):
+def test_replace_layer_norm_says_what_it_skips(backend):
     """Parametrized modules have a class of PyTorch's, which cannot be turned; accelerate sets forward on the module."""
     parametrized, patched, x = (
         nn.LayerNorm(3).to(backend.device),
@@ -95,8 +95,11 @@ def test_replace_layer_norm_says_what_it_leaves(backend):
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
     patched.forward = lambda x: 2 * type(patched).forward(patched, x)
     for module, words in [
-        (parametrized, "before that\\): torch.*ParametrizedLayerNorm \\(1\\)\\.$"),
-        (nn.Sequential(patched, nn.LayerNorm(3).to(backend.device)), "before that\\): torch.*LayerNorm \\(1\\)\\.$"),
+        (parametrized, "call replace_layer_norm first: torch.*ParametrizedLayerNorm \\(1\\)\\.$"),
+        (
+            nn.Sequential(patched, nn.LayerNorm(3).to(backend.device)),
+            "call replace_layer_norm first: torch.*LayerNorm \\(1\\)\\.$",
+        ),
         (nn.Sequential(nn.Linear(3, 3)).to(backend.device), "found no nn.LayerNorm in Sequential"),
     ]:
         expected = module(x)
@@ -105,6 +108,74 @@ def test_replace_layer_norm_says_what_it_leaves(backend):
                 backend.replace_layer_norm(module, types)
             assert len(warned) == 1 and "in types" not in str(warned[0].message)
             torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_the_reference_model_of_problem_40_can_be_loaded(backend):
+    """KernelBench's Model holds the norm as `ln`. What ModelNew saves has nn.LayerNorm's names."""
+    reference = nn.Module()
+    reference.ln = randomize(nn.LayerNorm((3, 8)))
+    for model in (backend.ModelNew((3, 8)), nn.Sequential(backend.ModelNew((3, 8)))):
+        prefix = "0." if isinstance(model, nn.Sequential) else ""
+        state = {prefix + name: value for name, value in reference.state_dict().items()}
+        names = list(state)
+        model.load_state_dict(state, strict=True)
+        assert list(state) == names, "the caller's dict stays as it is"
+        assert list(model.state_dict()) == [f"{prefix}weight", f"{prefix}bias"]
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), reference.state_dict().values()))
+        model.load_state_dict(model.state_dict(), strict=True)
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            model.load_state_dict({**state, f"{prefix}ln.other": torch.ones(1)}, strict=True)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        backend.LayerNorm((3, 8)).load_state_dict(reference.state_dict(), strict=True)
+
+
+class Foreign(nn.Module):
+    """A layer norm of another library: not a subclass of nn.LayerNorm, and with other arguments."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+
+@pytest.mark.parametrize("what", ["ours", "Foreign"])
+@pytest.mark.parametrize("when", ["before the import", "after the import"])
+def test_somebody_assigns_nn_layer_norm(what, when):
+    """Libraries and users do so, to catch every model that is built later."""
+    code = f"""
+        import torch, warnings
+        from torch import nn
+        from test_modules import Foreign
+        warnings.simplefilter("error")
+        original, x = nn.LayerNorm, torch.randn(3, 8)
+        model = nn.Sequential(nn.LayerNorm(8))
+        if {when == "before the import"}:
+            import sys
+            del sys.modules["layernorm_inline"]
+            nn.LayerNorm = Foreign
+        import layernorm_inline as L
+        nn.LayerNorm = {"L.LayerNorm" if what == "ours" else "Foreign"}
+        assert issubclass(L.LayerNorm, original)
+        torch.testing.assert_close(L.LayerNorm(8)(x), original(8)(x))
+        assert type(L.replace_layer_norm(model)[0]) is L.LayerNorm
+        if {what == "ours"}:
+            L.replace_layer_norm(nn.Sequential(nn.LayerNorm(8)))  # nothing to do, and no warning
+    """
+    done = run_here(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reloaded_file_converts_its_earlier_class():
+    """As a notebook's autoreload does it."""
+    code = """
+        import importlib, torch, warnings
+        import layernorm_inline as L
+        warnings.simplefilter("error")
+        old, model = L.LayerNorm, L.replace_layer_norm(torch.nn.Sequential(torch.nn.LayerNorm(8)))
+        importlib.reload(L)
+        assert type(L.replace_layer_norm(model)[0]) is L.LayerNorm is not old
+    """
+    done = run_here(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_overrides_functions_is_asked(backend):
@@ -134,15 +205,15 @@ def test_what_overrides_functions_is_asked(backend):
 @pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
 def test_the_encoder_layer_of_pytorch(backend):
     """In evaluation PyTorch's own path calls none of its modules, unless that is turned off."""
-    ModelNew = backend.ModelNew
+    LayerNorm = backend.LayerNorm
     encoder = backend.replace_layer_norm(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(backend.device)
     )
     calls = []
     x, before = torch.randn(2, 3, 8, device=backend.device), torch.backends.mha.get_fastpath_enabled()
-    forward = ModelNew.forward
+    forward = LayerNorm.forward
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(ModelNew, "forward", lambda norm, x: calls.append(1) or forward(norm, x))
+        patch.setattr(LayerNorm, "forward", lambda norm, x: calls.append(1) or forward(norm, x))
         for enabled, expected in ((True, 0), (False, 2)):
             torch.backends.mha.set_fastpath_enabled(enabled)
             try:
@@ -166,7 +237,7 @@ def test_with_the_rest_of_nn(backend):
     ours(x.clone().requires_grad_()).sum().backward()
     assert len(calls) == 3
 
-    tied = nn.ModuleList([backend.ModelNew(32), backend.ModelNew(32)]).to(backend.device)
+    tied = nn.ModuleList([backend.LayerNorm(32), backend.LayerNorm(32)]).to(backend.device)
     tied[1].weight = tied[0].weight
     tied[1](tied[0](x)).square().sum().backward()
     twice = [nn.functional.layer_norm, backend.layer_norm]
@@ -183,7 +254,7 @@ def test_with_the_rest_of_nn(backend):
             return 2 * weight
 
     parametrized = copy.deepcopy(theirs)
-    parametrized.__class__ = backend.ModelNew
+    parametrized.__class__ = backend.LayerNorm
     nn.utils.parametrize.register_parametrization(parametrized, "weight", Double())
     torch.testing.assert_close(parametrized(x) - theirs.bias, 2 * (expected - theirs.bias), atol=1e-5, rtol=1e-5)
 
@@ -213,7 +284,7 @@ def test_torchscript_and_fx(backend):
 
 def test_meta_device_then_materialized(backend):
     with torch.device("meta"):
-        module = backend.ModelNew(24)
+        module = backend.LayerNorm(24)
     assert module(torch.empty(3, 24, device="meta")).shape == (3, 24)
     module = module.to_empty(device=backend.device)
     module.reset_parameters()
@@ -246,7 +317,7 @@ def test_real_models(backend, name):
     model, inputs = (torch_vision if name in ("ConvNeXt", "Swin") else hugging_face)(name)
     theirs = model.to(backend.device).eval()
     ours, exact = backend.replace_layer_norm(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
-    replaced = sum(type(m) is backend.ModelNew for m in ours.modules())
+    replaced = sum(type(m) is backend.LayerNorm for m in ours.modules())
     # torchvision's ConvNeXt also has a subclass for channels first, which stays as it is.
     assert replaced >= 2
     results = []
@@ -276,7 +347,7 @@ def test_layer_norm_on_the_cpu():
 
 
 def test_half_and_double_modules(backend):
-    module = backend.ModelNew(8)
+    module = backend.LayerNorm(8)
     assert module.double().weight.dtype == torch.float64
     assert module.half().weight.dtype == torch.float16
     x = torch.randn(2, 8, device=backend.device, dtype=torch.float16)
@@ -287,7 +358,7 @@ def test_half_and_double_modules(backend):
     "function",
     [
         layernorm_inline.layer_norm,
-        layernorm_inline.ModelNew.forward,
+        layernorm_inline.LayerNorm.forward,
         layernorm_inline.replace_layer_norm,
         layernorm_inline.ConvTranspose3dLayerNormGELUScaling.forward,
     ],

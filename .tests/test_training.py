@@ -102,7 +102,7 @@ DISTRIBUTED = """
     import os, sys, copy, torch
     from torch import nn
     import torch.distributed as dist
-    from layernorm_inline import ModelNew, replace_layer_norm
+    from layernorm_inline import LayerNorm, replace_layer_norm
 
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
@@ -114,7 +114,7 @@ DISTRIBUTED = """
         model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).cuda()
         if replace:
             replace_layer_norm(model)
-            assert sum(type(m) is ModelNew for m in model.modules()) == 3
+            assert sum(type(m) is LayerNorm for m in model.modules()) == 3
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
         else:

@@ -163,6 +163,18 @@ def test_sums_that_float32_does_not_have(backend, case):
     assert (y.isnan() | ((y - expected).abs() <= 2**-8 * expected.abs() + 1e-6)).all()
 
 
+@only([case for case in SINGLE if case.epilogue["activation"] is None])
+@pytest.mark.parametrize("period", [1, 4])
+def test_rows_whose_distances_have_no_square(backend, case, period):
+    """Of 3e37 and -3e37: the variance is infinite and the row is bias, as PyTorch's; or NaN where a sum overflowed."""
+    x, weight, bias, dy = case.tensors()
+    signs = 1 - 2 * (torch.arange(case.cols, device=x.device) // period % 2)
+    x.copy_(3e37 * signs)
+    y = run(backend, case, (x, weight, bias, dy), eps=1e-5)[0]
+    is_bias = (y == case.epilogue["scale"] * bias.to(y.dtype)).all(dim=1)
+    assert (is_bias | y.isnan().all(dim=1)).all()
+
+
 # ---- Large means, outliers, numbers of any size ----
 
 LARGE_MEANS = {"fp32": [(1e4, 1.0), (1e6, 0.1)], "fp16": [(1e3, 1.0)], "bf16": [(1e4, 100.0)]}
@@ -258,6 +270,18 @@ def test_constant_rows_give_bias(backend, case, off):
             with backend.on(case.gpu):
                 dx = run_case(backend.layer_norm, x, weight, bias, dy, 1e-5)[1]
             compare_with_float64([([None, dx, None, None], (zeros, weight, bias, dy))], eps=1e-5)
+
+
+def test_a_row_is_the_same_among_many(backend):
+    """Up to rounding, although the number of rows decides the kernel. If the shared-memory kernel subtracted a mean that
+    is rounded to float32, rows of mean 10^4 would change by 5e-4."""
+    many, cols = (15 * 160 + 1 if backend.is_cuda else 31), 9000
+    x = random_case(many, cols, torch.float32, "none", mean=1e4, telling=False, device=backend.device)[0]
+    with backend.on(emulator.GPUS["hopper"](2)):
+        together, alone = (backend.layer_norm(t, (cols,), eps=1e-12)[:1].double() for t in (x, x[:1].clone()))
+    exact = x[:1].double() - x[:1].double().mean()
+    exact = exact * exact.square().mean().rsqrt()
+    assert max((y - exact).abs().max() for y in (together, alone)) < 2e-6
 
 
 # ---- Sums over many rows ----

@@ -1,0 +1,112 @@
+"""Compares the machine code of two versions of layernorm_inline.py, kernel by kernel, without a GPU.
+
+    python .tests/machine_code.py HEAD                   this file against the last commit, for sm_90a
+    python .tests/machine_code.py HEAD~3 --arch sm_80 sm_90a
+
+Prints every kernel whose instructions, registers or local memory differ, and kernels that only one version has. A change
+that only moves or renames code must print "all N kernels are equal". Needs nvcc, and cuobjdump, which comes with Triton.
+"""
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MACROS = {"": [], "epilogue": ["-DLAYERNORM_WITH_EPILOGUE"]}  # the two libraries
+
+
+def cuobjdump():
+    """Returns the path of cuobjdump in the Triton package, or None."""
+    triton = importlib.util.find_spec("triton")
+    path = triton and Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
+    return path if path and path.exists() else None
+
+
+def cuda_source(text):
+    """Returns CUDA_SOURCE of a version of the file, given as text, without loading its kernels."""
+    end = text.index("# 6  Load")
+    namespace = {"__name__": "version"}
+    exec(compile(text[:end], "layernorm_inline.py", "exec"), namespace)
+    return namespace["CUDA_SOURCE"]
+
+
+def compile_kernels(source, arch, macros, folder):
+    """Compiles the kernels to a cubin in an empty folder, and returns its path."""
+    cu, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
+    cu.write_text(source)
+    flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", *macros]
+    target = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
+    subprocess.run(["nvcc", "-cubin", target, *flags, "-o", str(cubin), str(cu)], check=True)
+    return cubin
+
+
+def resources(cubin):
+    """Returns {kernel: (registers, bytes of local memory)}."""
+    usage = subprocess.run([cuobjdump(), "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    return {name: (int(registers), int(stack) + int(local)) for name, registers, stack, local in found}
+
+
+def instructions(cubin):
+    """Returns {kernel: its instructions, without addresses and encodings}."""
+    sass = subprocess.run([cuobjdump(), "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    kernels = {}
+    for part in sass.split("Function : ")[1:]:
+        name, _, body = part.partition("\n")
+        kernels[name.strip()] = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?;)", body)
+    return kernels
+
+
+def demangled(names):
+    done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
+    return [re.sub(r"version::\(anonymous namespace\)::|\(.*", "", line) for line in done.stdout.splitlines()]
+
+
+def kernels_of(text, arch, macros):
+    """Returns {demangled name: (instructions, registers, bytes of local memory)} of a version of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = compile_kernels(cuda_source(text), arch, macros, folder)
+        code, usage = instructions(cubin), resources(cubin)
+    return {short: (code[name], *usage[name]) for name, short in zip(code, demangled(code))}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("revision", help="the version to compare with: a revision of git, or a path")
+    parser.add_argument("--arch", nargs="+", default=["sm_90a"])
+    arguments = parser.parse_args()
+    if cuobjdump() is None:
+        parser.error("needs cuobjdump: pip install triton")
+    if Path(arguments.revision).exists():
+        before = Path(arguments.revision).read_text()
+    else:
+        show = ["git", "-C", ROOT, "show", f"{arguments.revision}:layernorm_inline.py"]
+        before = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    versions = [before, (ROOT / "layernorm_inline.py").read_text()]
+    differ = total = 0
+    for arch in arguments.arch:
+        for library, macros in MACROS.items():
+            with ThreadPoolExecutor(2) as pool:
+                old, new = pool.map(lambda text, a=arch, m=macros: kernels_of(text, a, m), versions)
+            total += len(new)
+            for name in sorted({*old, *new}):
+                a, b = old.get(name), new.get(name)
+                if a == b:
+                    continue
+                differ += 1
+                sizes = [
+                    "absent" if k is None else f"{len(k[0])} instructions, {k[1]} registers, {k[2]} B local"
+                    for k in (a, b)
+                ]
+                print(f"{arch} {library} {name}: {sizes[0]} -> {sizes[1]}")
+    print(f"{differ} kernels differ" if differ else f"all {total} kernels are equal")
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
