@@ -112,9 +112,15 @@ _TorchConvTranspose3d = nn.modules.conv.ConvTranspose3d
 
 # torch.__version__ compares as a version, not as a string.
 _OVERRIDES_ARE_TRACED = torch.__version__ >= "2.2"  # older Dynamo cannot trace has_torch_function_variadic
-_is_compiling = torch.compiler.is_compiling if torch.__version__ >= "2.5" else torch._utils.is_compiling
-_is_exporting = torch.compiler.is_exporting if torch.__version__ >= "2.7" else lambda: False
-_tracing_state = torch._C._get_tracing_state  # not None while torch.jit.trace runs
+# Returns True while Dynamo traces, for torch.compile or for a strict torch.export.
+_is_dynamo_tracing = torch.compiler.is_dynamo_compiling if torch.__version__ >= "2.5" else torch._utils.is_compiling
+_tracing_state = torch._C._get_tracing_state  # returns None unless torch.jit.trace runs
+_HAS_EXPORT_FLAG = torch.__version__ >= "2.7"
+
+
+def _is_exporting():
+    """Returns True while torch.export runs, strict or not. (torch.compiler.is_exporting is always True in some Dynamos.)"""
+    return _HAS_EXPORT_FLAG and torch.compiler._is_exporting_flag
 
 
 def _is_left_to_pytorch(input, normalized_shape, eps):
@@ -188,7 +194,7 @@ def layer_norm(
         >>> x = torch.randn(32, 768, device="cuda")
         >>> y = layer_norm(x, (768,), torch.ones(768, device="cuda"), activation="gelu")
     """
-    if (_OVERRIDES_ARE_TRACED or not _is_compiling()) and has_torch_function_variadic(input, weight, bias):
+    if (_OVERRIDES_ARE_TRACED or not _is_dynamo_tracing()) and has_torch_function_variadic(input, weight, bias):
         rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
         return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **rest)
     if type(scale) is not float and not isinstance(scale, numbers.Real):
@@ -198,7 +204,7 @@ def layer_norm(
     runs_on_cuda = isinstance(input, torch.Tensor) and input.is_cuda and input.dtype is not torch.float64
     if not runs_on_cuda or _tracing_state() is not None:  # torch.jit.trace, or torch.onnx.export without dynamo
         return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
-    if _is_compiling():
+    if _is_dynamo_tracing() or _is_exporting():
         if _is_left_to_pytorch(input, normalized_shape, eps):
             return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
     elif not _has_usual_types(normalized_shape, weight, bias, eps):
@@ -562,6 +568,18 @@ def _find_cuda_home():
     raise RuntimeError(f"layernorm_inline: {', '.join(rejected) or missing}; {built}. {advice}")
 
 
+def _check_host_compiler():
+    """Raises with advice if the C++ compiler, or the headers that it needs, are missing."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        advice = "Install one, for example with: apt install g++, or name it in the environment variable CXX."
+        raise RuntimeError(f"layernorm_inline: the C++ compiler {compiler} was not found. {advice}")
+    headers = sysconfig.get_path("include")
+    if torch.__version__ < "2.8" and not os.path.exists(os.path.join(headers, "Python.h")):
+        advice = "Install them, for example with: apt install python3-dev, or use PyTorch 2.8 or newer."
+        raise RuntimeError(f"layernorm_inline: Python's headers (Python.h) were not found in {headers}. {advice}")
+
+
 def _add_ninja_to_path(restored, folder):
     """Puts _NINJA on PATH, in front of the ninja that it calls, until the ExitStack `restored` is closed."""
     path = os.environ.get("PATH", os.defpath)
@@ -600,6 +618,7 @@ def _compile(folder, codes):
     macros, kernels = [], "CUDA kernels"
     if name.endswith("_epilogue"):
         macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels for activations and scale"
+    _check_host_compiler()
     cuda_home, release = _find_cuda_home()
     codes, remark = _known_codes(cuda_home, release, codes)
     compiled_for = ", ".join(codes) + (

@@ -221,14 +221,38 @@ def of_each_kind(cases):
     return [case for case in smallest.values() if case.elements < 4 * 10**7]
 
 
+def cross_section(cases):
+    """Returns few and small cases which together have, for each kernel family and direction, every dtype with aligned and
+    with other rows, every kind of weight and bias, every form, and every tensor that begins off a 16-byte boundary."""
+
+    def covered_by(case):
+        for direction in ("forward", "backward"):
+            family = getattr(case, direction)
+            yield from ((direction, family, case.dtype, case.aligned("xwb")), (direction, family, case.affine))
+            yield from ((direction, family, case.form), (direction, family, case.off))
+
+    covers = {case: set(covered_by(case)) for case in cases}
+    missing, chosen = set().union(*covers.values()), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(covers[case] & missing) / (20_000 + case.elements)))
+        missing -= covers[chosen[-1]]
+    return chosen
+
+
 CASES = cases_of([*this_gpu(), *EMULATED])
 SOME = of_each_kind(CASES)
+# Those that run without --full: on the GPU that is there, or on an emulated Hopper GPU.
+SHORT = {str(case) for case in cross_section([c for c in CASES if c.gpu.name == ("cuda" if this_gpu() else "hopper")])}
 
 
 def parameters(cases):
-    """For tests that take backend and case."""
-    on = [("cuda", []) if case.gpu.name == "cuda" else ("emulated", pytest.mark.emulated) for case in cases]
-    marked = [pytest.param(name, case, id=str(case), marks=mark) for case, (name, mark) in zip(cases, on)]
+    """Returns the decorator for tests of backend and case."""
+    marked = []
+    for case in cases:
+        name, marks = ("cuda", []) if case.gpu.name == "cuda" else ("emulated", [pytest.mark.emulated])
+        if str(case) not in SHORT:
+            marks = [*marks, pytest.mark.full]
+        marked.append(pytest.param(name, case, id=str(case), marks=marks))
     return pytest.mark.parametrize("backend,case", marked, indirect=["backend"])
 
 

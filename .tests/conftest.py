@@ -99,10 +99,42 @@ def backend(request):
         yield MADE[name]
 
 
+# ---- Which tests ----
+
+NOT_RUN = pytest.StashKey()  # (tests of the full suite that do not run, how many of them need a GPU)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --full, deselects the tests that are marked `full`, and those for the kind of GPU that is not there: a CUDA
+    GPU, or emulated ones beside a CUDA GPU."""
+    if config.getoption("--full") or any("::" in argument for argument in config.args):
+        return
+    chosen, not_run, need_gpu = [], [], 0
+    for item in items:
+        backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+        lacks_gpu = backend == "cuda" and not HAVE_GPU
+        if lacks_gpu or item.get_closest_marker("full") or (backend == "emulated" and HAVE_GPU):
+            not_run.append(item)
+            need_gpu += lacks_gpu
+        else:
+            chosen.append(item)
+    config.stash[NOT_RUN] = (len(not_run), need_gpu)
+    config.hook.pytest_deselected(items=not_run)
+    items[:] = chosen
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    not_run, need_gpu = config.stash.get(NOT_RUN, (0, 0))
+    if not_run > 0:
+        needs = f" ({need_gpu} of them need a CUDA GPU)" if need_gpu else ""
+        terminalreporter.write_line(f"{not_run} tests of the full suite{needs} were not run: python -m pytest --full")
+
+
 # ---- Seeds ----
 
 
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run all tests, not only those that take three minutes")
     parser.addoption("--new-seeds", action="store_true", help="draw other random numbers than in the run before")
     parser.addoption("--first-seed", type=int, default=0, help="as a run with --new-seeds printed it")
 
@@ -136,6 +168,8 @@ def restored():
     yield
     cudnn.enabled, cudnn.allow_tf32 = before
     torch.set_default_dtype(dtype)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # its caches keep tensors, so that later tests would not find the memory poisoned
     if HAVE_GPU:
         torch.cuda.empty_cache()
 

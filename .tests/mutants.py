@@ -6,6 +6,7 @@
     python .tests/mutants.py --cpu            without a GPU: bugs of kernels and binding are looked for on emulated GPUs,
                                               the rest as ever; what needs a GPU is not tried, and the exit status of all
                                               mutants is then 1
+    python .tests/mutants.py --short          against the tests that run without --full, to see what these are worth
     python .tests/mutants.py --green          the tests have just succeeded without a bug: half the time
     python .tests/mutants.py --check          builds nothing: does each replacement apply, do the words of its tests occur?
 
@@ -417,8 +418,9 @@ def visible_gpus():
 
 
 class Runner:
-    def __init__(self, work, jobs):
+    def __init__(self, work, jobs, selection=("--full",)):
         self.work = work
+        self.selection = selection
         self.source = (ROOT / SOURCE).read_text()
         self.builds = threading.BoundedSemaphore(jobs)
         self.gpus = gpus = visible_gpus()
@@ -468,7 +470,18 @@ class Runner:
         environment = self.environment_of(folder, mark)
         if devices and mark == "not emulated":
             environment["CUDA_VISIBLE_DEVICES"] = devices
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rfE", "-p", "no:cacheprovider", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *self.selection,
+            "-v",
+            "--tb=no",
+            "-rfE",
+            "-p",
+            "no:cacheprovider",
+            *options,
+        ]
         command += ["--rootdir=.", f"--basetemp={folder / 'temp'}", TESTS, "-k", expression, "-m", mark]
         result = run(command, folder, environment, quiet, LONGEST)
         self.places.put(devices)
@@ -523,6 +536,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
     parser.add_argument("--cpu", action="store_true", help="bugs of the kernels: tests on emulated GPUs")
+    parser.add_argument("--short", action="store_true", help="only the tests that run without --full")
     parser.add_argument("--green", action="store_true", help="the tests are known to succeed without a bug")
     parser.add_argument("--list", action="store_true", help="print names, bugs and tests")
     parser.add_argument("--check", action="store_true", help="build nothing: does each replacement apply?")
@@ -536,6 +550,8 @@ def main():
         return check(mutants) > 0
     source = (ROOT / SOURCE).read_text()
     mutants = [on_the_cpu(m, source) if arguments.cpu or m.emulated else m for m in mutants]
+    if arguments.short:
+        mutants = [m._replace(tests="test", quiet=LONGEST) for m in mutants]
     if arguments.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {mutant.old}\n    {mutant.new or '(nothing)'}")
@@ -567,7 +583,7 @@ def main():
         if arguments.output:
             Path(arguments.output).write_text("\n".join(lines) + "\n")
 
-    runner = Runner(work, arguments.jobs)
+    runner = Runner(work, arguments.jobs, () if arguments.short else ("--full",))
     # What is narrow first: a test runs once.
     expressions = sorted({(m.mark, m.tests) for m in mutants if m.tests}, key=lambda e: len(e[1]), reverse=True)
     ends = []

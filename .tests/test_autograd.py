@@ -49,7 +49,7 @@ def assert_derivatives(function, tensors, most, exact=formula):
 
 
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 8), (2, 5000)])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 8), pytest.param((2, 5000), marks=pytest.mark.full)])
 def test_second_derivatives(backend, shape, affine):
     _, weight, bias, _ = random_case(1, shape[-1], torch.float32, affine, device=backend.device)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(backend.device).requires_grad_()
@@ -61,6 +61,7 @@ def test_second_derivatives(backend, shape, affine):
     assert_derivatives(function, inputs, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
 def test_third_derivatives(backend, activation):
     x, weight, bias, _ = random_case(3, 5, torch.float32, telling=False, device=backend.device)
@@ -98,6 +99,7 @@ def test_second_derivatives_of_an_activation(backend, activation):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("rows,cols", [(6, 40), (9, 16384), (20, 20001)])
 def test_copy_on_write_tensors_stay_shared(backend, rows, cols, activation):
@@ -173,6 +175,7 @@ MAPPED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.5)])
 @pytest.mark.parametrize("outer", ["autograd", "torch.func"])
 @pytest.mark.parametrize("x,weight,bias,in_dims", MAPPED)
@@ -302,6 +305,7 @@ def test_derivatives_of_the_first_order_are_the_kernels(backend, how):
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_second_derivatives_of_many_rows(backend, dtype):
@@ -512,6 +516,7 @@ def test_threads_in_backward_over_one_graph(backend):
     assert "" in ends and all("second time" in end for end in ends if end)
 
 
+@pytest.mark.full
 def test_a_deep_graph_can_be_freed(backend):
     x = torch.randn(1, 8, device=backend.device, requires_grad=True)
     for _ in range(50_000 if backend.is_cuda else 2_000):

@@ -165,6 +165,7 @@ def test_an_op_takes_only_what_its_library_has(backend):
                 ops.layer_norm_backward(x, x, [5], x.new_zeros(2, 2), None, None, 1e-5, activation, scale, [True] * 3)
 
 
+@pytest.mark.full
 @some_cases
 def test_strided_weight_bias_and_grad_output(backend, case):
     x, *others = case.tensors()

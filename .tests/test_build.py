@@ -155,6 +155,7 @@ def test_one_namespace_for_every_machine(builds, monkeypatch):
     assert {os.path.basename(path) for path in builds.loaded} == {NAME + ".so"}, "whose ops have one name"
 
 
+@pytest.mark.full
 @can_build
 def test_a_traced_program_is_loaded_where_another_list_was_compiled(tmp_path):
     write_copy(tmp_path, new=TINY)
@@ -193,6 +194,7 @@ int nvmlDeviceGetCudaComputeCapability(void* gpu, int* major, int* minor) { *maj
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "variables,expected",
     [
@@ -221,6 +223,7 @@ def test_gpus_are_found_without_initializing_cuda(tmp_path, variables, expected)
     assert status == 0 and out == ("CUDA is asked\n[]\n" if expected == "CUDA is asked" else f"{expected}\n"), out + err
 
 
+@pytest.mark.full
 @gpu
 def test_the_import_does_not_initialize_cuda(tmp_path):
     """Neither the first import, which compiles, nor a later one, also in a forked child of a process that used CUDA."""
@@ -617,6 +620,7 @@ def with_toolkit(home, code):
     return f"import os, signal, torch\nfrom torch.utils import cpp_extension\n{setting}\n{textwrap.dedent(code)}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signal_", ["SIGKILL", "SIGINT"])
 def test_compilers_end_with_the_process(tmp_path, toolkit, signal_):
     """Also where ninja is killed by PyTorch, as an interrupt in a notebook does."""
@@ -654,9 +658,13 @@ def test_an_old_packages_ninja_is_called_without_its_script(monkeypatch, tmp_pat
     "spoil,message",
     [
         ("", "Error building extension.*\nnvcc says no\n"),
-        ("os.environ['CXX'] = 'no-such-compiler'", "no-such-compiler.*not found"),
+        ("os.environ['CXX'] = 'no-such-compiler -O2'", "compiler no-such-compiler -O2 was not found.*apt install g++"),
         (
-            "import sysconfig; sysconfig.get_path = lambda *_, **__: '/none'; os.environ['PATH'] = ''",
+            "torch.__version__ = type(torch.__version__)('2.7.1'); import sysconfig; sysconfig.get_path = lambda *_: '/none'",
+            "Python.h.*not found in /none.*apt install python3-dev",
+        ),
+        (
+            "import shutil, sysconfig; sysconfig.get_path = lambda *_, **__: '/none'; os.environ.update(CXX=shutil.which('c++'), PATH='')",
             "Ninja is required",
         ),
         # A write beyond the limit fails, as on a full disk.
@@ -665,7 +673,7 @@ def test_an_old_packages_ninja_is_called_without_its_script(monkeypatch, tmp_pat
             "File too large",
         ),
     ],
-    ids=["compiler", "no compiler", "no ninja", "no room"],
+    ids=["compiler", "no compiler", "no headers of Python", "no ninja", "disk full"],
 )
 def test_what_a_build_fails_of_reaches_the_user_each_time(tmp_path, toolkit, spoil, message):
     """The process is then as it was, and nothing unfinished is taken for whole."""
@@ -685,6 +693,7 @@ def test_what_a_build_fails_of_reaches_the_user_each_time(tmp_path, toolkit, spo
     assert not list(tmp_path.glob("cache/*/*/complete"))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of PyTorch")
 def test_pytorchs_warning_that_there_is_no_gpu_is_not_shown(tmp_path, toolkit):
     status, _, err = end(start(tmp_path, CUDA_HOME=toolkit(torch.version.cuda), **FOR_9_0))
@@ -694,6 +703,7 @@ def test_pytorchs_warning_that_there_is_no_gpu_is_not_shown(tmp_path, toolkit):
 # ---- The import ----
 
 
+@pytest.mark.full
 @can_build
 def test_one_of_many_processes_builds(tmp_path):
     code = "import layernorm_inline; assert layernorm_inline._ops; layernorm_inline._load_epilogue()"
@@ -709,6 +719,7 @@ def test_one_of_many_processes_builds(tmp_path):
     assert (status, err) == (0, "") and float(out) < 2, "a warm import takes a fraction of a second"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("library", machine_code.MACROS)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])
 def test_no_kernel_has_local_memory(tmp_path, arch, library):
@@ -723,6 +734,7 @@ def test_no_kernel_has_local_memory(tmp_path, arch, library):
     assert {name: local for name, (_, local) in kernels.items() if local > 0} == {}
 
 
+@pytest.mark.full
 @can_build
 def test_threads_import_copies_of_the_file(tmp_path):
     """Of one text, all compile at the same moment, and leave the process as it was."""
@@ -746,6 +758,7 @@ def test_threads_import_copies_of_the_file(tmp_path):
     assert status == 0 and err.count("compiling") == 1, err
 
 
+@pytest.mark.full
 @can_build
 def test_two_versions_and_two_names_in_one_process(tmp_path):
     folder = tmp_path / "näm e"
@@ -761,6 +774,7 @@ def test_two_versions_and_two_names_in_one_process(tmp_path):
     assert status == 0 and err.count("compiling") == 2, err
 
 
+@pytest.mark.full
 @gpu
 @pytest.mark.parametrize("architecture", ["compute_75", "compute_80"])  # 7.5: older than problem 34's kernel, too
 def test_code_for_an_older_architecture_runs(tmp_path, architecture):
@@ -794,6 +808,7 @@ def test_code_for_an_older_architecture_runs(tmp_path, architecture):
     assert status == 0, err
 
 
+@pytest.mark.full
 @gpu
 def test_a_gpu_that_nothing_was_compiled_for(tmp_path):
     major, minor = torch.cuda.get_device_capability()
@@ -813,6 +828,7 @@ def test_a_gpu_that_nothing_was_compiled_for(tmp_path):
     assert status == 0 and f"cannot run on cuda:0: {why}" in out, out + err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cuda,arch_list,why",
     [

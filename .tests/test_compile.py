@@ -28,6 +28,7 @@ def test_fake_tensors_have_the_right_shapes(dtype):
             layernorm_inline.layer_norm(x, (8, 6))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
 def test_torch_compile_in_one_graph(backend, training):
     module = nn.Sequential(nn.Linear(64, 64), backend.ModelNew(64), nn.ReLU()).to(backend.device)
@@ -110,6 +111,7 @@ def compile_the_first_use(name):
         torch.testing.assert_close(torch.vmap(function, (0, None))(x, "gelu"), function(x, "gelu"))
 
 
+@pytest.mark.full
 def test_first_use_of_an_activation_in_torch_compile(backend):
     """In a process of its own, which has not loaded the second library."""
     done = run_here(f"import test_compile; test_compile.compile_the_first_use({backend.name!r})")
@@ -144,6 +146,7 @@ def call_from_threads(name):
         assert len(results) == threads
 
 
+@pytest.mark.full
 def test_first_use_of_an_activation_in_many_threads(backend):
     assert backend.epilogue_ops  # compiled, if it is not there yet
     done = run_here(f"import test_compile; test_compile.call_from_threads({backend.name!r})")
@@ -268,6 +271,7 @@ def test_export_and_no_recompiling(backend):
     assert counter.frame_count == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_reduce_overhead(backend):
     module = nn.Sequential(nn.Linear(64, 64), backend.ModelNew(64), nn.Linear(64, 8)).to(backend.device)
@@ -307,6 +311,7 @@ def compare_samples_of_pytorchs_own_tests():
     assert samples >= 6 * len(FLOATS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_samples_of_pytorchs_own_tests(backend):
     """In a process of its own: PyTorch's test utilities forbid their process to set cuDNN's flags."""

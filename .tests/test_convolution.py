@@ -131,7 +131,9 @@ def check(backend, reference, ours, x, grad):
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("arguments,shape", MODELS)
+@pytest.mark.parametrize(
+    "arguments,shape", [MODELS[0], *(pytest.param(*m, marks=pytest.mark.full) for m in MODELS[1:])]
+)
 def test_conv_values(backend, arguments, shape, grad, precision):
     x = torch.randn(shape, device=backend.device, dtype=precision)
     check(backend, *models(backend, arguments, precision), x, grad)
@@ -147,6 +149,7 @@ def persistent_loops():
         yield "emulated", emulator.GPUS[name](sms), shape
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name,gpu,shape", list(persistent_loops()), ids=str)
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 def test_conv_persistent_loop(backend, name, gpu, shape, grad, precision):
@@ -163,6 +166,7 @@ def test_conv_persistent_loop(backend, name, gpu, shape, grad, precision):
         assert same_bits(first, results_of(backend, ours, x, False))
 
 
+@pytest.mark.full
 @two_gpus
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
@@ -173,6 +177,7 @@ def test_conv_on_a_device_that_is_not_current(backend, grad, precision):
         check(backend, *models(backend, SCALED, precision, "cuda:1"), x, grad)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("affine", ["none", "float32"])
 def test_conv_without_parameters_or_with_others(backend, affine, precision):
     """As the op is called, not the module: no bias, no weight; float32 ones beside 16 bits."""
@@ -191,6 +196,7 @@ def test_conv_without_parameters_or_with_others(backend, affine, precision):
     torch.testing.assert_close(y.double(), exact, atol=3 * atol if precision == torch.bfloat16 else atol, rtol=atol)
 
 
+@pytest.mark.full
 def test_conv_of_other_inputs(backend, precision):
     reference, ours = models(backend, SCALED, precision)
     atol = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(precision, 1e-5)
@@ -214,6 +220,7 @@ def test_conv_of_other_inputs(backend, precision):
     assert all(torch.equal(g, torch.zeros_like(p)) for g, p in zip(grads, ours.parameters()))
 
 
+@pytest.mark.full
 def test_conv_output_mask(backend, precision):
     """One gradient at a time."""
     _, ours = models(backend, SCALED, precision)
@@ -229,6 +236,7 @@ def test_conv_output_mask(backend, precision):
         torch.testing.assert_close(grad, expected, atol=1e-3, rtol=1e-3)  # PyTorch's convolution may add in any order
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="cuDNN's sums on Hopper"
@@ -253,6 +261,7 @@ def test_conv_rounds_as_pytorch_does(backend, precision):
 NOT_FINITE = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["input", "conv_weight", "conv_bias"])
 @pytest.mark.parametrize("gpu", ["hopper", "ampere"])
 def test_conv_of_nan(backend, gpu, where, precision):
@@ -277,6 +286,7 @@ def test_conv_of_nan(backend, gpu, where, precision):
         assert torch.equal(ours(x).isnan(), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["x", "dy", "weight", "bias"])
 def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
     """Of a NaN as arithmetic on a GPU makes it: also that of the convolution's bias, which is 0 else."""
@@ -295,6 +305,7 @@ def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
 # ---- Derivatives of derivatives, torch.compile, graphs ----
 
 
+@pytest.mark.full
 def test_conv_double_backward(backend):
     reference, ours = models(backend, SCALED)
     results = []
@@ -310,6 +321,7 @@ def test_conv_double_backward(backend):
         assert_no_worse(mine, theirs, exact, factor=3, rounding=1e-5)
 
 
+@pytest.mark.full
 def test_conv_forward_mode(backend):
     """Tangents of the input and of each parameter."""
     reference, ours = models(backend, SCALED)
@@ -331,6 +343,7 @@ def test_conv_forward_mode(backend):
     torch.testing.assert_close(results[half:], results[:half], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
 def test_conv_compiled_in_one_graph(backend, training, precision):
     _, ours = models(backend, SCALED, precision)
@@ -345,6 +358,7 @@ def test_conv_compiled_in_one_graph(backend, training, precision):
             torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.full
 def test_conv_opcheck(backend):
     _, ours = models(backend, SCALED)
     x = torch.randn(2, 32, 2, 3, 32, device=backend.device, requires_grad=True)
@@ -355,6 +369,7 @@ def test_conv_opcheck(backend):
         torch.library.opcheck(op, arguments, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_conv_cuda_graph_of_a_training_step(backend, precision):
     _, ours = models(backend, SCALED, precision)
@@ -388,7 +403,7 @@ def test_conv_cuda_graph_of_a_training_step(backend, precision):
 # ---- When the kernel is taken ----
 
 
-@convolutions_in_tf32(False)
+@pytest.mark.full
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
@@ -406,6 +421,7 @@ def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
         assert (model(x).double() - expected).abs().max() < (1e-5 if tf32 else 1e-6)
 
 
+@convolutions_in_tf32(False)
 def test_conv_with_hooks(backend):
     """Hooks of the inner modules run, forward and backward, and change nothing else."""
     _, ours = models(backend, SCALED)
@@ -444,6 +460,7 @@ def test_conv_with_hooks(backend):
         ours(x)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has one setting for all of cuDNN")
 def test_conv_asks_for_the_setting_of_convolutions(backend, monkeypatch):
     """allow_tf32 raises when it is asked for where convolutions and RNNs differ."""
@@ -506,7 +523,8 @@ def test_conv_fused_conditions(dtype, grad, restored):
         if grad:
             assert y.grad_fn.name() == "ConvTranspose3dLayerNormGELUBackward"
             inputs = (x, *model.parameters())
-            grads = layernorm_inline._epilogue_ops.convolution_backward(y, *inputs, 1e-5, 1.0, [True] * 5)
+            with torch.no_grad():
+                grads = layernorm_inline._epilogue_ops.convolution_backward(y, *inputs, 1e-5, 1.0, [True] * 5)
             assert all(g.shape == t.shape and g.dtype == dtype for g, t in zip(grads, inputs))
         for other in (x[:, :, :, :, :31], x[0], x.double()):
             assert not model._in_one_kernel(other)
@@ -557,6 +575,7 @@ def test_conv_normalizes_the_width(backend, shape, channels):
 # ---- Memory ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_conv_keeps_only_its_input(backend):
     """A step keeps its input and its output; backward adds what parts of the batch take."""

@@ -22,6 +22,7 @@ from reference import (
     same_bits,
 )
 
+pytestmark = pytest.mark.full
 on_cuda = pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 on_cuda_cases = parameters([case for case in SOME if case.gpu.name == "cuda"])
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")

@@ -123,7 +123,6 @@ def launched_on_emulated_gpus(backend):
     return reached, wrong
 
 
-@pytest.mark.quick
 def test_cases_launch_expected_kernels(backend):
     """And all kernels that there are."""
     if backend.is_cuda:

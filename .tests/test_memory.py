@@ -13,6 +13,7 @@ from processes import CACHE, ROOT, environment_with, run, run_here
 from reference import FLOATS, compare_with_float64, random_case, run_case
 from test_convolution import INPUT_PRECISIONS, convolution_call
 
+pytestmark = pytest.mark.full
 on_cuda = pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 
 

@@ -164,6 +164,7 @@ def test_somebody_assigns_nn_layer_norm(what, when):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_reloaded_file_converts_its_earlier_class():
     """As a notebook's autoreload does it."""
     code = """
@@ -310,6 +311,7 @@ def torch_vision(name):
     return make(num_classes=10), torch.randn(2, 3, 64, 64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT", "ConvNeXt", "Swin"])
 def test_real_models(backend, name):
     """Each gradient next to its own largest element, and to what PyTorch's float32 is off float64."""

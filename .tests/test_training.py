@@ -16,6 +16,8 @@ from test_layernorm_inline import ARGUMENTS_34, Model34
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
+pytestmark = pytest.mark.full
+
 
 def train(model, batches, steps, replacement=None, rate=1e-3):
     """Losses of some steps of Adam on random but fixed batches. batches: list of (input, target)."""

@@ -42,7 +42,6 @@ def check(backend, case, tensors, eps=EPS, wanted=(1, 1, 1), luck=NAMES):
 # ---- Cases of the table, random calls ----
 
 
-@pytest.mark.quick
 @every_case
 def test_values(backend, case):
     """On emulated GPUs the same bits, too, with threads and copies in another order."""
@@ -84,6 +83,7 @@ def any_call(gpu, number, most):
     return Case(gpu, rows, cols, dtype, rng.choice(list(FORMS)), off, affine), rng.choice([1e-12, 1e-5, 1e-1]), numbers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", range(50))
 def test_any_call(backend, part, seed):
     for number in range(20 if backend.is_cuda else 4):
@@ -103,6 +103,7 @@ def test_output_mask(backend, case):
         check(backend, case, case.tensors(), wanted=wanted)
 
 
+@pytest.mark.full
 @some_cases
 def test_eps(backend, case):
     for eps in (0.0, 1e-12, 1e-5, 1.0, 1e10):
@@ -142,6 +143,7 @@ def only(cases):
     return with_parameters([parameter for parameter in some_cases.args[1] if parameter.id in chosen])
 
 
+@pytest.mark.full
 @only(NOT_FP16)
 @pytest.mark.parametrize("where", [slice(None), slice(5, 6)], ids=["everywhere", "one number"])
 def test_a_variance_that_overflows(backend, case, where):
@@ -154,6 +156,7 @@ def test_a_variance_that_overflows(backend, case, where):
     assert not dx.any() and not grad_weight.any()
 
 
+@pytest.mark.full
 @only(SINGLE)
 def test_sums_that_float32_does_not_have(backend, case):
     """Are NaN in the end, or right, but nothing between."""
@@ -163,6 +166,7 @@ def test_sums_that_float32_does_not_have(backend, case):
     assert (y.isnan() | ((y - expected).abs() <= 2**-8 * expected.abs() + 1e-6)).all()
 
 
+@pytest.mark.full
 @only([case for case in SINGLE if case.epilogue["activation"] is None])
 @pytest.mark.parametrize("period", [1, 4])
 def test_rows_whose_distances_have_no_square(backend, case, period):
@@ -187,6 +191,7 @@ def test_large_mean(backend, case):
         check(backend, case, tensors, 1e-5, luck=NAMES if case.rows < 6 or not backend.is_cuda else SUMS)
 
 
+@pytest.mark.full
 @only(SINGLE)
 def test_huge_mean(backend, case):
     """1e20, whose square float32 does not have: numbers around it, rows with some numbers next to it."""
@@ -197,6 +202,7 @@ def test_huge_mean(backend, case):
     check(backend, case, tensors, 1e-5)
 
 
+@pytest.mark.full
 @some_cases
 def test_numbers_far_from_the_rest(backend, case):
     """Where a row is sampled (means are then distances from an outlier, see reference_of), at its ends, at distances."""
@@ -212,6 +218,7 @@ def test_numbers_far_from_the_rest(backend, case):
         check(backend, case, tensors, 1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("std,dtype", [(1e-39, "fp32"), (1e15, "fp32"), (6e-6, "fp16"), (1e4, "fp16"), (1e15, "bf16")])
 @pytest.mark.parametrize("cols", [64, 5000, 60000])
 def test_tiny_and_huge_numbers(backend, cols, std, dtype):
@@ -219,6 +226,7 @@ def test_tiny_and_huge_numbers(backend, cols, std, dtype):
     assert_close_to_float64(backend, case, eps=1e-5, luck=SUMS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cols", [1000, 9000, 16392, 20001])
 def test_rstd_whose_square_overflows(backend, cols):
     options = dict(mean=0.0, std=3e-20, telling=False, device=backend.device)
@@ -272,6 +280,7 @@ def test_constant_rows_give_bias(backend, case, off):
             compare_with_float64([([None, dx, None, None], (zeros, weight, bias, dy))], eps=1e-5)
 
 
+@pytest.mark.full
 def test_a_row_is_the_same_among_many(backend):
     """Up to rounding, although the number of rows decides the kernel. If the shared-memory kernel subtracted a mean that
     is rounded to float32, rows of mean 10^4 would change by 5e-4."""
@@ -287,6 +296,7 @@ def test_a_row_is_the_same_among_many(backend):
 # ---- Sums over many rows ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gpu,rows,cols,value", [
     (emulator.GPUS["hopper"](1), 1100, 2056, 0.931),
     (emulator.GPUS["ada"](2), 600, 4104, 0.847),  # two blocks share all rows
@@ -305,6 +315,7 @@ def test_gradients_of_many_rows(backend, gpu, rows, cols, value):
 # ---- Statistics: the last digits ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rows,cols,calls",
     [(1, 26157, 400), (2, 10006, 400), (1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)],
@@ -328,6 +339,7 @@ def test_the_means_rest_is_subtracted_too(backend, rows, cols, calls):
         assert rstd_is_off.abs().max() < 4 * 2.0**-24, number  # 46 where parts' means are off by what a sum rounds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows,cols", [(4, 65536), (1, 1 << 21), (8, 1 << 21)])
 def test_rstd_of_long_rows(backend, rows, cols):
     """Of rows of 1 and -1, whose variance is 1: their output is rstd, within 0.62 units in the last place."""
@@ -343,6 +355,7 @@ def test_rstd_of_long_rows(backend, rows, cols):
 # ---- Activation and scale ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows,cols", [(40, 3), (64, 129), (9, 4096), (40, 9000), (5, 20001), (3, 40000)])
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation,scale", [("gelu", 1.0), ("gelu_tanh", -0.5), (None, 2.0), ("gelu", 0.0)])
@@ -355,6 +368,7 @@ def test_activation(backend, rows, cols, dtype, activation, scale):
     assert_close_to_float64(backend, *cases, eps=1e-5, activation=activation, scale=scale, luck=luck)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_activation_of_every_argument(backend, activation, dtype):
