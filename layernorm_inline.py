@@ -899,11 +899,22 @@ bool fits_convolution(DType dtype, bool tf32);  // the current device has the sh
 CPP_SOURCE = (
     _INTERFACE
     + r"""
-#include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
+#define AT_PER_OPERATOR_HEADERS  // instead of ATen/ATen.h, which alone takes g++ 5 s
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/conv_transpose3d.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -1406,7 +1417,10 @@ Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op("layer_norm", layer_norm_forward<false>);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  const auto cast = [](const auto& t) { return at::autocast::cached_cast(at::kFloat, t); };
+  const auto cast = [](const OptionalTensor& t) {
+    const bool casts = present(t) && t->is_floating_point() && t->scalar_type() != at::kDouble;
+    return casts ? t->to(at::kFloat) : t.value_or(Tensor());
+  };
   return op.call(cast(input), normalized_shape, cast(weight), cast(bias), eps, activation, scale);
 }
 
@@ -2877,7 +2891,7 @@ struct Bounds {
     if (kShort16Bits) return kArch < 800 || (SHIFTED && kArch >= 860 && kArch < 900) ? 5 : SHIFTED ? 6 : 7;
     if (IN_WARP) return PACKS < kLoads ? 10 - PACKS : PACKS == kLoads ? 5 : 4;  // as many as do not spill
     if (ROWS > 1) return 1;
-    return SHIFTED || (sizeof(T) == 2 && PACKS == kLoads) ? kRowBlocks - 1 : kRowBlocks;
+    return SHIFTED || (sizeof(T) == 2 && PACKS > 1) ? kRowBlocks - 1 : kRowBlocks;
   }
 };
 
@@ -3080,10 +3094,14 @@ ForwardKernel choose_kernel(const Forward& call, const Device& device) {
       if (loads <= 32 * kLoads) return forward_kernel<T, kLoads, 1, false, true>();
     }
     if constexpr (kFloat && !kFused) {
+      if (loads <= 32 * 5) return forward_kernel<T, 5, 1, false, true>();
       if (loads <= 32 * kWarpLoads && all_loads <= places) return forward_kernel<T, kWarpLoads, 1, false, true>();
       if (loads <= 2 * kThreads && all_loads <= kTwoLoadsTurns * places) return forward_kernel<T, 2, 1, false>();
     }
     if (loads <= kThreads && all_loads <= places) return forward_kernel<T, 1, 1, false>();
+    if constexpr (!kFloat && !kFused) {
+      if (loads <= 2 * kThreads && all_loads <= places) return forward_kernel<T, 2, 1, false>();
+    }
   }
   return forward_kernel<T, kLoads, 1, SHIFTED>();
 }

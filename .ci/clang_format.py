@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 FILE = Path(__file__).parent.parent / "layernorm_inline.py"
-SOURCES = re.compile(r'(?<=r""")\n((?:#i|namespace|// ----).*?)(?=""")', re.S)
+SOURCES = re.compile(r'(?<=r""")\n((?:#[id]|namespace|// ----).*?)(?=""")', re.S)
 
 
 def formatted(match):

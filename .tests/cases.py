@@ -29,6 +29,7 @@ def shapes(gpu):
     some, most_shared = s + s // 3 + 1, 15 * s + 1
     long, longer, longest = 1984 * s, 16668 * s, 31776 * s
     yield from ((7, 1), (19, 33), (5, 100), (40, 256), (7, 500), (5, 2041), (3, 2051), (9, 2560), (3, 4099), (9, 4096))
+    yield from ((9, 640), (3, 5120))
     # More loads of 16 bytes than SMs have threads.
     for cols in (9, 41, 64, 65, 255, 320, 768, 1000, 1536, 1999, 2560, 4096):
         yield 18432 * s // cols + 9, cols

@@ -367,7 +367,6 @@ BINDING = {
     r"#include <(?:c10|ATen)/cuda/.*?>\n": "",
     r"c10::kCUDA": "c10::kCPU",
     r"AutocastCUDA": "AutocastCPU",
-    r"cached_cast\(at::kFloat, (\w+)\)": r"cached_cast(at::kFloat, \1, at::kCPU)",
     r"kConvolutionBytes = int64_t\(1\) << 28": "kConvolutionBytes = int64_t(1) << 19",  # still several inputs
     r"kDoubleBackwardElements = 1 << 22": "kDoubleBackwardElements = 1 << 6",  # several parts
 }
