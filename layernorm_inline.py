@@ -2,42 +2,53 @@
 """layernorm_inline: a drop-in nn.LayerNorm for NVIDIA GPUs, in one file.
 
 What it is
-    CUDA kernels for forward and backward, faster than PyTorch's own. CUDA tensors of dtype float32, float16 and
-    bfloat16 run these kernels or raise an error. float64 and other devices run PyTorch's operations, and so do, in part,
-    models under torch.compile and exported programs (see layer_norm). Gradients can be differentiated again, and work
-    with torch.func and in forward mode.
+    CUDA kernels for the forward and backward of layer normalization, which are faster than PyTorch's own. CUDA tensors
+    of dtype float32, float16 and bfloat16 run these kernels or raise an error. PyTorch's operations are used for
+    float64, for tensors on other devices, in exported programs, and for some rows under torch.compile (layer_norm lists
+    the cases). Gradients can be differentiated again, and work with torch.func and in forward mode.
 
 How to use it
-    Copy this file into your project. It needs PyTorch 2.0 or newer, ninja, a C++ compiler and nvcc. For a PyTorch that
-    was built with CUDA 13, pip can install nvcc: `pip install "cuda-toolkit[nvcc,crt,cccl]"`.
+    Copy this file into your project. It needs Linux, PyTorch 2.0 or newer built with CUDA 11.8 or newer, ninja, a C++
+    compiler, and an nvcc of the same major version as PyTorch's CUDA. If that is CUDA 13, pip can install nvcc:
+    `pip install "cuda-toolkit[nvcc,crt,cccl]"`.
 
         from layernorm_inline import LayerNorm, layer_norm, replace_layer_norm
 
         norm = LayerNorm(768).cuda()                  # the arguments of nn.LayerNorm
         y = norm(x)
-        y = layer_norm(x, (768,), weight, bias)       # the arguments of PyTorch's function, and activation and scale
+        y = layer_norm(x, (768,), weight, bias)       # the arguments of PyTorch's function; also activation and scale
         replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
     For KernelBench, ModelNew is level 1 problem 40, and ConvTranspose3dLayerNormGELUScaling is level 2 problem 34.
 
 What the import does
-    The first import compiles the kernels, which takes 15 to 30 s, and stores the library in TORCH_EXTENSIONS_DIR
-    (default: ~/.cache/torch_extensions). Later imports load it. A second library, for activations, scale and
-    the convolution, is compiled on their first use, or when ConvTranspose3dLayerNormGELUScaling is constructed.
-    The import compiles for the GPUs of the machine, without initializing CUDA; if there are none, for the list in
-    TORCH_CUDA_ARCH_LIST; without a list it compiles nothing. It raises if compiling fails, and leaves PyTorch and the
-    environment as they were.
+    The first import compiles the kernels in 15 to 30 s and stores the library in the folder TORCH_EXTENSIONS_DIR
+    (default: ~/.cache/torch_extensions). Later imports load that library. A second library contains the kernels for
+    activations, scale and the convolution. It is compiled on their first use, or when
+    ConvTranspose3dLayerNormGELUScaling is constructed.
+    The import compiles for all GPUs of the machine, which it finds without initializing CUDA. On a machine without a
+    GPU, it compiles for the architectures that the environment variable TORCH_CUDA_ARCH_LIST names. If that names none,
+    nothing is compiled, and only calls with CUDA tensors raise an error. The import itself raises if compiling fails.
+    It leaves PyTorch and the environment variables unchanged.
 
-Reading it
-    1 Python API, 2 Build, 3 Interface of the kernels and the binding, 4 C++ binding, 5 CUDA, 6 Load. CUDA is in rooms,
-    each a string. _ELEMENTS, _STATISTICS, _EPILOGUE, _DEVICE and _ROWS are what kernels share. _DISPATCH asks in this
-    order which room takes a call (each begins with which rows those are, and why that is fast):
-        _REGISTERS     rows of up to 32 KB (unaligned: 28), backward 8 KB (16 without the pipeline)
-        _SHARED        longer aligned rows without an epilogue, of up to 71 KB (16-bit: 43), many of them, forward
-        _PIPELINE      longer aligned rows without an epilogue, from sm_80 on, forward and backward
-        _JOINT         float32 rows too long for the pipeline, of up to 32768 columns an SM, sm_90 to sm_110, forward
-        _SPREAD        all other rows, forward and backward
-    _CONVOLUTION is ConvTranspose3d, LayerNorm, GELU and scaling in one kernel.
+How to read it
+    The file has six sections:
+        1  Python API    what users call
+        2  Build         finds the compiler, compiles a library once, keeps it in a cache
+        3  Interface     the structs that describe a call: the binding fills them, the kernels read them
+        4  C++ binding   checks, allocation, autograd, vmap and autocast; registers the ops with PyTorch's dispatcher
+        5  CUDA          the kernels
+        6  Load          the code that the import runs
+    The CUDA section is a list of strings, which are compiled as one source. Start with _OVERVIEW. Its table shows the
+    kernel families in the order in which _DISPATCH tries them, which rows each family supports, and why it is fast.
+    Each family has one string, and uses strings that several families share. The first lines of a string name the
+    earlier ones that it uses:
+        shared by most     _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _EPILOGUE, _WEIGHT_GRADIENTS
+        shared by some     _ROWS (whole rows), _ASYNC (asynchronous copies), _EXCHANGE (blocks that share a row)
+        kernel families    _REGISTERS, _TWO_PASS, _SHARED_MEMORY, _PIPELINED, _GRID_RESIDENT, _CONVOLUTION
+    To follow one call, read layer_norm in section 1, layer_norm_autograd and layer_norm_forward in section 4, launch
+    and dispatch in _DISPATCH, and launch in the string of the kernel family.
+    .tests/README.md in the repository says which tests to run after a change of each part.
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors
 
@@ -84,16 +95,23 @@ import torch
 from torch import _VF, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["ConvTranspose3dLayerNormGELUScaling", "LayerNorm", "ModelNew", "layer_norm", "replace_layer_norm"]
-__all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # as compiled
+__all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # the two sources that are compiled
 
 # ============================================================================
 # 1  Python API
 # ============================================================================
 
 
-# Activation name -> (device struct in the section _EPILOGUE, PyTorch's operation in Python and C++, and its gradient).
+# Maps the name of an activation to: the struct in the CUDA string _EPILOGUE that computes it, PyTorch's operation in
+# Python, the same operation in C++, and its gradient in C++. z is the input of the activation, grad is the gradient of
+# its output.
+#
+# To add an activation, add an entry here, its struct in _EPILOGUE, and `#include <ATen/ops/...>` in CPP_SOURCE for its
+# two C++ operations; the enum class Activation and the checks of arguments are generated from this dict. Then add it to
+# FORMS in .tests/cases.py and to ACTIVATIONS and `activated` in .tests/reference.py, so that the tests of all
+# activations cover it, and to the docstring of layer_norm.
 _ACTIVATIONS = {
     "gelu": ("Gelu", lambda z: torch.ops.aten.gelu(z), "at::gelu(z)", "at::gelu_backward(grad, z)"),
     "gelu_tanh": (
@@ -104,36 +122,44 @@ _ACTIVATIONS = {
     ),
 }
 _ACTIVATION_NAMES = (None, *_ACTIVATIONS)
-_ACTIVATION_NUMBERS = {name: number for number, name in enumerate(_ACTIVATION_NAMES)}  # values of enum class Activation
+# The values of C++'s enum class Activation, whose enumerators _INTERFACE generates in the same order.
+_ACTIVATION_NUMBERS = {name: number for number, name in enumerate(_ACTIVATION_NAMES)}
 
-# The classes that a model is built with, even if somebody assigns another class to nn.LayerNorm.
+# PyTorch's own classes, from the modules that define them. A program can assign another class to the name nn.LayerNorm.
 _TorchLayerNorm = nn.modules.normalization.LayerNorm
 _TorchConvTranspose3d = nn.modules.conv.ConvTranspose3d
 
-# torch.__version__ compares as a version, not as a string.
-_OVERRIDES_ARE_TRACED = torch.__version__ >= "2.2"  # older Dynamo cannot trace has_torch_function_variadic
-# Returns True while Dynamo traces, for torch.compile or for a strict torch.export.
+# The comparisons of torch.__version__ with a string compare version numbers, because it is a TorchVersion.
+_OVERRIDES_ARE_TRACED = torch.__version__ >= "2.2"  # older versions of Dynamo cannot trace has_torch_function_variadic
+# This function returns True while Dynamo traces, for torch.compile or for a strict torch.export.
 _is_dynamo_tracing = torch.compiler.is_dynamo_compiling if torch.__version__ >= "2.5" else torch._utils.is_compiling
-_tracing_state = torch._C._get_tracing_state  # returns None unless torch.jit.trace runs
-_HAS_EXPORT_FLAG = torch.__version__ >= "2.7"
+_tracing_state = torch._C._get_tracing_state  # this function returns None unless torch.jit.trace runs
+_HAS_EXPORT_FLAG = torch.__version__ >= "2.7"  # the flag that _is_exporting reads
 
 
 def _is_exporting():
-    """Returns True while torch.export runs, strict or not. (torch.compiler.is_exporting is always True in some Dynamos.)"""
+    """Returns True while torch.export runs, strict or not.
+
+    Reads the flag and does not call torch.compiler.is_exporting(), because some versions of Dynamo replace that call by
+    True, also under torch.compile.
+    """
     return _HAS_EXPORT_FLAG and torch.compiler._is_exporting_flag
 
 
 def _is_left_to_pytorch(input, normalized_shape, eps):
-    """Returns True if PyTorch's layer_norm suits what torch.compile or torch.export traces better than an op of this file.
+    """Returns True if torch.compile or torch.export should record PyTorch's layer_norm instead of an op of this file.
 
-    Exported programs must load without this file. Inductor fuses layer_norm with the operations around it, such as the
-    residual addition before it and, under autocast, the casts to float32 and back. Faster kernels outweigh this only
-    for long rows, and for rows that are not a multiple of 16 bytes.
+    Exported programs must load without this file, so they do not contain its ops (with PyTorch 2.7 or newer; older
+    versions do not tell that they export, see _is_exporting).
+
+    Under torch.compile, Inductor fuses PyTorch's layer_norm with the operations around it, such as the residual
+    addition before it and, under autocast, the casts to float32 and back. It cannot fuse an op of this file. The faster
+    kernel outweighs that only for long rows, and for rows that are not a multiple of 16 bytes.
     """
     columns = 1
     for size in normalized_shape:
         if not isinstance(size, int):
-            return True  # to Dynamo, a number of NumPy's is a tensor, which no op accepts
+            return True  # Dynamo represents a NumPy number as a tensor, which the op does not accept as a size
         columns = columns * size
     if _is_exporting() or not isinstance(eps, (float, int)):
         return True
@@ -167,26 +193,44 @@ def layer_norm(
     one (Ba, Kiros, Hinton 2016, arXiv:1607.06450). The result can be differentiated to any order without an
     activation, and twice with one.
 
-    CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels. PyTorch's operations are used for
-    float64 and other devices. They are also used under torch.compile, which fuses them with the operations around them,
-    for rows of at most 16 KB that are a multiple of 16 bytes, and under autocast for rows of at most 16384 columns; and
-    in programs that torch.export, torch.onnx.export, torch.jit.trace or torch.jit.script record, so that these load
-    without this file.
+    CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels. PyTorch's operations are used instead:
+      - for float64 and on other devices
+      - in forward mode, for the derivatives of gradients, and for gradients inside of torch.vmap; with an activation or
+        scale also for gradients with create_graph=True
+      - in programs that torch.export, torch.onnx.export, torch.jit.trace or torch.jit.script record, so that these
+        programs load without this file
+      - under torch.compile, for rows of at most 16 KB whose size is a multiple of 16 bytes (with autocast: for rows of
+        at most 16384 columns), because torch.compile fuses PyTorch's operation with those around it
+
+    Numerics and determinism: statistics and arithmetic are float32 for every dtype. For float32 tensors, the largest
+    error of a result is at most 1.5 times that of PyTorch's layer_norm, plus 1 ulp of the largest element (tested
+    against float64). A row whose sum exceeds float32's 3.4e38 can become NaN where PyTorch's result stays finite.
+    Forward and backward are deterministic: tensors of the same values, shapes, dtypes and alignment give the same bits
+    in every run on the same GPU. Results are not batch-invariant: the last bits of a row can change with the number of
+    rows beside it, because that number decides which kernel runs.
+
+    Streams and memory: the kernels run on PyTorch's current stream, and CUDA graphs can capture them. Backward
+    allocates up to about 32 MB of scratch memory, or 1/64 of input's bytes if that is more; forward needs less. Tensors
+    that are not contiguous are copied first, and in backward also 16-bit tensors that do not start at a multiple of 4
+    bytes. Several blocks can share an aligned row of at least 4096 columns, and wait for one another (a cooperative
+    launch). Such a kernel starts when all of its blocks fit the GPU at once. If another kernel keeps a multiprocessor
+    busy until work runs that is queued after the layer norm, neither ends.
 
     Args:
         input: shape (*, *normalized_shape), any strides.
         normalized_shape: sequence of at least one int.
-        weight, bias: shape normalized_shape, with input's dtype (or float32 if input has 16 bits), or None.
+        weight, bias: shape normalized_shape, or None. Their dtype is that of input; for float16 and bfloat16 input,
+            float32 is allowed, too. If both are given, they have the same dtype.
         eps: added to the variance, in units of input squared.
         activation: None, "gelu" (exact, with erf) or "gelu_tanh" (https://arxiv.org/abs/1606.08415).
         scale: a number. A Tensor is not accepted, because it would get no gradient.
 
     Returns:
-        A contiguous Tensor of input's shape and dtype (float32 under CUDA autocast, like nn.LayerNorm). Statistics
-        and arithmetic are float32 for every dtype.
+        A contiguous Tensor of input's shape and dtype (float32 under CUDA autocast, like nn.LayerNorm).
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not match, or there are no kernels for input's GPU.
+        RuntimeError: shapes, dtypes or devices do not match, or the kernels were not compiled for input's GPU.
+            NotImplementedError, which is a RuntimeError, if the kernels do not support input's dtype.
         TypeError: an argument has a type that PyTorch's layer_norm does not accept, or scale is not a number.
         ValueError: activation is unknown.
 
@@ -195,8 +239,8 @@ def layer_norm(
         >>> y = layer_norm(x, (768,), torch.ones(768, device="cuda"), activation="gelu")
     """
     if (_OVERRIDES_ARE_TRACED or not _is_dynamo_tracing()) and has_torch_function_variadic(input, weight, bias):
-        rest = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
-        return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **rest)
+        keywords = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
+        return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **keywords)
     if type(scale) is not float and not isinstance(scale, numbers.Real):
         raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     if activation not in _ACTIVATION_NAMES:  # a tuple, because a dict raises TypeError for an unhashable activation
@@ -208,22 +252,26 @@ def layer_norm(
         if _is_left_to_pytorch(input, normalized_shape, eps):
             return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
     elif not _has_usual_types(normalized_shape, weight, bias, eps):
-        _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)  # raises PyTorch's TypeError if it must
+        # Calls PyTorch's function with no rows. It raises its TypeError if it does not accept the types.
+        _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
         normalized_shape, eps = [int(size) for size in normalized_shape], float(eps)
     if _layer_norm_op is None:
-        raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}")
+        raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}.")
     if activation is None and scale == 1:
         return _layer_norm_op(input, normalized_shape, weight, bias, eps)
     _load_epilogue()
-    number = _ACTIVATION_NUMBERS[activation]
-    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, number, scale)
+    activation_number = _ACTIVATION_NUMBERS[activation]
+    return _epilogue_ops.layer_norm.default(input, normalized_shape, weight, bias, eps, activation_number, scale)
 
 
 def _has_usual_types(normalized_shape, weight, bias, eps):
-    """Returns True if the op accepts these arguments as they are. If not, PyTorch decides what to do with them."""
+    """Returns True if the op accepts arguments of these types as they are.
+
+    If not, layer_norm lets PyTorch check them, and converts them.
+    """
     if type(normalized_shape) not in (tuple, list, torch.Size) or type(eps) not in (float, int):
         return False
-    for size in normalized_shape:  # a small call has no time for all()
+    for size in normalized_shape:  # faster than all() with a generator, and every call runs it
         if type(size) is not int:
             return False
     return (weight is None or isinstance(weight, torch.Tensor)) and (bias is None or isinstance(bias, torch.Tensor))
@@ -232,8 +280,8 @@ def _has_usual_types(normalized_shape, weight, bias, eps):
 class LayerNorm(_TorchLayerNorm):
     """nn.LayerNorm with the forward and backward of this file.
 
-    Everything but forward is inherited, so it accepts the arguments of the installed PyTorch's nn.LayerNorm. Shapes,
-    dtypes and errors are those of layer_norm.
+    Everything but forward is inherited, so the constructor accepts the arguments of the installed PyTorch's
+    nn.LayerNorm. The docstring of layer_norm describes shapes, dtypes, errors, numerics and determinism.
 
     Example:
         >>> norm = LayerNorm(768).cuda()
@@ -241,15 +289,18 @@ class LayerNorm(_TorchLayerNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous tensor of input's shape (*, *normalized_shape) and dtype, see layer_norm."""
+        """Returns a contiguous Tensor of input's shape (*, *normalized_shape) and dtype. See layer_norm."""
         if torch.jit.is_scripting():
             return _VF.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        else:  # an else branch, because TorchScript compiles the code after a return
+        else:  # TorchScript does not compile this branch, but it would compile the code after a return
             return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class ModelNew(LayerNorm):
-    """LayerNorm under KernelBench's name. It also loads the state_dict of problem 40's reference: ln.weight, ln.bias."""
+    """LayerNorm under the class name that KernelBench expects.
+
+    It also loads the state_dict of problem 40's reference model, whose keys are ln.weight and ln.bias.
+    """
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         for name in ("weight", "bias"):
@@ -264,9 +315,9 @@ def replace_layer_norm(
     """Converts every nn.LayerNorm inside `module`, and module itself, to LayerNorm in place. Returns module.
 
     Module objects, Parameters, hooks and attributes stay the same, so optimizers and references remain valid. Two kinds
-    are skipped with a warning: subclasses of nn.LayerNorm that are not in `types`, because their forward may differ,
-    and modules whose class or forward was already replaced (parametrize, FSDP's fully_shard, accelerate's hooks). Call
-    replace_layer_norm before those.
+    of modules are skipped with a warning: subclasses of nn.LayerNorm that are not in `types`, because their forward may
+    differ, and modules whose class or forward was already replaced (parametrize, FSDP's fully_shard, accelerate's
+    hooks). Call replace_layer_norm before those. A third warning says that no nn.LayerNorm was found.
 
     Args:
         module: an nn.Module.
@@ -289,13 +340,15 @@ def replace_layer_norm(
     for child in (m for m in module.modules() if isinstance(m, _TorchLayerNorm) and not isinstance(m, LayerNorm)):
         cls = type(child)
         name = f"{cls.__module__}.{cls.__qualname__}"
-        is_reloaded = name == f"{LayerNorm.__module__}.{LayerNorm.__qualname__}"  # this class, before a reload
+        # True for an object that was made before importlib.reload defined the class LayerNorm again.
+        is_reloaded = name == f"{LayerNorm.__module__}.{LayerNorm.__qualname__}"
         if "forward" in vars(child) or (cls is not _TorchLayerNorm and name.startswith("torch.")):
             skipped["modules whose class or forward was already replaced; call replace_layer_norm first"][name] += 1
         elif cls in classes or is_reloaded:
             child.__class__ = LayerNorm
         elif cls is not _TorchLayerNorm:
-            skipped["subclasses; name those that compute the same in types=(nn.LayerNorm, ...)"][name] += 1
+            kind = "subclasses; list those whose forward computes the same function in types=(nn.LayerNorm, ...)"
+            skipped[kind][name] += 1
     report = [
         f"skipped {kind}: {', '.join(f'{name} ({count})' for name, count in names.items())}"
         for kind, names in skipped.items()
@@ -307,8 +360,9 @@ def replace_layer_norm(
     return module
 
 
-_FORWARDS = {cls: cls.forward for cls in (_TorchConvTranspose3d, LayerNorm)}  # before anybody patches them
-_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+# The methods as they are at the import. A program may patch them later.
+_ORIGINAL_FORWARDS = {cls: cls.forward for cls in (_TorchConvTranspose3d, LayerNorm)}
+_HOOK_KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 def _is_plain(module, cls):
@@ -316,32 +370,37 @@ def _is_plain(module, cls):
     return (
         type(module) is cls
         and "forward" not in vars(module)
-        and cls.forward is _FORWARDS[cls]
-        and not any(getattr(module, f"_{hooks}") or getattr(nn.modules.module, f"_global_{hooks}") for hooks in _HOOKS)
+        and cls.forward is _ORIGINAL_FORWARDS[cls]
+        and not any(
+            getattr(module, f"_{hooks}") or getattr(nn.modules.module, f"_global_{hooks}") for hooks in _HOOK_KINDS
+        )
     )
 
 
 class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     """scaling_factor * GELU(LayerNorm(ConvTranspose3d(x))), the model of KernelBench's level 2 problem 34.
 
-    LayerNorm normalizes the last dimension, the output's width W', which must equal out_channels (else RuntimeError).
-    Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d `conv_transpose` and an
-    nn.LayerNorm(out_channels) `layer_norm`.
+    LayerNorm normalizes the last dimension, which is the output's width W'. W' must equal out_channels, otherwise
+    forward raises a RuntimeError. Parameters, state_dict keys and initialization are those of an nn.ConvTranspose3d
+    named conv_transpose and an nn.LayerNorm(out_channels) named layer_norm.
 
-    One kernel computes everything if all of these hold; float32 products are in TF32 if PyTorch's convolutions may
-    use it:
+    One kernel computes the whole model for CUDA tensors if all of these hold:
       - 32 input and 64 output channels, kernel 4, stride 2, padding 1, input width 32
-      - input and parameters have one dtype: float32, float16 or bfloat16, outside of autocast
-      - the two modules have neither hooks nor patches
-      - the GPU has the shared memory: 227 KB per block for float32, 115 KB for 16 bits
-    Its backward recomputes the convolution, so neither the convolution's nor LayerNorm's output is kept. Everything
-    else runs PyTorch's convolution, and LayerNorm, GELU and scaling in one kernel; or only PyTorch's operations, where
-    layer_norm does.
+      - input and parameters have the same dtype, which is float32, float16 or bfloat16, and autocast is off
+      - the two modules have neither hooks nor patches, and scaling_factor is a number
+      - the GPU has enough shared memory per block: 227 KB for float32 (214 KB without TF32), 115 KB for 16 bits
+      - the model is not being recorded by torch.export or torch.jit.trace
+    For float32, the kernel multiplies in TF32 if PyTorch allows it for convolutions. Its backward computes the
+    convolution again, so neither the convolution's nor LayerNorm's output is kept for it.
+
+    Otherwise PyTorch computes the convolution, and the function layer_norm computes LayerNorm, GELU and scaling, with
+    one kernel or with PyTorch's operations. If the module layer_norm has hooks or patches, or if scaling_factor is a
+    Tensor, LayerNorm, GELU and scaling are separate operations.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, bias: as for nn.ConvTranspose3d.
         eps: as for nn.LayerNorm.
-        scaling_factor: a number. If it is set to a Tensor later, PyTorch multiplies by it.
+        scaling_factor: a number. It can be replaced by a Tensor later.
 
     Example:
         >>> model = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda()
@@ -366,6 +425,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         _load_epilogue()
 
     def _in_one_kernel(self, x):
+        """Returns True if one kernel can compute the model for x. The op itself checks the GPU's shared memory."""
         conv, norm = self.conv_transpose, self.layer_norm
         return (
             _ops is not None
@@ -380,7 +440,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             and conv.weight.shape == (32, 64, 4, 4, 4)
             and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))
             and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))
-            and isinstance(self.scaling_factor, numbers.Real)  # a Tensor may want a gradient
+            and isinstance(self.scaling_factor, numbers.Real)  # a Tensor may need a gradient
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -393,21 +453,64 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         y = conv(x)
         if _is_plain(norm, LayerNorm) and not isinstance(self.scaling_factor, torch.Tensor):
             return layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, "gelu", self.scaling_factor)
-        return torch.ops.aten.gelu(norm(y)) * self.scaling_factor  # runs hooks and patches of norm
+        return torch.ops.aten.gelu(norm(y)) * self.scaling_factor  # calling norm runs its hooks and patches
 
 
 # ============================================================================
 # 2  Build: compile once, cache, load
 # ============================================================================
+#
+# _load(name) returns the ops of a library. The steps, with an example of what each returns:
+#
+#   _architectures()       the GPUs' architectures, or those in TORCH_CUDA_ARCH_LIST    ["sm_80", "sm_90"]
+#   _codes(...)            the codes that nvcc must generate for them                   ["sm_80", "sm_90a"]
+#   _find_library(...)     the folder of a finished library that has all these codes    None on the first import
+#   _build(...)            the folder of a library that it compiles, if none was found
+#
+# "Code" is nvcc's word for one result of compiling: sm_90a is machine code for one architecture, and compute_90 is PTX,
+# which the driver compiles for the GPU. One library can contain several codes. The layout of the cache:
+#
+#   $TORCH_EXTENSIONS_DIR/
+#     layernorm_inline_<hash of the sources>/         _cache(name)
+#       build.lock                                    locked by the process that compiles
+#       <hash of versions and flags>-sm_80-sm_90a/    _library_folder(cache, codes), one per set of codes
+#         layernorm_inline_<hash of the sources>.so   _library_path(folder)
+#         complete                                    the size of the library in bytes, written last
+#
+# This file catches errors only with contextlib.suppress or _SuppressAndKeep (below), in this pattern:
+#
+#   with _SuppressAndKeep(OSError) as caught:
+#       return steps()
+#   raise RuntimeError(f"... {caught.error}")  # only if steps() raised an OSError; other errors are not caught
+#
+# Where the block does not return, the line after it is reached in both cases, and `error` is None if all went well.
+#
+# Safe changes, and what guards them. Tests without a file name are in .tests/test_build.py.
+#   - Flags can be changed and added in _CUDA_FLAGS and _CPP_FLAGS, which are part of the folder's name, so that all
+#     libraries are compiled again. If _CUDA_FLAGS is left out of the name, test_one_namespace_of_ops_for_all_libraries
+#     fails. No test notices the same for _CPP_FLAGS, or a flag that is added only in _compile.
+#   - A library is found by the names of its folders and the file `complete`, without a lock. So everything that changes
+#     what the library computes must be in these names (sources, versions, flags, codes), and `complete` must be written
+#     last (tests with "incomplete_library" and "container" in their names). The compilers are not in the names: a
+#     library is kept if another nvcc or g++ is installed.
+#   - The supported architectures are decided in _codes. Its results are listed at
+#     test_codes_follow_from_gpus_and_arch_list. The order of _toolkits is not tested, only that each toolkit is found.
+#   - Compiling changes the process: environment variables (PATH, TORCH_CUDA_ARCH_LIST), cpp_extension.CUDA_HOME and a
+#     logging filter. Every change must be registered with an ExitStack named `restored`, which undoes it. For variables
+#     and CUDA_HOME, test_an_error_of_the_build_reaches_the_user_at_each_import fails otherwise. Run it alone: if
+#     another test has left the same variable set, it notices nothing. No test notices a filter that is left.
+#   - The _process_lock keeps two threads from compiling at the same time (test_threads_import_copies_of_the_file), and
+#     build.lock does the same for processes (tests with "the_lock" and "many_processes" in their names).
+#   - Any other way to catch errors makes test_file_follows_the_static_rules (test_kernelbench.py) fail.
 
-_CUDA_FLAGS = ["-O1"]  # for the host code; device code is always optimized
+_CUDA_FLAGS = ["-O1"]  # for host code; nvcc always optimizes device code
 _CPP_FLAGS = ["-O2"]
 _OLDEST_CUDA = (11, 8)  # the first version with cudaLaunchKernelExC
-_ADVICE = "Name another folder in the environment variable TORCH_EXTENSIONS_DIR."
+_CACHE_ADVICE = "Name another folder in the environment variable TORCH_EXTENSIONS_DIR."
 
 # A wrapper that is placed on PATH as `ninja`. If this Python process dies, the wrapper is killed and ninja receives
-# SIGTERM, so that no compiler keeps running.
-_NINJA = """#!/bin/sh
+# SIGTERM, so that no compiler keeps running. If this process has died before prctl is called, ninja is not started.
+_NINJA_WRAPPER = """#!/bin/sh
 exec {python} -IS -c '
 import ctypes, os, subprocess, sys
 prctl = ctypes.CDLL(None).prctl
@@ -417,8 +520,11 @@ os.getppid() == {parent} and sys.exit(subprocess.call(sys.argv[1:], preexec_fn=l
 """
 
 
-class _Caught(contextlib.suppress):
-    """contextlib.suppress that keeps what it suppressed in `error`."""
+class _SuppressAndKeep(contextlib.suppress):
+    """A contextlib.suppress that keeps the error that it suppressed in the attribute `error`.
+
+    This file catches errors only with suppress, because KernelBench's static rules reject the usual statement.
+    """
 
     error = None
 
@@ -431,24 +537,25 @@ class _Caught(contextlib.suppress):
 
 
 def _print(message):
-    if sys.stderr is not None:  # None where the process was started without one
+    """Prints a message to stderr."""
+    if sys.stderr is not None:  # None if the process was started without stderr
         print(f"layernorm_inline: {message}", file=sys.stderr)
 
 
 def _output(*command):
-    """Returns what a command prints to stdout, and to stderr if it fails; "" if it cannot be run."""
+    """Returns what a command prints to stdout and, if it fails, to stderr. Returns "" if it cannot be run."""
     with contextlib.suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         return done.stdout + (done.stderr if done.returncode else "")
     return ""
 
 
-def _version(text):
+def _parse_version(text):
     """Returns (12, 4) for "12.4"."""
     return tuple(map(int, text.split(".")[:2]))
 
 
-def _number(code):
+def _architecture_number(code):
     """Returns 90 for sm_90a (machine code) and for compute_90 (PTX)."""
     return int(re.sub(r"\D", "", code))
 
@@ -464,9 +571,10 @@ def _set_environment(restored, **variables):
 
 
 def _cpp_extension():
-    """Returns torch.utils.cpp_extension, without its warning that there is no GPU.
+    """Imports torch.utils.cpp_extension and returns it.
 
-    It looks for GPUs when it is first imported. It must use NVML for that, so that CUDA is not initialized.
+    The module looks for GPUs when it is first imported. The environment variable makes PyTorch use NVML for that, which
+    does not initialize CUDA. The filter hides the module's warning that the machine lacks a GPU.
     """
     if importlib.util.find_spec("setuptools") is None:
         raise RuntimeError("layernorm_inline: PyTorch cannot compile without setuptools. Run: pip install setuptools")
@@ -482,9 +590,10 @@ def _cpp_extension():
 def _gpus():
     """Returns the compute capabilities of this machine's GPUs, for example [(9, 0)].
 
-    NVML, which comes with the driver, answers without initializing CUDA, so that CUDA_VISIBLE_DEVICES can still be set
-    after the import, and processes can be forked. Because of that all GPUs count, not only the visible ones. None
-    counts if CUDA_VISIBLE_DEVICES hides all of them, or if the driver is older than PyTorch's CUDA.
+    They are read from NVML, a library of the driver, because NVML does not initialize CUDA. CUDA_VISIBLE_DEVICES can
+    therefore still be set after the import, and the process can still be forked. For the same reason the result
+    contains all GPUs, not only the visible ones. It is empty if CUDA_VISIBLE_DEVICES hides all GPUs, or if the driver's
+    major CUDA version is older than PyTorch's.
     """
     if not re.match(r"\s*\+?\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return []
@@ -498,20 +607,21 @@ def _gpus():
             nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
             for index in range(count.value):
                 if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu)) != 0:
-                    continue  # this process may not use it
+                    continue  # this process is not allowed to use this GPU
                 if nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor)) == 0:
                     capabilities.append((major.value, minor.value))
             nvml.nvmlShutdown()
-            return capabilities if driver.value // 1000 >= _version(torch.version.cuda)[0] else []
-    # No NVML, for example on Jetson.
+            return capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []
+    # NVML is missing, for example on Jetson, so CUDA is used.
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return [torch.cuda.get_device_capability(device) for device in devices]
 
 
 def _architectures():
-    """Returns the architectures of the GPUs, such as sm_90; without a GPU, those in TORCH_CUDA_ARCH_LIST.
+    """Returns the architectures of this machine's GPUs, for example ["sm_80", "sm_90"].
 
-    For example "8.0;9.0+PTX" names sm_80, sm_90 and compute_90.
+    Without a GPU, returns those in TORCH_CUDA_ARCH_LIST, which PyTorch parses: "8.0;9.0+PTX" names sm_80, sm_90 and
+    compute_90. A list that is empty or "native" names none.
     """
     gpus = _gpus()
     if gpus:
@@ -525,51 +635,62 @@ def _architectures():
 
 
 def _codes(architectures):
-    """Returns what to compile: sm_90a for sm_90, because only that has wgmma, and nothing older than Turing."""
-    codes = {"sm_90a" if code == "sm_90" else code for code in architectures if _number(code) >= 75}
-    if _version(torch.version.cuda)[0] == 11:  # lacks instructions that the kernels use on Hopper
-        codes = {"compute_80" if _number(code) >= 90 else code for code in codes}
-    return sorted(codes, key=lambda code: (_number(code), code))
+    """Returns the codes that nvcc must generate for these architectures.
+
+    That is sm_90a for sm_90, because only sm_90a has wgmma, and nothing for architectures older than Turing (7.5).
+    CUDA 11 lacks instructions that the kernels use on Hopper, so it generates compute_80 for Hopper and newer GPUs.
+    """
+    codes = {"sm_90a" if code == "sm_90" else code for code in architectures if _architecture_number(code) >= 75}
+    if _parse_version(torch.version.cuda)[0] == 11:
+        codes = {"compute_80" if _architecture_number(code) >= 90 else code for code in codes}
+    return sorted(codes, key=lambda code: (_architecture_number(code), code))
 
 
 def _toolkits():
-    """Yields folders that may hold a CUDA toolkit: where PyTorch looks, the nvcc on PATH, then where pip installs one."""
+    """Yields folders that may contain a CUDA toolkit, in order of preference. Some may be None.
+
+    These are the toolkit that PyTorch finds, the one of the nvcc on PATH, /usr/local/cuda, and those that pip installs.
+    """
     yield _cpp_extension().CUDA_HOME
-    # An nvcc on PATH can be a wrapper that is far from its toolkit. The toolkit's own nvcc prints where it is.
+    # The nvcc on PATH can be a wrapper outside of the toolkit. A dry run prints the toolkit's folder.
     top = re.search(r"^#\$ TOP=(.*)$", _output("nvcc", "--dryrun", "-x", "cu", "-c", "/dev/null"), re.M)
     yield top and top[1]
     yield "/usr/local/cuda"
-    yield from (os.path.join(path, "nvidia", f"cu{_version(torch.version.cuda)[0]}") for path in sys.path)
+    yield from (os.path.join(path, "nvidia", f"cu{_parse_version(torch.version.cuda)[0]}") for path in sys.path)
 
 
 def _find_cuda_home():
-    """Returns the folder and the version of a CUDA toolkit of PyTorch's major version."""
-    major = _version(torch.version.cuda)[0]
+    """Returns the folder and the version of the first CUDA toolkit that can compile for this PyTorch.
+
+    It needs nvcc, headers and PyTorch's major CUDA version. Raises a RuntimeError that says how to install one if none
+    is found.
+    """
+    major = _parse_version(torch.version.cuda)[0]
     rejected = []
     for home in dict.fromkeys(os.path.abspath(home) for home in _toolkits() if home):
         nvcc = os.path.join(home, "bin", "nvcc")
-        headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]  # targets: conda
+        # Conda's toolkit has its headers in a folder targets/*/include.
+        headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]
         if os.path.exists(nvcc) and any(map(glob.glob, headers)):
-            said = _output(nvcc, "--version")
-            release = re.search(r"release (\d+\.\d+)|$", said)[1]
-            if release and _version(release)[0] == major and _version(release) >= _OLDEST_CUDA:
+            version_text = _output(nvcc, "--version")
+            release = re.search(r"release (\d+\.\d+)|$", version_text)[1]
+            if release and _parse_version(release)[0] == major and _parse_version(release) >= _OLDEST_CUDA:
                 return home, release
-            problem = f"belongs to CUDA {release}" if release else f"does not run ({said.strip() or 'no output'})"
+            problem = (
+                f"belongs to CUDA {release}" if release else f"does not run ({version_text.strip() or 'no output'})"
+            )
             rejected.append(f"the nvcc in {home} {problem}")
     missing = "nvcc was not found in CUDA_HOME, on PATH, in /usr/local/cuda or among the installed Python packages"
-    advice = (
-        f"Install NVIDIA's or conda's CUDA toolkit {'11.8' if major == 11 else major} and set CUDA_HOME to its folder."
-    )
+    needed = "11.8" if major == 11 else str(major)
+    advice = f"Install NVIDIA's or conda's CUDA toolkit {needed} and set CUDA_HOME to its folder."
     if major >= 13:
         advice = 'Run: pip install "cuda-toolkit[nvcc,crt,cccl]"'
-    built = (
-        f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda} and needs an nvcc of that major version"
-    )
+    built = f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda} and needs an nvcc of CUDA {needed}"
     raise RuntimeError(f"layernorm_inline: {', '.join(rejected) or missing}; {built}. {advice}")
 
 
 def _check_host_compiler():
-    """Raises with advice if the C++ compiler, or the headers that it needs, are missing."""
+    """Raises a RuntimeError with advice if the C++ compiler or Python's headers are missing."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(shlex.split(compiler)[0]) is None:
         advice = "Install one, for example with: apt install g++, or name it in the environment variable CXX."
@@ -581,60 +702,69 @@ def _check_host_compiler():
 
 
 def _add_ninja_to_path(restored, folder):
-    """Puts _NINJA on PATH, in front of the ninja that it calls, until the ExitStack `restored` is closed."""
+    """Puts _NINJA_WRAPPER on PATH, before the ninja that it calls, until the ExitStack `restored` is closed."""
     path = os.environ.get("PATH", os.defpath)
-    # An older ninja package has a script on PATH, and the program in its data folder.
+    # In older ninja packages, the ninja on PATH is a Python script, and the program is in the data folder. The program
+    # comes first, because a signal would end the script but not the program that it runs.
     places = [*(f"{p}/ninja/data/bin" for p in sys.path), path, sysconfig.get_path("scripts")]
     ninja = shutil.which("ninja", path=os.pathsep.join(places))
     python = shutil.which("python3", path=os.path.dirname(sys.executable or "") + os.pathsep + path)
     if ninja and python:
-        words = dict(python=shlex.quote(python), parent=os.getpid(), ninja=shlex.quote(os.path.abspath(ninja)))
-        Path(folder, "ninja").write_text(_NINJA.format(**words))
+        values = dict(python=shlex.quote(python), parent=os.getpid(), ninja=shlex.quote(os.path.abspath(ninja)))
+        Path(folder, "ninja").write_text(_NINJA_WRAPPER.format(**values))
         os.chmod(f"{folder}/ninja", 0o755)
     _set_environment(restored, PATH=os.pathsep.join([folder, *places]))
 
 
-def _library(folder):
-    """Returns the path of a folder's library, which is named after the parent folder."""
+def _library_path(folder):
+    """Returns the path of the library in a folder. The library is named after the parent folder."""
     return f"{folder}/{os.path.basename(os.path.dirname(folder))}.so"
 
 
-def _known_codes(cuda_home, release, codes):
-    """Returns those of codes that nvcc can compile, and a remark about the others or "". Raises if none is left."""
+def _supported_codes(cuda_home, release, codes):
+    """Returns (the codes that nvcc can generate, a remark about the others or ""). Raises if it can generate none."""
     listed = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code")
     if "sm_" not in listed:
         raise RuntimeError(f"layernorm_inline: {cuda_home}/bin/nvcc --list-gpu-code failed: {listed.strip()}")
-    known = [code for code in codes if f"sm_{_number(code)}" in listed.split()]
-    unknown = ", ".join(code for code in codes if code not in known)
-    remark = f"the nvcc of CUDA {release} does not know {unknown}: install a newer one" if unknown else ""
-    if not known:
-        raise RuntimeError(f"layernorm_inline: {remark}")
-    return known, remark
+    supported = [code for code in codes if f"sm_{_architecture_number(code)}" in listed.split()]
+    unsupported = ", ".join(code for code in codes if code not in supported)
+    remark = f"the nvcc of CUDA {release} does not support {unsupported}: install a newer one" if unsupported else ""
+    if not supported:
+        raise RuntimeError(f"layernorm_inline: {remark}.")
+    return supported, remark
 
 
 def _compile(folder, codes):
-    """Compiles the two sources to the library in `folder`, which must be empty, and loads it."""
+    """Compiles CPP_SOURCE and CUDA_SOURCE to the library in `folder`, which must be empty, and loads it.
+
+    The name of the library says which one it is: the name of the second library, which contains the kernels for
+    activations, scale and the convolution, ends with _epilogue.
+    """
     name = os.path.basename(os.path.dirname(folder))
     macros, kernels = [], "CUDA kernels"
     if name.endswith("_epilogue"):
-        macros, kernels = ["-DLAYERNORM_WITH_EPILOGUE"], "CUDA kernels for activations and scale"
+        macros, kernels = ["-DLAYERNORM_HAS_EPILOGUE"], "CUDA kernels for activations and scale"
     _check_host_compiler()
     cuda_home, release = _find_cuda_home()
-    codes, remark = _known_codes(cuda_home, release, codes)
+    codes, remark = _supported_codes(cuda_home, release, codes)
+    # The folder is named after all requested codes, also those that this nvcc cannot generate, so that later imports
+    # find the library and do not compile again. A newer nvcc is therefore only used once the folder is deleted.
     compiled_for = ", ".join(codes) + (
         f" ({remark}, and delete the folder {os.path.basename(folder)})" if remark else ""
     )
-    # Measured for sm_90a: 14 s on two cores of a server, 18 s with 16 slower ones; each further code adds 10 s.
+    # A rough estimate: one code needs 14 to 18 s (sm_90a, on different CPUs), and each further code adds about 10 s.
     _print(f"compiling {kernels} for {compiled_for}, about {10 + 10 * len(codes)} s, only this once")
     cuda_flags = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
     if "--split-compile" in _output(f"{cuda_home}/bin/ptxas", "--help"):  # not in CUDA 11
-        # Assembles kernels in parallel, to the same machine code (16 cores, 141 kernels: 44 s -> 30 s).
+        # Assembles the kernels in parallel, to the same machine code. Compiling then needs a third less time (measured
+        # on 16 cores).
         cuda_flags += ["-Xptxas", f"--split-compile={min(8, len(os.sched_getaffinity(0)))}"]
-    # pip's toolkit has libcudart.so.13 but no libcudart.so.
-    for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_version(release)[0]}*")[:1]:
+    # The toolkit that pip installs has libcudart.so.13 but not libcudart.so, which the linker looks for.
+    for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_parse_version(release)[0]}*")[:1]:
         os.symlink(library, f"{folder}/libcudart.so")
     cpp_extension = _cpp_extension()
-    # PyTorch marks an extension as built as soon as its build starts. After a failure it must start again.
+    # PyTorch marks an extension as built as soon as its build starts. Without this line it would not build again after
+    # a failure.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
     with contextlib.ExitStack() as restored:
         restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
@@ -648,84 +778,107 @@ def _compile(folder, codes):
             cuda_sources=CUDA_SOURCE,
             extra_cflags=[*_CPP_FLAGS, *macros],
             extra_cuda_cflags=[*_CUDA_FLAGS, *macros, *cuda_flags],
-            extra_ldflags=["-L."],  # ninja links in the folder
+            extra_ldflags=["-L."],  # the folder, in which ninja runs the linker
             build_directory=folder,
             is_python_module=False,
-            # Without PyTorch's headers nvcc needs less time. Older versions always include them.
+            # CUDA_SOURCE does not need PyTorch's headers, and compiles faster without them. PyTorch versions before
+            # 2.8 always include them.
             **({"no_implicit_headers": True} if torch.__version__ >= "2.8" else {}),
         )
-    if not os.path.exists(_library(folder)):
-        name = getattr(cpp_extension.load_inline, "__qualname__", type(cpp_extension.load_inline).__qualname__)
+    if not os.path.exists(_library_path(folder)):
+        function = cpp_extension.load_inline
+        name = getattr(function, "__qualname__", type(function).__qualname__)
         raise RuntimeError(
-            f"layernorm_inline: load_inline did not write {_library(folder)}. {name} of {cpp_extension.load_inline.__module__}"
-            " has replaced it; a replacement must keep the arguments name and build_directory."
+            f"layernorm_inline: load_inline did not write {_library_path(folder)}. {name} of {function.__module__} has"
+            " replaced it; a replacement must keep the arguments name and build_directory."
         )
 
 
 def _is_trusted(path):
-    """Returns True if path (links do not count) belongs to this user or root, and others cannot write it.
+    """Returns True if path belongs to this user or root, and users outside of its group cannot write to it.
 
-    Loading a library that another user could have written would run that user's code as this one. The group is
-    trusted, because containers and clusters give folders to a group.
+    Loading a library that another user could have written would run that user's code as this user. The group is
+    trusted, because containers and clusters give folders to a group. A symbolic link is not trusted.
     """
-    status = os.lstat(path)
+    status = os.lstat(path)  # of a link itself, whose mode is 0777
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o002
 
 
 def _cache(name):
-    """Returns the folder for the libraries of this name. Creates it if necessary."""
+    """Returns the folder for all libraries of this name. Creates it if necessary.
+
+    Raises a RuntimeError if the folder cannot be used, or if other users could replace what is in it.
+    """
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
     given = os.environ.get("TORCH_EXTENSIONS_DIR") or default
     if given.startswith("~"):
-        raise RuntimeError(f"layernorm_inline: there is no home folder to keep the compiled kernels in. {_ADVICE}")
+        raise RuntimeError(
+            f"layernorm_inline: there is no home folder to keep the compiled kernels in. {_CACHE_ADVICE}"
+        )
     root = os.path.realpath(given)
     folder = os.path.join(root, name)
-    with _Caught(OSError) as caught:
+    with _SuppressAndKeep(OSError) as caught:
         for path in (root, folder):
             os.makedirs(path, 0o755, exist_ok=True)
         mode = os.stat(root).st_mode
         if not _is_trusted(folder):
             problem = "must belong to you or root, and must not be writable by others"
-        elif mode & 0o002 and not mode & 0o1000:  # in a sticky folder, such as /tmp, only an owner can replace it
-            problem = "must not lie in a folder that others can write, unless that is sticky like /tmp"
+        elif mode & 0o002 and not mode & 0o1000:  # if root is sticky, like /tmp, only an owner can replace `folder`
+            problem = "must not lie in a folder that others can write to, unless that folder is sticky like /tmp"
         elif os.statvfs(folder).f_flag & os.ST_NOEXEC:
             problem = "is on a file system that is mounted noexec, from which no library can be loaded"
         else:
             return folder
-        raise RuntimeError(f"layernorm_inline: {folder} {problem}. {_ADVICE}")
-    raise RuntimeError(f"layernorm_inline: {folder} must be a folder that you can write: {caught.error}. {_ADVICE}")
+        raise RuntimeError(f"layernorm_inline: {folder} {problem}. {_CACHE_ADVICE}")
+    raise RuntimeError(
+        f"layernorm_inline: {folder} must be a folder that you can write to: {caught.error}. {_CACHE_ADVICE}"
+    )
 
 
-def _folder(cache, codes):
-    """Returns the folder for a library in the cache. Its name contains everything else that changes the library."""
+def _library_folder(cache, codes):
+    """Returns the folder for a library with these codes in the cache.
+
+    The cache's name identifies the sources. This folder's name contains what else the library depends on, apart from
+    the compilers: a hash of the machine type, the versions of PyTorch and CUDA, the C++ ABI and the flags, and the
+    codes.
+    """
     machine = [os.uname().machine, torch.__version__, torch.version.cuda, str(torch.compiled_with_cxx11_abi())]
     key = hashlib.sha256("\n".join([*machine, *_CUDA_FLAGS, *_CPP_FLAGS]).encode()).hexdigest()[:8]
     return "-".join([f"{cache}/{key}", *codes])
 
 
 def _is_built(folder):
-    """Returns True if the folder has a finished library. The file `complete`, with its size, is written last."""
-    library, complete = _library(folder), Path(folder, "complete")
+    """Returns True if the folder contains a finished library.
+
+    The file `complete`, which is written last, contains the size of the library. So an interrupted build and a
+    truncated library do not count as finished.
+    """
+    library, complete = _library_path(folder), Path(folder, "complete")
     with contextlib.suppress(OSError):
         size = str(os.path.getsize(library)).encode()
         return all(map(_is_trusted, (folder, library, complete))) and complete.read_bytes() == size
     return False
 
 
-def _find(cache, codes):
+def _find_library(cache, codes):
     """Returns the folder of a finished library that contains code for all of `codes`, or None.
 
-    A container image may hold a library for several architectures. Of all that fit, the one with the fewest is chosen.
+    For example, a container image may contain a library for several architectures. If several libraries fit, returns
+    the one with the fewest codes.
     """
-    folders = glob.glob(glob.escape(_folder(cache, [])) + "-*")
+    folders = glob.glob(glob.escape(_library_folder(cache, [])) + "-*")
     folders = [folder for folder in folders if {*codes} <= {*os.path.basename(folder).split("-")}]
     return min(filter(_is_built, folders), key=lambda folder: folder.count("-"), default=None)
 
 
-def _lock(folder):
-    """Returns the folder's lock as soon as no other process or thread has it. Closing the file releases it."""
-    with _Caught(OSError) as caught:
-        # Mode 0600, so that nobody else can hold it. Opened for writing, because NFS locks nothing else.
+def _acquire_lock(folder):
+    """Waits until no other process or thread holds the lock of a folder, then returns the lock as an open file.
+
+    Closing the file releases the lock.
+    """
+    with _SuppressAndKeep(OSError) as caught:
+        # Mode 0600, so that other users cannot hold the lock. Opened for writing, because NFS grants an exclusive
+        # lock only for a file that is open for writing.
         lock = open(f"{folder}/build.lock", "w", opener=functools.partial(os.open, mode=0o600))
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -734,82 +887,92 @@ def _lock(folder):
         fcntl.flock(lock, fcntl.LOCK_EX)
         return lock
     raise RuntimeError(
-        f"layernorm_inline: {folder} must be a folder that you can write and lock: {caught.error}. {_ADVICE}"
+        f"layernorm_inline: {folder} must be a folder that you can write and lock: {caught.error}. {_CACHE_ADVICE}"
     )
 
 
 def _build(cache, codes):
-    """Compiles the library, in one process if several need it at the same time. Returns its folder."""
-    folder = _folder(cache, codes)
-    library, complete = _library(folder), Path(folder, "complete")
-    with _lock(cache):
+    """Compiles the library and returns its folder.
+
+    If several processes need the same library at the same time, one compiles it and the others wait.
+    """
+    folder = _library_folder(cache, codes)
+    library, complete = _library_path(folder), Path(folder, "complete")
+    with _acquire_lock(cache):
         if not _is_built(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted build
+            shutil.rmtree(folder, ignore_errors=True)  # removes what an interrupted build left
             os.makedirs(folder, 0o755, exist_ok=True)
             _compile(folder, codes)
-            os.chmod(library, 0o644)  # independent of the umask
+            os.chmod(library, 0o644)  # readable by other users, whatever the umask
             complete.write_text(str(os.path.getsize(library)))
             complete.chmod(0o644)
     return folder
 
 
-# One lock for all copies of this file in a process, because loading changes environment variables for a moment.
+# All copies of this file in a process use one lock, because building changes environment variables temporarily.
 _process_lock = vars(sys).setdefault("_layernorm_inline_lock", _thread.allocate_lock())
 
 
 def _load(name):
-    """Returns (the library's ops, None), or (None, the reason) if there is nothing to compile for."""
+    """Returns (the ops of the library, None), or (None, the reason) if it cannot be compiled for any GPU."""
     with _process_lock:
         return _find_or_build(name)
 
 
 def _find_or_build(name):
+    """Loads the library from the cache, or compiles and loads it. Returns what _load returns."""
     ops = getattr(torch.ops, name)
-    if hasattr(ops, "layer_norm"):  # another copy of this file has loaded it; this op is defined last
+    # This op is defined last, so the library is completely loaded if it exists. Another copy of this file may have
+    # loaded it.
+    if hasattr(ops, "layer_norm"):
         return ops, None
     if torch.version.cuda is None:
-        return None, f"PyTorch {torch.__version__} is built without CUDA"
-    if _version(torch.version.cuda) < _OLDEST_CUDA:
+        return None, f"PyTorch {torch.__version__} is built without CUDA; install a version with CUDA"
+    if _parse_version(torch.version.cuda) < _OLDEST_CUDA:
         return (
             None,
-            f"PyTorch {torch.__version__} is built with CUDA {torch.version.cuda}, and 11.8 is the oldest supported",
+            f"PyTorch {torch.__version__} is built with CUDA {torch.version.cuda}, and 11.8 is the oldest supported"
+            " version; install a newer PyTorch",
         )
     architectures = _architectures()
     if not architectures:
-        return None, "there was no GPU when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
+        problem = "there was no GPU when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
+        return None, f"{problem}; import it on a machine with a GPU, or set TORCH_CUDA_ARCH_LIST first"
     codes = _codes(architectures)
     if not codes:
-        return None, f"compute capability 7.5 is the oldest supported, and there was only {', '.join(architectures)}"
+        found = ", ".join(architectures)
+        return None, f"compute capability 7.5 is the oldest supported, and only {found} was found"
     cache = _cache(name)
-    folder = _find(cache, codes)
+    folder = _find_library(cache, codes)
     if folder is not None:
-        with _Caught(OSError) as caught:
-            torch.ops.load_library(_library(folder))
+        with _SuppressAndKeep(OSError) as caught:
+            torch.ops.load_library(_library_path(folder))
             return ops, None
-        # It may have been linked on another system. It is built once more, if it can be replaced.
-        _print(f"cannot load {_library(folder)}, so it is compiled again: {caught.error}")
-        with _Caught(OSError) as removing:
-            os.remove(f"{folder}/complete")
+        # The library may have been linked on another system. Without the file `complete` it counts as unfinished, so
+        # _build compiles a new one.
+        _print(f"cannot load {_library_path(folder)}, so it is compiled again: {caught.error}")
+        with _SuppressAndKeep(OSError) as removing:
+            Path(folder, "complete").unlink(missing_ok=True)  # another process may have removed it first
         if removing.error is not None:
             raise RuntimeError(
-                f"layernorm_inline: cannot load {_library(folder)} ({caught.error}), nor compile it again"
-                f" ({removing.error}). {_ADVICE}"
+                f"layernorm_inline: cannot load {_library_path(folder)} ({caught.error}), and cannot discard it to"
+                f" compile it again ({removing.error}). {_CACHE_ADVICE}"
             )
-    torch.ops.load_library(_library(_build(cache, codes)))
+    torch.ops.load_library(_library_path(_build(cache, codes)))
     return ops, None
 
 
 def _load_epilogue():
-    """Loads the second library on its first use, if the import has loaded the first one."""
+    """Loads the second library, if the import has loaded the first one. Does nothing if it is already loaded."""
     if _ops is None or hasattr(_epilogue_ops, "layer_norm"):
         return
     _, why_not = _load(_epilogue_ops.name)
     if why_not is not None:
-        raise RuntimeError(f"layernorm_inline: no kernels with activations and scale: {why_not}")
+        raise RuntimeError(f"layernorm_inline: the kernels for activations and scale were not compiled: {why_not}.")
 
 
-# Does what torch._dynamo.assume_constant_result does, without an import that takes a second: Dynamo calls the function
-# instead of tracing it.
+# This attribute makes Dynamo call the function instead of tracing it. torch._dynamo.assume_constant_result sets it too,
+# but importing torch._dynamo costs about a second.
 _load_epilogue._dynamo_marked_constant = True
 
 
@@ -817,6 +980,11 @@ _load_epilogue._dynamo_marked_constant = True
 # 3  Interface between the kernels and the binding
 # ============================================================================
 
+# Both sources begin with this text: the arguments of the functions `launch`, which the binding calls and the CUDA
+# source defines. It has no PyTorch types, because nvcc compiles much faster without PyTorch's headers.
+#
+# LAYERNORM_ACTIVATIONS(EACH) expands to EACH(struct, value, gradient) for every entry of _ACTIVATIONS, for example
+# EACH(Gelu, at::gelu(z), at::gelu_backward(grad, z)).
 _INTERFACE = (
     "#define LAYERNORM_ACTIVATIONS(EACH)"
     + "".join(f" EACH({struct}, {value}, {gradient})" for struct, _, value, gradient in _ACTIVATIONS.values())
@@ -825,68 +993,81 @@ _INTERFACE = (
 #include <functional>
 #include <cuda_runtime_api.h>
 
-// The extension's name carries a hash of its sources: two versions live in one process.
+// The extension's name contains a hash of its sources, so that two versions of them can be loaded into one process.
 namespace TORCH_EXTENSION_NAME {
 
-// The second library, of what has an epilogue (an activation, a scale) and the convolution, has the same text.
-#ifdef LAYERNORM_WITH_EPILOGUE
-constexpr bool kFused = true;
+// An epilogue is what follows layer norm in the same kernel: an activation, a scale or both. Kernels with an epilogue,
+// and the convolution, are compiled from the same text into a second library, with LAYERNORM_HAS_EPILOGUE defined.
+#ifdef LAYERNORM_HAS_EPILOGUE
+constexpr bool kHasEpilogue = true;
 #else
-constexpr bool kFused = false;
+constexpr bool kHasEpilogue = false;
 #endif
 
 enum class DType { Float32, Float16, BFloat16 };
 #define LAYERNORM_STRUCT(Struct, value, gradient) Struct,
 enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
 
-// Tensors are contiguous. A null pointer: one that is absent (weight, bias) or not wanted (mean, rstd, gradients).
+// A call: output = scale * activation((input - mean) * rstd * weight + bias), and rstd = 1 / sqrt(variance + eps).
+// mean and variance are those of a row. All tensors are contiguous and in device memory. A null pointer stands for an
+// absent weight or bias, or for an output (mean, rstd, a gradient) that is not needed.
 struct LayerNormCall {
-  const void* input;   // (rows, cols) of dtype
-  const void* weight;  // (cols) of dtype, or float32 where affine_float32
-  const void* bias;    // as weight; backward's is null where there is no activation
-  int64_t rows, cols;  // each row is normalized
+  const void* input;   // (rows, cols), of dtype
+  const void* weight;  // (cols), of dtype, or of float32 if affine_float32
+  const void* bias;    // (cols), of weight's type; null in backward without activation, which does not depend on it
+  int64_t rows, cols;
   double eps, scale;
   DType dtype;
-  bool affine_float32;
-  Activation activation;  // output = scale * activation(layer norm)
+  bool affine_float32;  // weight and bias are float32, whatever dtype is
+  Activation activation;
 };
 
 struct Forward : LayerNormCall {
-  void* output;        // (rows, cols) of dtype
+  void* output;        // (rows, cols), of dtype
   float *mean, *rstd;  // (rows)
 };
 
 struct Backward : LayerNormCall {
-  const void* grad_output;   // (rows, cols) of dtype
-  const float *mean, *rstd;  // (rows)
-  void* grad_input;          // (rows, cols) of dtype
-  void* grad_weight;         // (cols), as weight
-  void* grad_bias;           // (cols), as weight
+  const void* grad_output;   // (rows, cols), of dtype
+  const float *mean, *rstd;  // (rows), as forward computed them; never null
+  void* grad_input;          // (rows, cols), of dtype
+  void* grad_weight;         // (cols), of weight's type
+  void* grad_bias;           // (cols), of weight's type
 };
 
-// ConvTranspose3d (kernel 4, stride 2, padding 1), LayerNorm over the width of its output, exact GELU and scaling.
+// A call of the convolution: output = scale * gelu(layer norm(ConvTranspose3d(input))). The transposed convolution has
+// kernel 4, stride 2 and padding 1. Layer norm is over the last dimension of its output, so a row has 64 columns.
+// conv_bias adds the same number to a whole row, and subtracting the row's mean removes it. The kernel adds it for 16
+// bits only, where the sum is rounded; for float32, only NaN and infinity in conv_bias have an effect.
+//
+// If rstd is not null, the call stops before it multiplies by rstd, for backward. It then returns
+// output = ConvTranspose3d(input) - mean, and the rstd of each row.
 struct Convolution {
-  const void* input;        // (batch, 32, depth, height, 32) of dtype: float32, float16 or bfloat16
-  const void* conv_weight;  // (32, 64, 4, 4, 4) of dtype
-  const void* conv_bias;    // (64) of dtype or null; of float32 only NaN and infinity matter
-  const void* weight;       // (64) of dtype or null, or float32 where affine_float32
-  const void* bias;         // as weight
-  void* output;             // (batch, 64, 2 depth, 2 height, 64) of dtype
-  float* rstd;  // (batch, 64, 2 depth, 2 height) or null; given, output is the convolution's less its row's mean
+  const void* input;        // (batch, 32, depth, height, 32), of dtype
+  const void* conv_weight;  // (32, 64, 4, 4, 4), of dtype
+  const void* conv_bias;    // (64), of dtype, or null
+  const void* weight;       // (64), of dtype, or of float32 if affine_float32, or null
+  const void* bias;         // (64), of weight's type, or null
+  void* output;             // (batch, 64, 2 * depth, 2 * height, 64), of dtype
+  float* rstd;              // (batch, 64, 2 * depth, 2 * height), or null
   int64_t batch;
-  int depth, height;
+  int depth, height;  // of input
   double eps, scale;
   DType dtype;
-  bool affine_float32, tf32;
+  bool affine_float32, tf32;  // tf32: float32 factors are rounded to TF32
 };
 
-// Allocates device memory until the stream has run the call: one piece, asking again gives up the one before.
+// Returns device memory that remains valid until the stream has run the call. There is one such buffer per call: a
+// second request releases the first.
 using Allocate = std::function<void*(size_t bytes)>;
 
+// Each of these launches the kernels of a call on the current device.
 cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream);
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream);
 cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream);
-bool fits_convolution(DType dtype, bool tf32);  // the current device has the shared memory that it takes
+
+// Returns true if the current device has the shared memory that the convolution's kernel needs.
+bool supports_convolution(DType dtype, bool tf32);
 
 }  // namespace TORCH_EXTENSION_NAME
 """
@@ -899,7 +1080,50 @@ bool fits_convolution(DType dtype, bool tf32);  // the current device has the sh
 CPP_SOURCE = (
     _INTERFACE
     + r"""
-#define AT_PER_OPERATOR_HEADERS  // instead of ATen/ATen.h, which alone takes g++ 5 s
+// ==== Overview: PyTorch ops around the kernels ====
+//
+//   op                                function that launches kernels   function under vmap
+//   layer_norm                        layer_norm_forward<false>        layer_norm_vmap<false>
+//   layer_norm_forward                layer_norm_forward<true>         layer_norm_vmap<true>
+//   layer_norm_backward               layer_norm_backward              layer_norm_backward_vmap
+//   conv_transpose3d_layer_norm_gelu  convolution                      none
+//   convolution_backward              convolution_backward             none
+//
+// Every op also has a function for autograd, for example layer_norm_autograd. It records what backward needs, and calls
+// the op again below autograd. layer_norm_autocast is layer_norm's function under autocast.
+//
+// Example: in a training step, layer_norm_autograd finds an input that requires grad. So it runs the op
+// layer_norm_forward, which also returns mean and rstd, and puts a node LayerNormBackward into the graph. In backward,
+// the node calls the op layer_norm_backward. With create_graph=True, that op puts a node LayerNormBackwardBackward into
+// the graph, which computes second derivatives with PyTorch's operations.
+//
+// The functions named composed_* compute the same formulas with PyTorch's operations. They replace the kernels
+//   - in forward mode
+//   - in layer_norm's backward under vmap
+//   - in backward with create_graph=True, if there is an activation, a scale or a convolution
+//   - for the convolution: inside transforms of torch.func, and on GPUs that its kernel does not support
+//
+// Kernels accept contiguous tensors only, so the functions that launch them copy other tensors first.
+//
+// Safe changes, and what guards them. The tests are in .tests, mainly in test_binding.py, test_autograd.py and
+// test_compile.py. They need no GPU, because this section is also compiled for CPU tensors (emulator.py).
+//   - Parameters of an op. Its schema (m.def at the end), its functions for CUDA, autograd, autocast and vmap, and the
+//     calls in Python, which are by position, must all have the same. If the types of a function differ from the
+//     schema, the library cannot be loaded. If two parameters of one type are swapped, only the values of results show
+//     it.
+//   - Dispatch. A function for one dispatch key (autograd, vmap, autocast) must exclude this key before it calls the op
+//     again. Without that it calls itself until the stack overflows, which ends the test process.
+//   - composed_*. These can consist of any operations that PyTorch can differentiate. test_autograd.py compares their
+//     derivatives with PyTorch's and float64's, also with activation and scale; test_convolution.py does for the
+//     convolution.
+//   - Copies of tensors that are not contiguous or not aligned, and all checks of arguments, must stay: see the mutants
+//     with "binding" in their names (.tests/mutants.py; a mutant is a copy of this file with one bug).
+//   - kDoubleBackwardElements, kConvolutionBytes. Any positive number is correct; they limit memory. Tests use smaller
+//     ones: emulator.py replaces the two definitions, so edit BINDING there, too.
+//   - Included headers must exist in the oldest supported PyTorch: `.ci/run headers` compiles this section with it.
+//   - Nothing guards that layer_norm is the last op that is defined (see m.def).
+
+#define AT_PER_OPERATOR_HEADERS  // allows ATen/ops/*.h; including ATen/ATen.h instead costs g++ 5 s
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -928,13 +1152,14 @@ using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
 using OptionalTensor = c10::optional<Tensor>;
-using Outputs = std::tuple<Tensor, Tensor>;  // output and statistics, (2, rows): mean, rstd
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+using Outputs = std::tuple<Tensor, Tensor>;            // output, and statistics of shape (2, rows): mean and rstd
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight and bias
 
-bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+bool is_given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// Numbers reach messages as strings: a stream's << crashed on them with PyTorch 2.11 on Ubuntu 24.04.
-std::string text(SymIntArrayRef sizes) {
+// Returns "[2, 3]". All numbers in messages are converted to strings first, because writing them to a stream with <<
+// crashed with PyTorch 2.11 on Ubuntu 24.04.
+std::string format_sizes(SymIntArrayRef sizes) {
   const auto ints = c10::asIntArrayRefSlowOpt(sizes);
   if (!ints.has_value()) return "[symbolic sizes]";
   std::string list;
@@ -942,7 +1167,9 @@ std::string text(SymIntArrayRef sizes) {
   return "[" + list + "]";
 }
 
-// ---- Checks: nn.LayerNorm's exception types, with what was given and what was expected ----
+// ---- Checks ----
+//
+// Exception types are nn.LayerNorm's. Messages say what was expected and what was given.
 
 void check_device(const char* name, const Tensor& t, const Tensor& input) {
   TORCH_CHECK(t.device() == input.device(), "Expected all tensors to be on the same device, but input is on ",
@@ -950,85 +1177,92 @@ void check_device(const char* name, const Tensor& t, const Tensor& input) {
 }
 
 void check_tensor(const char* name, const Tensor& t, SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& input) {
-  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", text(sizes), ", but got ",
-              text(t.sym_sizes()));
+  TORCH_CHECK(t.sym_sizes().equals(sizes), "Expected ", name, " of shape ", format_sizes(sizes), ", but got ",
+              format_sizes(t.sym_sizes()));
   TORCH_CHECK(t.scalar_type() == dtype, "Expected ", name, " of dtype ", dtype, ", but got ", t.scalar_type());
   check_device(name, t, input);
 }
 
-// Checks weight and bias fully, and the dtype of input.
+// Checks weight and bias fully, and the dtype of input, but not its shape.
 void check_affine(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
   const auto dtype = input.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
                               "Expected input of dtype Float, Half or BFloat16, but got ", dtype);
   for (const auto* affine : {&weight, &bias}) {
-    if (!present(*affine)) continue;
+    if (!is_given(*affine)) continue;
     const char* name = affine == &weight ? "weight" : "bias";
     const Tensor& t = **affine;
     TORCH_CHECK(t.sym_sizes().equals(shape), "Expected ", name, " to be of same shape as normalized_shape, but got ",
-                name, " of shape ", text(t.sym_sizes()), " and normalized_shape = ", text(shape));
+                name, " of shape ", format_sizes(t.sym_sizes()), " and normalized_shape = ", format_sizes(shape));
     check_device(name, t, input);
     TORCH_CHECK(t.scalar_type() == dtype || t.scalar_type() == at::kFloat, "Expected ", name,
-                " of dtype Float or the input's (", dtype, "), but got ", t.scalar_type());
+                " of dtype Float or of input's dtype (", dtype, "), but got ", t.scalar_type());
   }
-  TORCH_CHECK(!present(weight) || !present(bias) || weight->scalar_type() == bias->scalar_type(),
+  TORCH_CHECK(!is_given(weight) || !is_given(bias) || weight->scalar_type() == bias->scalar_type(),
               "Expected weight and bias of the same dtype, but got ", weight->scalar_type(), " and ",
               bias->scalar_type());
 }
 
-void check(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
+// Checks the tensors and the shape of a layer norm.
+void check_inputs(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(!shape.empty(), "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
   const auto sizes = input.sym_sizes();
   TORCH_CHECK(sizes.size() >= shape.size() && sizes.slice(sizes.size() - shape.size()).equals(shape),
-              "Given normalized_shape=", text(shape), ", expected input with shape [*, ", text(shape).substr(1),
-              ", but got input of size ", text(sizes));
+              "Given normalized_shape=", format_sizes(shape), ", expected input with shape [*, ",
+              format_sizes(shape).substr(1), ", but got input of size ", format_sizes(sizes));
   check_affine(input, shape, weight, bias);
 }
 
-SymInt product(SymIntArrayRef sizes) {
+SymInt element_count(SymIntArrayRef sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), SymInt(1), std::multiplies<SymInt>());
 }
 
 SymInt row_count(const Tensor& input, SymIntArrayRef shape) {
-  return product(input.sym_sizes().slice(0, input.dim() - shape.size()));
+  return element_count(input.sym_sizes().slice(0, input.dim() - shape.size()));
 }
 
-// ---- Kernels. Of meta tensors (torch.compile, export, fake tensors) their outputs' shapes and dtypes only ----
+// ---- Kernels ----
+//
+// For meta tensors (fake tensors of torch.compile and torch.export), these functions check and allocate, and launch
+// nothing.
 
-// Contiguous, whatever like's strides. Not through the dispatcher: 8 x 768 with gradient takes 14.2 us, not 14.9.
+// Returns a contiguous tensor on like's device, uninitialized. CUDA memory is allocated without the dispatcher, which
+// costs less host time (0.7 us per call for float32 input of 8 x 768 with gradient).
 Tensor allocate(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
   const auto options = like.options().dtype(dtype);
   if (like.is_meta()) return at::empty_symint(sizes, options);
   return Tensor(at::detail::empty_cuda(C10_AS_INTARRAYREF_SLOW(sizes), options));
 }
 
-Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
+Tensor contiguous(const OptionalTensor& t) { return is_given(t) ? t->contiguous() : Tensor(); }
 
-// const_data_ptr, which PyTorch 2.0 does not have. data_ptr gives a copy-on-write tensor a copy of its own.
-const void* read(const Tensor& t) { return t.defined() ? t.unsafeGetTensorImpl()->data() : nullptr; }
-void* write(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
+// Does what Tensor::const_data_ptr does, which PyTorch 2.0 lacks. Tensor::data_ptr would copy a copy-on-write tensor.
+const void* const_ptr(const Tensor& t) { return t.defined() ? t.unsafeGetTensorImpl()->data() : nullptr; }
+void* mutable_ptr(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
 DType dtype_of(const Tensor& t) {
   const auto dtype = t.scalar_type();
   return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
 }
 
-// Only the second library has kernels for an activation or a scale.
+// Converts and checks the op's argument. Only the second library has kernels for an activation or a scale.
 Activation to_activation(int64_t activation, double scale) {
   const bool exists = activation >= 0 && activation < static_cast<int64_t>(Activation::Count);
-  TORCH_CHECK(exists && (kFused || (activation == 0 && scale == 1)), "No kernels for activation ",
-              std::to_string(activation), " and scale ", std::to_string(scale));
+  TORCH_CHECK(exists && (kHasEpilogue || (activation == 0 && scale == 1)), "Expected ",
+              kHasEpilogue ? "activation to be from 0 to " + std::to_string(static_cast<int>(Activation::Count) - 1)
+                           : std::string("activation 0 and scale 1 (for others, call layernorm_inline.layer_norm)"),
+              ", but got activation ", std::to_string(activation), " and scale ", std::to_string(scale));
   return static_cast<Activation>(activation);
 }
 
-// What all calls have. The tensors are contiguous.
+// Returns a call whose common fields are set. All tensors must be contiguous.
 template <typename Call>
-Call call_of(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps, double scale) {
+Call make_call(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps, double scale) {
   Call call = {};
   const Tensor& affine = weight.defined() ? weight : bias;
-  call.input = read(input);
-  call.weight = read(weight);
-  call.bias = read(bias);
+  call.input = const_ptr(input);
+  call.weight = const_ptr(weight);
+  call.bias = const_ptr(bias);
   call.eps = eps;
   call.scale = scale;
   call.dtype = dtype_of(input);
@@ -1036,8 +1270,11 @@ Call call_of(const Tensor& input, const Tensor& weight, const Tensor& bias, doub
   return call;
 }
 
+// Launches the kernels of a call on input's device and PyTorch's current stream. Raises if that fails. The build
+// defines LAYERNORM_COMPILED_FOR, for example as "sm_80, sm_90a", followed by advice if nvcc could not compile for some
+// GPU.
 template <typename Call>
-void run(const Call& call, const Tensor& input) {
+void launch_call(const Call& call, const Tensor& input) {
   const c10::cuda::CUDAGuard guard(input.device());
   Tensor scratch;
   const auto allocate_scratch = [&](size_t bytes) {
@@ -1046,7 +1283,7 @@ void run(const Call& call, const Tensor& input) {
   };
   const cudaError_t error = launch(call, allocate_scratch, c10::cuda::getCurrentCUDAStream());
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
-    cudaGetLastError();  // the next call must not find it
+    cudaGetLastError();  // clears the error, so that the next CUDA call does not report it
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, input.device().index());
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
@@ -1057,22 +1294,23 @@ void run(const Call& call, const Tensor& input) {
   C10_CUDA_CHECK(error);
 }
 
+// The ops `layer_norm` (returns output) and, with SAVE_STATISTICS, `layer_norm_forward` (returns Outputs).
 template <bool SAVE_STATISTICS>
 auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  check(input, normalized_shape, weight, bias);
+  check_inputs(input, normalized_shape, weight, bias);
   Tensor output = allocate(input.sym_sizes(), input.scalar_type(), input), statistics;
   if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, normalized_shape)}, at::kFloat, input);
   if (!input.is_meta() && input.numel() > 0) {
     const Tensor x = input.contiguous(), w = contiguous(weight), b = contiguous(bias);
-    auto call = call_of<Forward>(x, w, b, eps, scale);
-    call.output = write(output);
-    call.cols = product(normalized_shape).expect_int();
+    auto call = make_call<Forward>(x, w, b, eps, scale);
+    call.output = mutable_ptr(output);
+    call.cols = element_count(normalized_shape).expect_int();
     call.rows = input.numel() / call.cols;
-    call.mean = static_cast<float*>(write(statistics));
+    call.mean = static_cast<float*>(mutable_ptr(statistics));
     call.rstd = SAVE_STATISTICS ? call.mean + call.rows : nullptr;
     call.activation = to_activation(activation, scale);
-    run(call, input);
+    launch_call(call, input);
   }
   if constexpr (SAVE_STATISTICS) {
     return Outputs(std::move(output), std::move(statistics));
@@ -1081,48 +1319,52 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
   }
 }
 
-// Returns t, or a copy, so that it is contiguous and starts on a boundary of that many bytes.
-Tensor aligned(const Tensor& t, uintptr_t boundary) {
+// Returns t if it is contiguous and starts at a multiple of `boundary` bytes, and a copy with these properties if not.
+Tensor make_aligned(const Tensor& t, uintptr_t boundary) {
   const Tensor x = t.contiguous();
-  return reinterpret_cast<uintptr_t>(read(x)) % boundary == 0 ? x : x.clone();
+  return reinterpret_cast<uintptr_t>(const_ptr(x)) % boundary == 0 ? x : x.clone();
 }
 
+// The op `layer_norm_backward`. A gradient is an undefined tensor if output_mask excludes it or its input is absent.
 Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                               const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                               double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
-  // Saved tensors may have changed since forward: a parameter was converted, or a hook returned another tensor.
-  check(input, normalized_shape, weight, bias);
+  // Saved tensors may have changed since forward: a parameter was converted to another dtype, or a hook for saved
+  // tensors returned another tensor.
+  check_inputs(input, normalized_shape, weight, bias);
   check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
   check_tensor("statistics", statistics, {2, row_count(input, normalized_shape)}, at::kFloat, input);
   const auto allocate_as = [](const Tensor& t) { return allocate(t.sym_sizes(), t.scalar_type(), t); };
   Gradients gradients;
   auto& [grad_input, grad_weight, grad_bias] = gradients;
   if (output_mask[0]) grad_input = allocate_as(input);
-  if (output_mask[1] && present(weight)) grad_weight = allocate_as(*weight);
-  if (output_mask[2] && present(bias)) grad_bias = allocate_as(*bias);
-  const SymInt cols = product(normalized_shape);
+  if (output_mask[1] && is_given(weight)) grad_weight = allocate_as(*weight);
+  if (output_mask[2] && is_given(bias)) grad_bias = allocate_as(*bias);
+  const SymInt cols = element_count(normalized_shape);
   if (input.is_meta() || cols == 0) return gradients;
 
-  // Kernels read two 16-bit numbers at a time.
-  const Tensor dy = aligned(grad_output, 4), x = aligned(input, 4), stats = statistics.contiguous();
+  // Kernels load 16-bit elements in pairs, which must start at a multiple of 4 bytes.
+  const Tensor dy = make_aligned(grad_output, 4), x = make_aligned(input, 4), stats = statistics.contiguous();
   const Tensor w = contiguous(weight), b = contiguous(bias);
-  auto call = call_of<Backward>(x, w, b, eps, scale);
-  call.grad_output = read(dy);
-  call.grad_input = write(grad_input);
-  call.grad_weight = write(grad_weight);
-  call.grad_bias = write(grad_bias);
+  auto call = make_call<Backward>(x, w, b, eps, scale);
+  call.grad_output = const_ptr(dy);
+  call.grad_input = mutable_ptr(grad_input);
+  call.grad_weight = mutable_ptr(grad_weight);
+  call.grad_bias = mutable_ptr(grad_bias);
   call.cols = cols.expect_int();
   call.rows = input.numel() / call.cols;
-  call.mean = static_cast<const float*>(read(stats));
+  call.mean = static_cast<const float*>(const_ptr(stats));
   call.rstd = call.mean + call.rows;
   call.activation = to_activation(activation, scale);
   if (call.activation == Activation::None) call.bias = nullptr;
-  run(call, input);
+  launch_call(call, input);
   return gradients;
 }
 
 // ---- Autograd ----
 
+// Returns a handle with which to call one of this library's ops. The second argument is a function with the op's C++
+// signature, F.
 template <typename F>
 auto find_op(const char* name, F*) {
   return c10::Dispatcher::singleton()
@@ -1130,10 +1372,11 @@ auto find_op(const char* name, F*) {
       .typed<F>();
 }
 
-// The functions named composed_* consist of operations that PyTorch can differentiate to any order, also in forward
-// mode and under vmap. at::layer_norm is wrong from the third derivative on: it treats mean and rstd as constants.
+// The functions named composed_* consist of operations that PyTorch can differentiate again, also in forward mode and
+// under vmap. at::layer_norm is not one of them, because its derivatives are wrong from the third on: it treats mean
+// and rstd as constants.
 
-// scale * activation(z)
+// Returns scale * activation(z).
 Tensor composed_epilogue(Tensor z, Activation activation, double scale) {
 #define LAYERNORM_APPLY(Struct, value, gradient) \
   if (activation == Activation::Struct) z = value;
@@ -1141,7 +1384,7 @@ Tensor composed_epilogue(Tensor z, Activation activation, double scale) {
   return scale == 1 ? z : z * scale;
 }
 
-// The gradient of z for the gradient of scale * activation(z).
+// Returns the gradient of z. `grad` is the gradient of scale * activation(z).
 Tensor composed_epilogue_backward(Tensor grad, const Tensor& z, Activation activation, double scale) {
   if (scale != 1) grad = grad * scale;
 #define LAYERNORM_APPLY_GRADIENT(Struct, value, gradient) \
@@ -1150,54 +1393,65 @@ Tensor composed_epilogue_backward(Tensor grad, const Tensor& z, Activation activ
   return grad;
 }
 
-// The tensor as (rows, cols). It keeps its dtype: arithmetic with a float32 operand is float32, and needs no copy.
+// Returns the tensor with shape (rows, cols). It keeps its dtype, because a float32 operand makes arithmetic float32
+// without a converted copy.
 Tensor as_matrix(const OptionalTensor& t, SymIntArrayRef shape) {
-  const SymInt cols = product(shape), rows = present(t) ? row_count(*t, shape) : SymInt(0);
-  return present(t) ? t->reshape_symint({rows, cols}) : Tensor();
+  const SymInt cols = element_count(shape), rows = is_given(t) ? row_count(*t, shape) : SymInt(0);
+  return is_given(t) ? t->reshape_symint({rows, cols}) : Tensor();
 }
-Tensor as_row(const OptionalTensor& t, SymIntArrayRef shape) {
-  return present(t) ? t->reshape_symint({SymInt(1), product(shape)}).to(at::kFloat) : Tensor();
-}
-Tensor row_mean(const Tensor& t) { return t.mean(1, /*keepdim=*/true, at::kFloat); }
-Tensor times(const Tensor& a, const Tensor& b) { return b.defined() ? a * b : a; }  // b: weight, or undefined
 
-// Returns xhat = (x - mean) * rstd, (rows, cols), and rstd = 1 / sqrt(variance + eps), (rows, 1).
-std::tuple<Tensor, Tensor> composed_normalized(const Tensor& x, double eps) {
-  const Tensor distance = x - row_mean(x), rstd = (row_mean(distance * distance) + eps).rsqrt();
-  return {distance * rstd, rstd};
+// Returns weight or bias with shape (1, cols), in float32.
+Tensor as_row(const OptionalTensor& t, SymIntArrayRef shape) {
+  return is_given(t) ? t->reshape_symint({SymInt(1), element_count(shape)}).to(at::kFloat) : Tensor();
 }
-// The same from statistics that forward saved. The result does not depend on x for autograd.
+
+Tensor row_mean(const Tensor& t) { return t.mean(1, /*keepdim=*/true, at::kFloat); }
+
+// Returns t * weight. An undefined weight counts as 1.
+Tensor apply_weight(const Tensor& t, const Tensor& weight) { return weight.defined() ? t * weight : t; }
+
+// Returns xhat = (x - mean) * rstd, of shape (rows, cols), and rstd = 1 / sqrt(variance + eps), of shape (rows, 1).
+std::tuple<Tensor, Tensor> composed_normalized(const Tensor& x, double eps) {
+  const Tensor centered = x - row_mean(x), rstd = (row_mean(centered * centered) + eps).rsqrt();
+  return {centered * rstd, rstd};
+}
+
+// Returns the same from the statistics that forward saved. Autograd treats these as constants, so derivatives of the
+// result with respect to x would be wrong.
 std::tuple<Tensor, Tensor> saved_normalized(const Tensor& x, const Tensor& statistics) {
   const Tensor rstd = statistics[1].unsqueeze(1);
   return {(x - statistics[0].unsqueeze(1)) * rstd, rstd};
 }
 
+// Computes what the op `layer_norm` computes, with PyTorch's operations.
 Tensor composed_layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
-  check(input, shape, weight, bias);
+  check_inputs(input, shape, weight, bias);
   const Tensor xhat = std::get<0>(composed_normalized(as_matrix(input, shape), eps)), b = as_row(bias, shape);
-  const Tensor z = times(xhat, as_row(weight, shape));
+  const Tensor z = apply_weight(xhat, as_row(weight, shape));
   const Tensor y = composed_epilogue(b.defined() ? z + b : z, to_activation(activation, scale), scale);
   return y.reshape_symint(input.sym_sizes()).to(input.scalar_type());
 }
 
-// The gradients of composed_layer_norm. statistics: of forward, or undefined if this is differentiated itself.
+// Computes what the op `layer_norm_backward` computes, with PyTorch's operations. `statistics` are those that forward
+// saved. They must be undefined if the gradients will be differentiated with respect to input: then statistics are
+// computed from input.
 Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
                             const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                             double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
-  check(input, shape, weight, bias);
+  check_inputs(input, shape, weight, bias);
   const Tensor x = as_matrix(input, shape), w = as_row(weight, shape), b = as_row(bias, shape);
   const auto [xhat, rstd] = statistics.defined() ? saved_normalized(x, statistics) : composed_normalized(x, eps);
   Tensor dy = as_matrix(grad_output, shape);
-  if (kFused) {
-    const Tensor z = times(xhat, w);
+  if (kHasEpilogue) {
+    const Tensor z = apply_weight(xhat, w);
     dy =
         composed_epilogue_backward(dy.to(at::kFloat), b.defined() ? z + b : z, to_activation(activation, scale), scale);
   }
   Gradients gradients;
   auto& [dx, dw, db] = gradients;
   if (output_mask[0]) {
-    const Tensor wdy = times(dy, w);
+    const Tensor wdy = apply_weight(dy, w);
     dx = (wdy - row_mean(wdy) - xhat * row_mean(wdy * xhat)) * rstd;
     dx = dx.reshape_symint(input.sym_sizes()).to(input.scalar_type());
   }
@@ -1206,83 +1460,90 @@ Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymI
   return gradients;
 }
 
-// Returns true if the result must come from PyTorch's operations: kernels compute no tangents of forward mode.
+// Returns true if an input has a tangent of forward-mode differentiation. Kernels compute no tangents, so such calls
+// run PyTorch's operations.
 template <typename... Inputs>
 bool has_tangent(const Inputs&... inputs) {
-  const auto test = [](const OptionalTensor& t) { return present(t) && t->_fw_grad(/*level=*/0).defined(); };
+  const auto test = [](const OptionalTensor& t) { return is_given(t) && t->_fw_grad(/*level=*/0).defined(); };
   return (test(inputs) || ...);
 }
 
 using torch::autograd::variable_list;
 using Tensors = std::array<Tensor, 5>;
-using Wanted = std::array<bool, 5>;
+using GradMask = std::array<bool, 5>;  // which of a node's inputs need a gradient
 
-// A node of the graph whose gradients a function computes. A torch::autograd::Function would cost a call of 8 x 768
-// 3 us more.
-template <typename Backward>
-struct Node : torch::autograd::Node {
+// A node of the autograd graph that calls a function to compute its gradients. It is not a torch::autograd::Function,
+// because that costs 3 us more host time per call (input of 8 x 768 with gradient).
+template <typename Function>
+struct FunctionNode : torch::autograd::Node {
   const char* label;
-  Backward backward;                                    // (grad_outputs, saved, wanted) returns the inputs' gradients
-  std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, and what else backward reads
+  Function function;  // variable_list function(grad_outputs, saved tensors, grad_mask) returns the inputs' gradients
+  std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, then other tensors that the function reads
 
-  Node(const char* label, Backward backward) : label(label), backward(std::move(backward)) {}
+  FunctionNode(const char* label, Function function) : label(label), function(std::move(function)) {}
   std::string name() const override { return label; }
 
-  // Holds PyTorch's lock, because another thread may be unpacking.
+  // Frees the saved tensors. PyTorch's lock is held, because another thread may be unpacking them.
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& variable : saved) variable.reset_data();
   }
 
+  // Computes the gradients of the inputs. They are undefined if all grad_outputs are.
   variable_list apply(variable_list&& grad_outputs) override {
-    const size_t count = num_outputs();
+    const size_t inputs = num_outputs();  // a node's outputs are the gradients of the inputs
     bool has_gradient = false;
     for (const Tensor& grad_output : grad_outputs) has_gradient |= grad_output.defined();
-    if (!has_gradient) return variable_list(count);
+    if (!has_gradient) return variable_list(inputs);
     Tensors tensors;
-    Wanted wanted = {};
+    GradMask grad_mask = {};
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (size_t i = 0; i < saved.size(); ++i) tensors[i] = saved[i].unpack();
     }
-    for (size_t i = 0; i < count; ++i) wanted[i] = task_should_compute_output(i);
-    // Not locked: backward can wait for other nodes.
-    variable_list gradients = backward(grad_outputs, tensors, wanted);
-    gradients.resize(count);
+    for (size_t i = 0; i < inputs; ++i) grad_mask[i] = task_should_compute_output(i);
+    // The lock is released first, because the function can wait for other nodes.
+    variable_list gradients = function(grad_outputs, tensors, grad_mask);
+    gradients.resize(inputs);
     return gradients;
   }
 };
 
-// Puts a node into the graph, which computes the gradients of `inputs` from those of `outputs`, and saves the inputs.
-template <typename Backward, typename... Inputs>
-auto& add_node(const char* name, variable_list outputs, Backward backward, const Inputs&... inputs) {
+// Puts a node into the graph, which computes the gradients of `inputs` from those of `outputs`. Saves the inputs in it.
+template <typename Function, typename... Inputs>
+auto& add_node(const char* name, variable_list outputs, Function function, const Inputs&... inputs) {
   using Pointer = decltype(torch::autograd::Edge::function);
   Pointer pointer;
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    pointer = Pointer(new Node<Backward>(name, std::move(backward)),
-                      [](Node<Backward>* node) { deleteNode(node); });  // a deep graph without recursion
-  } else {
-    pointer = c10::make_intrusive<Node<Backward>>(name, std::move(backward));
+    // deleteNode frees a deep graph without recursion.
+    pointer = Pointer(new FunctionNode<Function>(name, std::move(function)),
+                      [](FunctionNode<Function>* node) { deleteNode(node); });
+  } else {  // newer PyTorch
+    pointer = c10::make_intrusive<FunctionNode<Function>>(name, std::move(function));
   }
-  auto& node = static_cast<Node<Backward>&>(*pointer);
+  auto& node = static_cast<FunctionNode<Function>&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(inputs...));
   node.saved = {{{inputs, false}...}};
   torch::autograd::set_history(outputs, pointer);
   return node;
 }
 
-// Gradients of layer_norm_backward's inputs, for gradients of its results: g_dx of grad_input, g_dw of grad_weight,
-// g_db of grad_bias. With xhat = (input - mean) * rstd, dy = grad_output, wdy = weight * dy, and the symmetric
-//   P(v) = rstd * (v - mean(v) - xhat * mean(v * xhat))     (grad_input is P(wdy))
-// they are, over each row,
-//   of dy:      weight * P(g_dx) + g_dw * xhat + g_db
-//   of input:   P(g_dw * dy - rstd * (mean(wdy * xhat) * g_dx + mean(g_dx * xhat) * wdy))
-//               - rstd^2 * xhat * (mean(g_dx * wdy) - mean(g_dx) * mean(wdy) - mean(g_dx * xhat) * mean(wdy * xhat))
-//   of weight:  sum over rows of dy * P(g_dx)
-// All of these are PyTorch's operations, so they can be differentiated again. Then mean and rstd are computed anew from
-// input; otherwise those that forward saved are used.
+// Differentiates layer_norm_backward. Returns the gradients of its inputs dy (grad_output), x and weight, and receives
+// those of its results: g_dx of grad_input, g_dw of grad_weight and g_db of grad_bias. The activation is None, and
+// scale is 1.
+//
+// Let xhat = (x - mean) * rstd, wdy = weight * dy, and P the linear map of a row, which is symmetric,
+//   P(v) = rstd * (v - mean(v) - xhat * mean(v * xhat))
+// so that grad_input = P(wdy). The gradients are, with all means over a row,
+//   grad_dy = weight * P(g_dx) + g_dw * xhat + g_db
+//   grad_x  = P(g_dw * dy - rstd * (mean(wdy * xhat) * g_dx + mean(g_dx * xhat) * wdy))
+//             - rstd^2 * xhat * (mean(g_dx * wdy) - mean(g_dx) * mean(wdy) - mean(g_dx * xhat) * mean(wdy * xhat))
+//   grad_w  = sum over rows of dy * P(g_dx)
+//
+// These are PyTorch's operations, so they can be differentiated again. In that case mean and rstd are computed from x,
+// so that gradients flow through them; otherwise the statistics that forward saved are used.
 variable_list double_backward_rows(const variable_list& grads, const Tensor& dy, const Tensor& x, const Tensor& w,
-                                   const Tensor& statistics, double eps, const Wanted& wanted) {
+                                   const Tensor& statistics, double eps, const GradMask& grad_mask) {
   const auto& g_dx = grads[0];
   const auto& g_dw = grads[1];
   const auto& g_db = grads[2];
@@ -1291,81 +1552,85 @@ variable_list double_backward_rows(const variable_list& grads, const Tensor& dy,
     return at::addcmul(v - row_mean(v), xhat, mean_v_xhat, /*value=*/-1) * rstd;
   };
 
-  Tensor of_dy, of_x, of_w;
+  Tensor grad_dy, grad_x, grad_w;
   if (g_dx.defined()) {
     const Tensor mean_g_xhat = row_mean(g_dx * xhat), projected = project(g_dx, mean_g_xhat);
-    if (wanted[0]) of_dy = times(projected, w);
-    if (wanted[2] && w.defined()) of_w = (projected * dy).sum(0);
-    if (wanted[1]) {
-      const Tensor wdy = times(dy, w), mean_wdy_xhat = row_mean(wdy * xhat);
+    if (grad_mask[0]) grad_dy = apply_weight(projected, w);
+    if (grad_mask[2] && w.defined()) grad_w = (projected * dy).sum(0);
+    if (grad_mask[1]) {
+      const Tensor wdy = apply_weight(dy, w), mean_wdy_xhat = row_mean(wdy * xhat);
       Tensor v = (g_dx * mean_wdy_xhat + wdy * mean_g_xhat) * -rstd;
       if (g_dw.defined()) v = v + dy * g_dw;
       const Tensor covariance = row_mean(g_dx * wdy) - row_mean(g_dx) * row_mean(wdy) - mean_g_xhat * mean_wdy_xhat;
-      of_x = at::addcmul(project(v, row_mean(v * xhat)), xhat, covariance * rstd * rstd, -1);
+      grad_x = at::addcmul(project(v, row_mean(v * xhat)), xhat, covariance * rstd * rstd, -1);
     }
-  } else if (g_dw.defined() && wanted[1]) {
+  } else if (g_dw.defined() && grad_mask[1]) {
     const Tensor v = dy * g_dw;
-    of_x = project(v, row_mean(v * xhat));
+    grad_x = project(v, row_mean(v * xhat));
   }
-  const auto add_to_dy = [&](const Tensor& t) { of_dy = of_dy.defined() ? of_dy + t : t; };
-  if (wanted[0] && g_dw.defined()) add_to_dy(xhat * g_dw);
-  if (wanted[0] && g_db.defined()) add_to_dy(g_db.expand_as(xhat));
-  return {of_dy, of_x, of_w};
+  const auto add_to_dy = [&](const Tensor& t) { grad_dy = grad_dy.defined() ? grad_dy + t : t; };
+  if (grad_mask[0] && g_dw.defined()) add_to_dy(xhat * g_dw);
+  if (grad_mask[0] && g_db.defined()) add_to_dy(g_db.expand_as(xhat));
+  return {grad_dy, grad_x, grad_w};
 }
 
-// Elements of input that double_backward treats at once if nothing is differentiated again. Its float32 temporaries
-// stay in L2, and need little memory.
+// Elements of input per chunk of rows in double_backward, unless its results are differentiated again. With chunks, the
+// float32 temporaries (16 MB each) need little memory and stay in L2.
 constexpr int64_t kDoubleBackwardElements = 1 << 22;
 
+// Does what double_backward_rows does, for tensors of the shapes that the op has, and in chunks of rows. Returns the
+// gradients of grad_output, input and weight.
 variable_list double_backward(const variable_list& grads, const Tensor& grad_output, const Tensor& input,
                               SymIntArrayRef shape, const Tensor& weight, const Tensor& statistics, double eps,
-                              const Wanted& wanted) {
+                              const GradMask& grad_mask) {
   const Tensor dy = as_matrix(grad_output, shape), x = as_matrix(input, shape), w = as_row(weight, shape);
   const Tensor g_dx = as_matrix(grads[0], shape), g_dw = as_row(grads[1], shape), g_db = as_row(grads[2], shape);
   variable_list results;
   if (at::GradMode::is_enabled() || x.sym_numel() <= kDoubleBackwardElements) {
-    results = double_backward_rows({g_dx, g_dw, g_db}, dy, x, w, statistics, eps, wanted);
+    results = double_backward_rows({g_dx, g_dw, g_db}, dy, x, w, statistics, eps, grad_mask);
   } else {
     const int64_t rows = x.size(0), step = std::max<int64_t>(1, kDoubleBackwardElements / x.size(1));
     results.resize(3);
     for (int64_t first = 0; first < rows; first += step) {
-      const auto part_of = [&](const Tensor& t, int64_t dim) {
+      const auto chunk_of = [&](const Tensor& t, int64_t dim) {
         return t.defined() ? t.narrow(dim, first, std::min(step, rows - first)) : t;
       };
-      const auto parts = double_backward_rows({part_of(g_dx, 0), g_dw, g_db}, part_of(dy, 0), part_of(x, 0), w,
-                                              part_of(statistics, 1), eps, wanted);
+      const auto chunk_results = double_backward_rows({chunk_of(g_dx, 0), g_dw, g_db}, chunk_of(dy, 0), chunk_of(x, 0),
+                                                      w, chunk_of(statistics, 1), eps, grad_mask);
       for (int i : {0, 1}) {
-        if (parts[i].defined() && first == 0) results[i] = at::empty_like(x);
-        if (parts[i].defined()) part_of(results[i], 0).copy_(parts[i]);
+        if (chunk_results[i].defined() && first == 0) results[i] = at::empty_like(x);
+        if (chunk_results[i].defined()) chunk_of(results[i], 0).copy_(chunk_results[i]);
       }
-      if (parts[2].defined()) results[2] = first == 0 ? parts[2] : results[2] + parts[2];
+      if (chunk_results[2].defined()) results[2] = first == 0 ? chunk_results[2] : results[2] + chunk_results[2];
     }
   }
-  const auto finished = [](const Tensor& t, const Tensor& like) {
+  const auto shaped_like = [](const Tensor& t, const Tensor& like) {
     return t.defined() ? t.reshape_symint(like.sym_sizes()).to(like.scalar_type()) : t;
   };
-  return {finished(results[0], input), finished(results[1], input), finished(results[2], weight)};
+  return {shaped_like(results[0], input), shaped_like(results[1], input), shaped_like(results[2], weight)};
 }
 
-// The op `layer_norm_backward` with gradients of its own.
+// The op `layer_norm_backward` for autograd: its results can be differentiated. In the first library, kernels compute
+// the results and double_backward their gradients. In the second library, which has activations and scales,
+// composed_backward computes results that need gradients, and PyTorch differentiates it.
 Gradients layer_norm_backward_autograd(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                                        const Tensor& statistics, const OptionalTensor& weight,
                                        const OptionalTensor& bias, double eps, int64_t activation, double scale,
                                        std::array<bool, 3> output_mask) {
   static const auto op = find_op("layer_norm_backward", layer_norm_backward);
   const c10::SymDimVector shape(normalized_shape);
-  const bool differentiable = torch::autograd::compute_requires_grad(grad_output, input, weight, bias);
-  if (has_tangent(grad_output, input, weight, bias) || (kFused && differentiable)) {
+  const bool needs_grad = torch::autograd::compute_requires_grad(grad_output, input, weight, bias);
+  if (has_tangent(grad_output, input, weight, bias) || (kHasEpilogue && needs_grad)) {
     return composed_backward(grad_output, input, shape, {}, weight, bias, eps, activation, scale, output_mask);
   }
   auto gradients = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(grad_output, input, normalized_shape, statistics, weight, bias, eps, activation, scale, output_mask);
   }();
-  if (!differentiable) return gradients;
-  const auto backward = [=](const variable_list& grads, const Tensors& saved, const Wanted& wanted) {
-    const auto& [dy, x, w, stats, none] = saved;
-    return double_backward(grads, dy, x, shape, w, stats, eps, wanted);
+  if (!needs_grad) return gradients;
+  const auto backward = [=](const variable_list& grads, const Tensors& saved, const GradMask& grad_mask) {
+    const auto& [dy, x, w, saved_statistics, unused] = saved;
+    return double_backward(grads, dy, x, shape, w, saved_statistics, eps, grad_mask);
   };
   const auto& [dx, dw, db] = gradients;
   auto& node = add_node("LayerNormBackwardBackward", {dx, dw, db}, backward, grad_output, input, weight);
@@ -1373,7 +1638,7 @@ Gradients layer_norm_backward_autograd(const Tensor& grad_output, const Tensor& 
   return gradients;
 }
 
-// The op `layer_norm_forward` with gradients for output; statistics have none.
+// The op `layer_norm_forward` for autograd: output can be differentiated, statistics cannot.
 Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                                     const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op("layer_norm_forward", layer_norm_forward<true>);
@@ -1386,11 +1651,11 @@ Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef normaliz
   if (has_tangent(input, weight, bias)) {
     output = composed_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale);
   } else if (torch::autograd::compute_requires_grad(input, weight, bias)) {
-    const auto backward = [=, shape = c10::SymDimVector(normalized_shape)](const variable_list& grads,
-                                                                           const Tensors& saved, const Wanted& wanted) {
-      const auto& [x, w, b, stats, none] = saved;
-      const auto [dx, dw, db] =
-          backward_op.call(grads[0], x, shape, stats, w, b, eps, activation, scale, {wanted[0], wanted[1], wanted[2]});
+    const auto backward = [=, shape = c10::SymDimVector(normalized_shape)](
+                              const variable_list& grads, const Tensors& saved, const GradMask& grad_mask) {
+      const auto& [x, w, b, saved_statistics, unused] = saved;
+      const auto [dx, dw, db] = backward_op.call(grads[0], x, shape, saved_statistics, w, b, eps, activation, scale,
+                                                 {grad_mask[0], grad_mask[1], grad_mask[2]});
       return variable_list{dx, dw, db};
     };
     auto& node = add_node("LayerNormBackward", {output}, backward, input, weight, bias);
@@ -1399,6 +1664,7 @@ Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef normaliz
   return outputs;
 }
 
+// The op `layer_norm` for autograd. Computes and saves statistics only if a gradient is needed.
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op("layer_norm", layer_norm_forward<false>);
@@ -1412,37 +1678,42 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef normalized_shape,
   return op.call(input, normalized_shape, weight, bias, eps, activation, scale);
 }
 
-// Computes in float32 and returns float32, like nn.LayerNorm under autocast.
+// The op `layer_norm` under autocast. Computes in float32 and returns float32, like nn.LayerNorm.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op = find_op("layer_norm", layer_norm_forward<false>);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   const auto cast = [](const OptionalTensor& t) {
-    const bool casts = present(t) && t->is_floating_point() && t->scalar_type() != at::kDouble;
+    const bool casts = is_given(t) && t->is_floating_point() && t->scalar_type() != at::kDouble;
     return casts ? t->to(at::kFloat) : t.value_or(Tensor());
   };
   return op.call(cast(input), normalized_shape, cast(weight), cast(bias), eps, activation, scale);
 }
 
-// ---- torch.vmap: the ops for tensors with a batch dimension ----
+// ---- torch.vmap ----
+//
+// Under vmap, a batched tensor shows the sizes of one slice, and hides a batch dimension that holds all slices. Nested
+// vmaps have levels, and the innermost one has the highest.
 
+// Returns the level of the innermost vmap over which the tensor is batched, or -1.
 int64_t batch_level(const OptionalTensor& t) {
-  const auto* batch = present(t) ? at::functorch::maybeGetBatchedImpl(*t) : nullptr;
+  const auto* batch = is_given(t) ? at::functorch::maybeGetBatchedImpl(*t) : nullptr;
   return batch == nullptr ? -1 : batch->level();
 }
 
-// The slices of a batch become more rows of one call. Weights and biases that differ between slices are applied by
-// PyTorch's operations.
+// The ops `layer_norm` and, with SAVE_STATISTICS, `layer_norm_forward` under vmap. The rows of all slices become the
+// rows of one call. If weight or bias differ between slices, the kernels only normalize, and PyTorch's operations do
+// the rest.
 template <bool SAVE_STATISTICS>
 auto layer_norm_vmap(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   static const auto op =
       find_op(SAVE_STATISTICS ? "layer_norm_forward" : "layer_norm", layer_norm_forward<SAVE_STATISTICS>);
-  check(input, normalized_shape, weight, bias);  // the shapes of one slice
+  check_inputs(input, normalized_shape, weight, bias);  // sizes are those of one slice
   const SymInt rows = row_count(input, normalized_shape);
-  const int64_t level = std::max({batch_level(input), batch_level(weight), batch_level(bias)});  // the innermost vmap
+  const int64_t level = std::max({batch_level(input), batch_level(weight), batch_level(bias)});
   const bool is_batched = batch_level(input) == level;
-  // Returns all slices in one tensor, along dimension 0; or t itself, if it is the same for all.
+  // Returns all slices in one tensor, along dimension 0, or t itself if it is the same for all slices.
   const auto unwrap = [&](const OptionalTensor& t) -> OptionalTensor {
     if (batch_level(t) != level) return t;
     const auto* batch = at::functorch::maybeGetBatchedImpl(*t);
@@ -1464,7 +1735,7 @@ auto layer_norm_vmap(const Tensor& input, SymIntArrayRef normalized_shape, const
     call(weight, bias, activation, scale);
   } else {
     call({}, {}, 0, 1);
-    // A slice's rows share its weight: (slices, 1, ..., 1, *normalized_shape).
+    // Returns weight or bias with shape (slices, 1, ..., 1, *normalized_shape), so that a slice's rows share its own.
     const int64_t row_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
     const auto with_row_dims = [&](const OptionalTensor& t) {
       Tensor value = *unwrap(t);
@@ -1472,8 +1743,8 @@ auto layer_norm_vmap(const Tensor& input, SymIntArrayRef normalized_shape, const
       return value;
     };
     output = output.to(at::kFloat);
-    if (present(weight)) output = output * with_row_dims(weight);
-    if (present(bias)) output = output + with_row_dims(bias);
+    if (is_given(weight)) output = output * with_row_dims(weight);
+    if (is_given(bias)) output = output + with_row_dims(bias);
     output = composed_epilogue(output, to_activation(activation, scale), scale).to(input.scalar_type());
   }
   output = wrap(output, 0);
@@ -1485,15 +1756,16 @@ auto layer_norm_vmap(const Tensor& input, SymIntArrayRef normalized_shape, const
   }
 }
 
-// Returns true if another transform, or autograd, differentiates the tensor that vmap has wrapped.
+// Returns true if autograd, forward mode or an outer transform differentiates the tensor that vmap has wrapped.
 bool is_differentiated(const OptionalTensor& t) {
-  if (!present(t)) return false;
+  if (!is_given(t)) return false;
   Tensor value = *t;
   while (const auto* batch = at::functorch::maybeGetBatchedImpl(value)) value = Tensor(batch->value());
   return value.requires_grad() || has_tangent(value) || value.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
 }
 
-// PyTorch's operations: no kernel computes the gradients of weight and bias for each slice.
+// The op `layer_norm_backward` under vmap. Uses PyTorch's operations, because no kernel computes gradients of weight
+// and bias per slice. The saved statistics are constants to autograd, so they are not used if input is differentiated.
 Gradients layer_norm_backward_vmap(const Tensor& grad_output, const Tensor& input, SymIntArrayRef normalized_shape,
                                    const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& bias,
                                    double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
@@ -1501,7 +1773,7 @@ Gradients layer_norm_backward_vmap(const Tensor& grad_output, const Tensor& inpu
                            weight, bias, eps, activation, scale, output_mask);
 }
 
-#ifdef LAYERNORM_WITH_EPILOGUE
+#ifdef LAYERNORM_HAS_EPILOGUE
 // ---- Convolution ----
 
 constexpr auto kGelu = static_cast<int64_t>(Activation::Gelu);
@@ -1509,37 +1781,42 @@ constexpr auto kGelu = static_cast<int64_t>(Activation::Gelu);
 void check_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() == 5 && input.sym_size(1) == 32 && input.sym_size(4) == 32,
-              "Expected input of shape [*, 32, *, *, 32], but got ", text(input.sym_sizes()));
+              "Expected input of shape [*, 32, *, *, 32], but got ", format_sizes(input.sym_sizes()));
   check_affine(input, {64}, weight, bias);
   check_tensor("conv_weight", conv_weight, {32, 64, 4, 4, 4}, input.scalar_type(), input);
-  if (present(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, input.scalar_type(), input);
+  if (is_given(conv_bias)) check_tensor("conv_bias", *conv_bias, {64}, input.scalar_type(), input);
 }
 
 std::vector<SymInt> output_sizes(const Tensor& input) {
   return {input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64};
 }
 
-// Whether PyTorch allows TF32: three generations of it; newer ones, asked for all of cuDNN, may raise.
-bool tf32_allowed(bool (at::Context::*ask)() const) { return (at::globalContext().*ask)(); }
-bool tf32_allowed(bool (at::Context::*ask)(const std::string&) const) { return (at::globalContext().*ask)("conv"); }
+// Returns the value of allowTF32CuDNN, which has three signatures in the supported PyTorch versions. The newer two name
+// convolutions: without that, they raise if the settings of convolutions and RNNs differ.
+bool tf32_allowed(bool (at::Context::*getter)() const) { return (at::globalContext().*getter)(); }
+bool tf32_allowed(bool (at::Context::*getter)(const std::string&) const) {
+  return (at::globalContext().*getter)("conv");
+}
 template <typename Op>
-bool tf32_allowed(bool (at::Context::*ask)(c10::optional<Op>) const) {
-  return (at::globalContext().*ask)(Op::CONV);
-}
-bool takes_tf32() {  // only cuDNN's convolutions do
-  return at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN);
+bool tf32_allowed(bool (at::Context::*getter)(c10::optional<Op>) const) {
+  return (at::globalContext().*getter)(Op::CONV);
 }
 
-bool fits_convolution(const Tensor& input) {
-  if (input.is_meta() || c10::cuda::device_count() == 0) return true;  // fake tensors
+// Returns true if PyTorch would use TF32 for a float32 convolution, which only cuDNN does.
+bool uses_tf32() { return at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN); }
+
+// Returns true if input's device supports the convolution's kernel.
+bool supports_convolution(const Tensor& input) {
+  if (input.is_meta() || c10::cuda::device_count() == 0) return true;  // meta and fake tensors have no GPU
   const c10::cuda::CUDAGuard guard(input.device());
-  return fits_convolution(dtype_of(input), takes_tf32());
+  return supports_convolution(dtype_of(input), uses_tf32());
 }
 
-// Returns true inside vmap, grad and the other transforms of torch.func, of which the op supports none.
+// Returns true inside vmap, grad and the other transforms of torch.func. The op has no rules for them.
 bool in_transform() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode); }
 
-// The model as several PyTorch operations: for second derivatives, and for GPUs that the kernel does not fit.
+// Computes the model with PyTorch's convolution and the op `layer_norm` with GELU and scale. Used where the op cannot
+// be used: for second derivatives, forward mode and transforms, and on GPUs that do not support its kernel.
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   static const auto op = find_op("layer_norm", layer_norm_forward<false>);
@@ -1547,37 +1824,43 @@ Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, cons
   return op.call(y, {64}, weight, bias, eps, kGelu, scale);
 }
 
+// Runs the convolution's kernel. If rstd is given, the kernel stops before it multiplies by rstd (see struct
+// Convolution).
 Tensor run_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale,
                        void* rstd = nullptr) {
   const Tensor output = allocate(output_sizes(input), input.scalar_type(), input);
   if (output.is_meta() || output.numel() == 0) return output;
-  const Tensor x = aligned(input, 16), conv = conv_weight.contiguous(), cb = contiguous(conv_bias);
+  const Tensor x = make_aligned(input, 16), conv = conv_weight.contiguous(), cb = contiguous(conv_bias);
   const Tensor w = contiguous(weight), b = contiguous(bias);
-  auto call = call_of<Convolution>(x, w, b, eps, scale);
-  call.conv_weight = read(conv);
-  call.conv_bias = read(cb);
-  call.output = write(output);
+  auto call = make_call<Convolution>(x, w, b, eps, scale);
+  call.conv_weight = const_ptr(conv);
+  call.conv_bias = const_ptr(cb);
+  call.output = mutable_ptr(output);
   call.rstd = static_cast<float*>(rstd);
   call.batch = input.size(0);
   call.depth = input.size(2);
   call.height = input.size(3);
-  call.tf32 = takes_tf32();
-  run(call, input);
+  call.tf32 = uses_tf32();
+  launch_call(call, input);
   return output;
 }
 
+// The op `conv_transpose3d_layer_norm_gelu`.
 Tensor convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                    const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   check_convolution(input, conv_weight, conv_bias, weight, bias);
-  if (fits_convolution(input)) return run_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
+  if (supports_convolution(input)) return run_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
 }
 
-// Of the convolution's output that backward computes again at a time: neither all of it nor cuDNN's copy is ever there.
+// Backward recomputes the convolution in chunks of the batch. A chunk's output has at most this many bytes, unless one
+// input has more. So neither the whole output nor cuDNN's copy of it is ever in memory.
 constexpr int64_t kConvolutionBytes = int64_t(1) << 28;
 
+// The op `convolution_backward`. For each chunk of the batch, it recomputes the convolution (minus the means of its
+// rows) and rstd, then computes the gradients of GELU and layer norm, and then those of the convolution.
 auto convolution_backward(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
                           const OptionalTensor& conv_bias, const OptionalTensor& weight, const OptionalTensor& bias,
                           double eps, double scale, std::array<bool, 5> output_mask) {
@@ -1587,7 +1870,7 @@ auto convolution_backward(const Tensor& grad_output, const Tensor& input, const 
   const auto dtype = input.scalar_type();
   const auto cast = [](const Tensor& t, at::ScalarType to) { return t.defined() ? t.to(to) : t; };
   const Tensor w = contiguous(weight), b = contiguous(bias), w32 = cast(w, at::kFloat), b32 = cast(b, at::kFloat);
-  // Of parameters the sums over parts of the batch: they are float32 until the end.
+  // Gradients of parameters are sums over chunks, in float32 until the end.
   Tensor grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = allocate(input.sym_sizes(), dtype, input);
   if (output_mask[1] || output_mask[2]) grad_conv_weight = at::zeros_like(conv_weight, at::kFloat);
@@ -1595,57 +1878,59 @@ auto convolution_backward(const Tensor& grad_output, const Tensor& input, const 
   if (output_mask[4] && b.defined()) grad_bias = at::zeros_like(b32);
 
   if (!input.is_meta() && grad_output.numel() > 0) {
-    const bool wants_conv = grad_input.defined() || grad_conv_weight.defined();
-    const int64_t rows = grad_output[0].numel() / 64;  // of one input
+    const bool needs_conv_grad = grad_input.defined() || grad_conv_weight.defined();
+    const int64_t rows = grad_output[0].numel() / 64;  // per input of the batch
     const int64_t step = std::max<int64_t>(1, kConvolutionBytes / grad_output[0].nbytes());
     for (int64_t first = 0; first < input.size(0); first += step) {
       const int64_t count = std::min(step, input.size(0) - first);
-      const Tensor x = aligned(input.narrow(0, first, count), 16), dy = grad_output.narrow(0, first, count);
+      const Tensor x = make_aligned(input.narrow(0, first, count), 16), dy = grad_output.narrow(0, first, count);
+      // run_convolution writes rows whose mean is 0, and fills in rstd.
       const Tensor statistics = at::zeros({2, count * rows}, x.options().dtype(at::kFloat));
-      Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, eps, 1, write(statistics[1]));
-      const auto [part, part_weight, part_bias] =
+      Tensor conv = run_convolution(x, conv_weight, conv_bias, {}, {}, eps, 1, mutable_ptr(statistics[1]));
+      const auto [grad_conv, chunk_grad_weight, chunk_grad_bias] =
           layer_norm_backward(dy, conv, {64}, statistics, w32, b32, eps, kGelu, scale,
-                              {wants_conv, grad_weight.defined(), grad_bias.defined()});
-      conv.reset();  // its memory is free for what follows
-      if (grad_weight.defined()) grad_weight.add_(part_weight);
-      if (grad_bias.defined()) grad_bias.add_(part_bias);
-      if (!wants_conv) continue;
-      const auto [part_input, part_conv_weight, none] =
-          at::convolution_backward(part, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
+                              {needs_conv_grad, grad_weight.defined(), grad_bias.defined()});
+      conv.reset();  // at::convolution_backward can reuse its memory
+      if (grad_weight.defined()) grad_weight.add_(chunk_grad_weight);
+      if (grad_bias.defined()) grad_bias.add_(chunk_grad_bias);
+      if (!needs_conv_grad) continue;
+      const auto [chunk_grad_input, chunk_grad_conv_weight, unused] =
+          at::convolution_backward(grad_conv, x, conv_weight, c10::nullopt, 2, 1, 1, true, 0, 1,
                                    {grad_input.defined(), grad_conv_weight.defined(), false});
-      if (grad_input.defined()) grad_input.narrow(0, first, count).copy_(part_input);
-      if (grad_conv_weight.defined()) grad_conv_weight.add_(part_conv_weight);
+      if (grad_input.defined()) grad_input.narrow(0, first, count).copy_(chunk_grad_input);
+      if (grad_conv_weight.defined()) grad_conv_weight.add_(chunk_grad_conv_weight);
     }
   }
-  // conv_bias leaves with the mean of a row: its gradient is 0, but NaN where conv_weight's is.
-  if (output_mask[2] && present(conv_bias)) grad_conv_bias = grad_conv_weight.sum({0, 2, 3, 4}).mul(0);
+  // conv_bias adds the same number to a whole row, and subtracting the row's mean removes it. So its gradient is 0, or
+  // NaN where conv_weight's is.
+  if (output_mask[2] && is_given(conv_bias)) grad_conv_bias = grad_conv_weight.sum({0, 2, 3, 4}).mul(0);
   if (!output_mask[1]) grad_conv_weight.reset();
   return std::make_tuple(grad_input, cast(grad_conv_weight, dtype), cast(grad_conv_bias, dtype),
                          cast(grad_weight, w.scalar_type()), cast(grad_bias, b.scalar_type()));
 }
 
-// Gradients of composed_convolution. With gradients enabled they can be differentiated again.
+// Returns the gradients of composed_convolution's inputs. If gradients are enabled, they can be differentiated again.
 variable_list composed_convolution_backward(const Tensor& grad_output, Tensors inputs, double eps, double scale,
-                                            const Wanted& wanted) {
+                                            const GradMask& grad_mask) {
   const bool create_graph = at::GradMode::is_enabled();
   const at::AutoGradMode with_gradients(true);
   variable_list leaves;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!wanted[i] || !inputs[i].defined()) continue;
-    inputs[i] = inputs[i].alias();  // grad() would also follow how one input was computed from another
-    inputs[i].requires_grad_();     // the user may have turned it off since
+    if (!grad_mask[i] || !inputs[i].defined()) continue;
+    inputs[i] = inputs[i].alias();  // without an alias, grad() would also follow how one input depends on another
+    inputs[i].requires_grad_();     // the user may have turned it off since forward
     leaves.push_back(inputs[i]);
   }
   const auto& [x, conv_weight, conv_bias, weight, bias] = inputs;
   const Tensor output = composed_convolution(x, conv_weight, conv_bias, weight, bias, eps, scale);
   auto gradients = torch::autograd::grad({output}, leaves, {grad_output}, /*retain_graph=*/create_graph, create_graph);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!wanted[i] || !inputs[i].defined()) gradients.insert(gradients.begin() + i, Tensor());
+    if (!grad_mask[i] || !inputs[i].defined()) gradients.insert(gradients.begin() + i, Tensor());
   }
   return gradients;
 }
 
-// The op `convolution_backward`, whose results can be differentiated again if PyTorch's operations compute them.
+// The op `convolution_backward` for autograd. PyTorch's operations compute results that need gradients or tangents.
 auto convolution_backward_autograd(const Tensor& grad_output, const Tensor& input, const Tensor& conv_weight,
                                    const OptionalTensor& conv_bias, const OptionalTensor& weight,
                                    const OptionalTensor& bias, double eps, double scale,
@@ -1662,24 +1947,26 @@ auto convolution_backward_autograd(const Tensor& grad_output, const Tensor& inpu
   return op.call(grad_output, input, conv_weight, conv_bias, weight, bias, eps, scale, output_mask);
 }
 
+// The op `conv_transpose3d_layer_norm_gelu` for autograd.
 Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   static const auto op = find_op("conv_transpose3d_layer_norm_gelu", convolution);
   static const auto backward_op = find_op("convolution_backward", convolution_backward);
-  const bool saves = torch::autograd::compute_requires_grad(input, conv_weight, conv_bias, weight, bias);
-  // Where the kernel does not run, the convolution's output is better kept than computed again.
+  const bool needs_grad = torch::autograd::compute_requires_grad(input, conv_weight, conv_bias, weight, bias);
+  // Transforms and forward mode need PyTorch's operations. So does a GPU that does not support the kernel if a gradient
+  // is needed: PyTorch then keeps the convolution's output, which is faster than recomputing it in backward.
   if (in_transform() || has_tangent(input, conv_weight, conv_bias, weight, bias) ||
-      (saves && !fits_convolution(input))) {
+      (needs_grad && !supports_convolution(input))) {
     return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }
   Tensor output = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(input, conv_weight, conv_bias, weight, bias, eps, scale);
   }();
-  if (!saves) return output;
-  const auto backward = [=](const variable_list& grads, const Tensors& saved, const Wanted& wanted) {
+  if (!needs_grad) return output;
+  const auto backward = [=](const variable_list& grads, const Tensors& saved, const GradMask& grad_mask) {
     const auto& [x, cw, cb, w, b] = saved;
-    const auto [dx, dcw, dcb, dw, db] = backward_op.call(grads[0], x, cw, cb, w, b, eps, scale, wanted);
+    const auto [dx, dcw, dcb, dw, db] = backward_op.call(grads[0], x, cw, cb, w, b, eps, scale, grad_mask);
     return variable_list{dx, dcw, dcb, dw, db};
   };
   add_node("ConvTranspose3dLayerNormGELUBackward", {output}, backward, input, conv_weight, conv_bias, weight, bias);
@@ -1712,7 +1999,7 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
     m.impl("layer_norm_forward", dispatch(device, layer_norm_forward<true>));
     m.impl("layer_norm_backward", dispatch(device, layer_norm_backward));
   }
-#ifdef LAYERNORM_WITH_EPILOGUE
+#ifdef LAYERNORM_HAS_EPILOGUE
   m.def(
       "conv_transpose3d_layer_norm_gelu(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? weight,"
       " Tensor? bias, float eps, float scale) -> Tensor");
@@ -1727,7 +2014,8 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
     m.impl("convolution_backward", dispatch(device, convolution_backward));
   }
 #endif
-  // Defined last: a thread that finds this op while another one loads the library finds all of it.
+  // Defined last, because _find_or_build uses this op to detect a loaded library: a thread that finds it, while another
+  // thread still loads the library, can use all other ops.
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
       " int activation=0, float scale=1.0) -> Tensor");
@@ -1741,7 +2029,57 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 # 5  CUDA
 # ============================================================================
 
-_ELEMENTS = r"""
+_OVERVIEW = r"""
+// ==== Overview: which kernels run which rows ====
+//
+// A row is what one mean and one variance are computed from. "Aligned" means that every row of every tensor starts on a
+// 16-byte boundary. An epilogue is an activation or a scale that is applied to the result of layer normalization. The
+// dispatch section tries the kernel families from top to bottom, except for (1), and uses the first that supports a
+// call:
+//
+//   kernel family   rows                                                      input is read   why it is fast
+//   registers       forward: up to 32 KB (28 KB if not aligned)               once            a row stays in registers
+//                   backward: up to 4096 columns (aligned 16-bit rows: 8192)
+//                   (1)
+//   shared memory   forward, aligned, without epilogue, up to 71 KB           once            two rows per SM overlap
+//                   (16 bits: 43 KB) (2), at least 15 rows per SM,
+//                   sm_80 and newer
+//   pipelined       aligned, without epilogue, up to 8192 columns per SM      once            loads never wait for
+//                   (2), sm_80 and newer                                                      statistics
+//   grid-resident   forward, aligned, without epilogue, float32, up to        once            many SMs together hold a
+//                   32768 columns per SM, at least 4 rows (3), sm_90 to                       row on chip
+//                   sm_110
+//   two-pass        everything else, on every GPU                             twice           weight and bias stay in
+//                                                                                             registers
+//   convolution     ConvTranspose3d, LayerNorm, GELU and scaling in one       5 times,        no intermediate result
+//                   kernel (KernelBench level 2, problem 34)                  mostly from     reaches memory
+//                                                                             L2 (4)
+//
+// (1) In backward, aligned rows of more than 8 KB go to the pipelined kernels, if these support them.
+// (2) Less on GPUs with little shared memory per block: two rows, or three stages of the pipeline, must fit.
+// (3) At least 4 rows for each group of SMs that shares rows.
+// (4) Four blocks read each line of input, one for each parity of depth and height. Each of them reads five lines of
+//     input for the four lines of output that it computes at once: 4 * 5/4 = 5. The four run at about the same time, so
+//     that L2 has most lines.
+//
+// Numbers in comments were measured when the choice that they explain was made, often with an earlier version of this
+// file. They show the difference between two settings, not today's speed: current speeds are in .bench/RESULTS.md.
+//
+// Words that all sections use:
+//   pack            16 bytes of consecutive elements: 4 of float32 or 8 of 16 bits. One instruction loads it.
+//   V               number of elements in a pack
+//   per_col         1 / cols, where cols is the length of a row
+//   xhat            the normalized input, (x - mean) * rstd
+//   wdy             weight * grad_output
+//   spill           the compiler runs out of registers and keeps a variable in local memory, which is slower
+//   copy bandwidth  the speed of a device-to-device copy of the bytes that a kernel must read and write. Measurements
+//                   are percentages of it.
+//
+// Sections, in the order in which to read them: architectures, elements, memory, statistics, launch, epilogue, weight
+// gradients, whole rows; then one section per kernel family, with asynchronous copies and the exchange between blocks
+// before the first family that uses them; then dispatch. The epilogue and the convolution are compiled into a second
+// library, from the same text and with LAYERNORM_HAS_EPILOGUE defined.
+
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -1754,29 +2092,139 @@ _ELEMENTS = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+// Loops over i from 0 to n - 1: unrolled completely, or not at all.
 #define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
 #define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
-#pragma nv_diag_suppress 177  // "declared but never referenced": some architectures lack a function's callers
+#pragma nv_diag_suppress 177  // "declared but never referenced": some architectures lack all callers of a function
 
 namespace TORCH_EXTENSION_NAME {
 namespace {
+"""
 
-// The architecture compiled for. What it lacks instructions for is called only behind kArch, or its kernel behind #if.
+_ARCH = r"""
+// ==== Architectures ====
+// Uses: nothing.
+//
+// The table kArchs holds all differences between GPU architectures. To support a new architecture, add a row with the
+// features that it has. Raise its numbers of blocks as long as ptxas reports no spills, then measure.
+//
+// Safe changes, and what guards them. Run the tests with --full.
+//   - Numbers of blocks affect only speed. They must be at least 1, and row_blocks at least 2, because some kernels are
+//     compiled for one block less (static_assert). If a number is too high, test_no_kernel_has_local_memory
+//     (.tests/test_build.py) fails. It compiles for all rows but 110, with the nvcc that is installed.
+//   - affine_packs_float32 affects only speed and registers, and is guarded by the same test.
+//   - has_async_copy and has_bulk_copy = true for a GPU that lacks the feature: ptxas reports an error when it compiles
+//     for this GPU, also in that test.
+//   - has_async_copy and has_large_shared decide which kernel families run. If one is wrong, other families run than
+//     .tests/cases.py expects, and test_cases_launch_expected_kernels (.tests/test_dispatch.py) fails. It emulates
+//     sm_75, 80, 89, 90 and 120. Nothing checks that has_bulk_copy is true where it could be.
+//   - The order of the rows is guarded by a static_assert.
+
+// One row of the table. Code for an architecture without a row of its own uses the nearest older row: sm_89 uses the
+// row of 86.
+struct Arch {
+  int number;             // 90 for sm_90
+  int sm_threads;         // maximum number of resident threads per SM
+  bool has_async_copy;    // cp.async, mbarrier, L2 policies of loads, and L2 prefetches
+  bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
+  bool has_large_shared;  // 227 KB of shared memory per block
+
+  // Launch bounds: the number of blocks per SM that a kernel is compiled for. More blocks leave fewer registers per
+  // thread. With these numbers, no kernel spills (nvcc 13.0). Changing one changes only speed. All are launch
+  // bounds of the register kernels (see registers::Bounds); the two-pass and shared-memory kernels use row_blocks, too.
+  // A load is 16 bytes.
+  int row_blocks;                      // blocks of 512 threads, if none of the following applies
+  int two_load_blocks[2];              // blocks of 512 threads with two loads each: [0] float32, [1] 16 bits
+  int four_load_blocks_16_bits;        // blocks of 512 threads with four loads each, 16 bits
+  int warp_four_load_blocks_16_bits;   // blocks of 128 threads with four loads each, one warp per row, 16 bits
+  int short_blocks_16_bits;            // blocks of 128 threads with one load from each of several rows, 16 bits
+  int short_unaligned_blocks_16_bits;  // the same for rows that are not aligned
+
+  int affine_packs_float32;  // packs of weight and bias that a thread of the shared-memory kernel loads at once
+};
+
+// Sorted by number. arch_of relies on that. The order of the numbers in a row is that of the fields of Arch.
+constexpr Arch kArchs[] = {
+    // number, sm_threads, has_async_copy, has_bulk_copy, has_large_shared,
+    // row_blocks, {two_load_blocks}, four_load..., warp_four_load..., short_..., short_unaligned_..., affine_packs_...
+    {75, 1024, false, false, false, 2, {1, 1}, 1, 5, 5, 5, 2},  // Turing
+    {80, 2048, true, false, false, 3, {1, 1}, 1, 1, 7, 1, 2},   // Ampere: A100
+    {86, 1536, true, false, false, 3, {1, 1}, 2, 5, 7, 5, 2},   // Ampere and Ada
+    {90, 2048, true, true, true, 3, {3, 2}, 2, 5, 7, 6, 2},     // Hopper
+    {100, 2048, true, true, true, 3, {2, 2}, 2, 5, 7, 6, 1},    // Blackwell: B200, B300
+    {110, 1536, true, true, true, 3, {2, 2}, 2, 5, 7, 6, 1},    // Blackwell: Thor
+    {120, 1536, true, true, false, 2, {2, 2}, 1, 5, 7, 6, 1},   // Blackwell: RTX
+};
+
+// Returns the row for an architecture: the newest that is not newer than `number`.
+constexpr Arch arch_of(int number) {
+  Arch found = kArchs[0];
+  for (const Arch& arch : kArchs) {
+    if (arch.number <= number) found = arch;
+  }
+  return found;
+}
+
+constexpr bool archs_are_valid() {
+  int number = 0;
+  for (const Arch& arch : kArchs) {
+    if (arch.number <= number || arch.row_blocks < 2) return false;
+    number = arch.number;
+  }
+  return true;
+}
+static_assert(archs_are_valid(), "arch_of needs the rows of kArchs in ascending order, and row_blocks is at least 2");
+
+// The architecture that device code is compiled for. Instructions that some architectures lack are inside an
+// `if constexpr` on one of its fields.
+//
+// Host code is compiled once for all GPUs, so it cannot have the row of the GPU at compile time. In host code, kArch is
+// always the row of sm_90, only so that expressions with kArch compile. Host code that needs the features of the GPU
+// reads Device::arch.
 #ifdef __CUDA_ARCH__
-constexpr int kArch = __CUDA_ARCH__;
+constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 #else
-constexpr int kArch = 900;
+constexpr Arch kArch = arch_of(90);
 #endif
 
-// ---- Elements: vectors of numbers ----
+// True if the code may contain asynchronous matrix products (wgmma): only code for sm_90a may.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kHasAsyncProducts = true;
+#else
+constexpr bool kHasAsyncProducts = false;
+#endif
+"""
 
-// V numbers, with arithmetic element by element.
+_ELEMENTS = r"""
+// ==== Elements: vectors, packs, conversions, arithmetic ====
+// Uses: architectures.
+//
+// Memory holds elements of type T: float, __half or __nv_bfloat16. A thread loads them as a Pack, converts the Pack to
+// a Vec of floats with widened(), computes in float, converts the result with packed(), and stores it. Kernels keep a
+// row in registers as Packs, where 16-bit elements need half the space, and convert them each time they need them.
+//
+// Safe changes, and what guards them. "A case" is a case of test_values in .tests/test_values.py.
+//   - The order of elements in a word must be that in memory. Otherwise most 16-bit cases fail.
+//   - fast_exp2, fast_reciprocal and inverse_root can become more exact. Emulated GPUs compute them exactly, so only a
+//     real GPU shows if they become less exact: test_activation_of_every_argument_is_accurate for the first two,
+//     test_rstd_of_long_rows_is_accurate for inverse_root. If you change inline assembly, emulator.py may not find the
+//     text that it replaces; it then says what to edit (BODIES or STATEMENTS).
+//   - rounded_product must not be fused with a subtraction. The cases with one column are there for this, but
+//     need a real GPU: on emulated ones they succeed without the intrinsic, too.
+//   - add_pairs must round each sum, as PyTorch's convolution does. Only test_conv_rounds_like_pytorch, which needs a
+//     Hopper GPU, would show a difference.
+//   - UNROLL must stay in loops over elements, and opaque and keep_pointer are free (see there). If an array goes to
+//     local memory, test_no_kernel_has_local_memory (.tests/test_build.py) fails.
+
+// ---- Vectors ----
+
+// V numbers of type A. The operators +, - and * work element by element, and accept a single number on the right.
 template <typename A, int V>
 struct Vec {
   static constexpr int kSize = V;
-  A at[V];
-  __device__ A& operator[](int v) { return at[v]; }
-  __device__ A operator[](int v) const { return at[v]; }
+  A data[V];
+  __device__ A& operator[](int v) { return data[v]; }
+  __device__ A operator[](int v) const { return data[v]; }
 };
 
 #define LAYERNORM_ELEMENTWISE(op)                                     \
@@ -1794,14 +2242,15 @@ LAYERNORM_ELEMENTWISE(+)
 LAYERNORM_ELEMENTWISE(-)
 LAYERNORM_ELEMENTWISE(*)
 
-// ---- Elements: packs of them, loads and stores, conversions ----
-// Memory is read and written 16 bytes at a time, as a Pack of V elements of type T; arithmetic is in float.
+// ---- Packs ----
 
-// Two 16-bit elements share a register: packing them one by one would be half of all instructions.
+// V consecutive elements in the layout that they have in memory. A pack of 16 bytes moves with one instruction. Two
+// 16-bit elements share a 32-bit word, the first in its lower half, so that pairs are converted together. Taking
+// elements out of words and putting them back one by one would be half of all instructions.
 template <typename T, int V>
 struct alignas(std::min<size_t>(16, sizeof(T) * V)) Pack {
   static constexpr bool kPairs = sizeof(T) == 2 && V > 1;
-  std::conditional_t<kPairs, uint32_t, T> at[kPairs ? V / 2 : V];
+  std::conditional_t<kPairs, uint32_t, T> data[kPairs ? V / 2 : V];
 };
 
 __device__ inline float widen(float x) { return x; }
@@ -1815,64 +2264,24 @@ __device__ To bit_cast(const From& from) {
   return to;
 }
 
-// Hides x from the compiler: it can neither hoist what depends on x into scarce registers nor recompute x at every use.
-__device__ inline int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-// Computes a pointer once, not anew for each pack (backward of bf16 rows of 2041: 0.79 of copy speed -> 0.83).
-template <typename T>
-__device__ T* keep_pointer(T* pointer) {
-  asm volatile("" : "+l"(pointer));
-  __builtin_assume(__isGlobal(pointer));
-  return pointer;
-}
-
-template <typename T, int V>
-__device__ Pack<T, V> load(const T* p) {
-  return *reinterpret_cast<const Pack<T, V>*>(p);
-}
-
-enum class L2Priority { First, Last };  // to leave L2 when it is full
-
-__device__ inline uint64_t l2_policy(L2Priority priority) {
-  uint64_t first = 0, last = 0;  // both, as a branch would delay the first load
-  if constexpr (kArch >= 800) {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
-  }
-  return priority == L2Priority::Last ? last : first;
-}
-
-template <typename T, int V>
-__device__ Pack<T, V> load(const T* p, uint64_t policy) {
-  if constexpr (kArch >= 800 && sizeof(Pack<T, V>) == 16) {
-    uint4 bits;
-    asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                 : "l"(p), "l"(policy));
-    return bit_cast<Pack<T, V>>(bits);
-  } else {
-    return load<T, V>(p);
-  }
-}
-
+// Converts two elements that share a word to float.
 template <typename T>
 __device__ float2 widen_pair(uint32_t bits) {
   if constexpr (std::is_same_v<T, __half>) {
     return __half22float2(bit_cast<__half2>(bits));
-  } else {
+  } else {  // a bfloat16 is the upper half of a float
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
   }
 }
 
+// Adds two words of two elements each, rounding each sum to T. The compiler cannot fuse these additions with products.
 template <typename T>
 __device__ uint32_t add_pairs(uint32_t a, uint32_t b) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   return bit_cast<uint32_t>(__hadd2_rn(bit_cast<Pair>(a), bit_cast<Pair>(b)));
 }
 
+// Rounds x and y to T and returns them as one word, x in its lower half.
 template <typename T>
 __device__ uint32_t narrow_pair(float x, float y) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -1882,34 +2291,121 @@ __device__ uint32_t narrow_pair(float x, float y) {
   }
 }
 
+// Converts a pack to floats.
 template <typename T, int V>
 __device__ Vec<float, V> widened(const Pack<T, V>& pack) {
   Vec<float, V> x;
   if constexpr (Pack<T, V>::kPairs) {
     UNROLL(n, V / 2) {
-      const float2 two = widen_pair<T>(pack.at[n]);
+      const float2 two = widen_pair<T>(pack.data[n]);
       x[2 * n] = two.x, x[2 * n + 1] = two.y;
     }
   } else {
-    UNROLL(v, V) x[v] = widen(pack.at[v]);
+    UNROLL(v, V) x[v] = widen(pack.data[v]);
   }
   return x;
 }
 
+// Rounds floats to T and returns them as a pack.
 template <typename T, int V>
 __device__ Pack<T, V> packed(const Vec<float, V>& x) {
   Pack<T, V> pack;
   if constexpr (Pack<T, V>::kPairs) {
-    UNROLL(n, V / 2) pack.at[n] = narrow_pair<T>(x[2 * n], x[2 * n + 1]);
+    UNROLL(n, V / 2) pack.data[n] = narrow_pair<T>(x[2 * n], x[2 * n + 1]);
   } else if constexpr (sizeof(T) == 2) {
-    pack.at[0] = bit_cast<T>(uint16_t(narrow_pair<T>(x[0], x[0])));
+    pack.data[0] = bit_cast<T>(uint16_t(narrow_pair<T>(x[0], x[0])));
   } else {
-    UNROLL(v, V) pack.at[v] = x[v];
+    UNROLL(v, V) pack.data[v] = x[v];
   }
   return pack;
 }
 
-// EVICT_FIRST: the first to leave L2, as nobody reads it again before it would leave.
+// ---- Arithmetic ----
+
+// The hardware's approximations of 2^x and 1 / x, within 2 units in the last place.
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Returns 1 / sqrt(x), more exactly than rsqrtf, whose error is up to 2 units in the last place. One Newton step
+// refines rsqrtf's result y to y + y / 2 * (1 - x y^2). In 1 - x y^2 nearly all digits cancel, so x y is kept in two
+// floats: `high` is the product, and `low` its rounding error. Used where rstd is computed once per row, not by every
+// thread.
+__device__ inline float inverse_root(float x) {
+  const float estimate = rsqrtf(x), high = x * estimate, low = fmaf(x, estimate, -high);
+  const float refined = fmaf(0.5f * estimate, fmaf(-high, estimate, 1) - low * estimate, estimate);
+  return isnan(refined) ? estimate : refined;  // x was 0 or infinity
+}
+
+// Returns a * b, rounded to float. Without the intrinsic, the compiler could fuse the product with a later subtraction
+// and keep its extra digits. grad_input of a row of one column is weight * grad_output minus the mean of that, which is
+// the same product, rounded: with a fused product the difference would be the rounding error instead of 0. The cases of
+// .tests/test_values.py include rows of one column.
+__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+
+template <int V>
+__device__ Vec<float, V> rounded_product(Vec<float, V> a, const Vec<float, V>& b) {
+  UNROLL(v, V) a[v] = rounded_product(a[v], b[v]);
+  return a;
+}
+
+// opaque and keep_pointer return their argument. They change only which machine code nvcc generates, never a result, so
+// you can add and remove calls freely. Judge by the registers and local memory that .tests/machine_code.py prints, and
+// by the time that .bench/sweep.py prints. A newer nvcc may not need them.
+
+// Returns x, but hides from the compiler where it came from. The compiler then neither recomputes x at each use, nor
+// computes values that depend on x long before their use, where they would occupy registers.
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Returns the pointer, but makes the compiler compute it only once, instead of once per pack that is loaded through it
+// (H200, backward of bf16 rows of 2041: 79% -> 83% of copy bandwidth). Hiding a pointer also hides which address space
+// it points to, so __builtin_assume states that it is global memory. (Do not use it for a pointer to shared memory.)
+template <typename T>
+__device__ T* keep_pointer(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+"""
+
+_MEMORY = r"""
+// ==== Memory: loads, stores, L2 policies and prefetches, weight and bias ====
+// Uses: architectures, elements.
+//
+// Safe changes, and what guards them. "A case" is a case of test_values in .tests/test_values.py;
+// .tests/mutants.py lists bugs that the tests detect.
+//   - L2 policies, EVICT_FIRST and prefetches affect only speed: compare with .bench/sweep.py. No test notices a
+//     missing prefetch. On emulated GPUs, a case fails if a prefetch leaves all tensors or is not a multiple of 16
+//     bytes.
+//   - Inline assembly is replaced on emulated GPUs, so test a change of it on a real GPU.
+//   - Unaligned must load the last 16 bits alone. With a whole word, emulated GPUs report an access outside of all
+//     tensors, for example in the case 9x640-bf16-plain-w. The mutants with "unaligned rows" in their names change how
+//     words are joined, and which rows are taken to be aligned.
+//   - with_same_dtype only saves instructions. Its conditions can be written differently if
+//     test_no_kernel_has_local_memory (.tests/test_build.py) still succeeds for all architectures.
+//   - The dtype and presence of weight and bias: cases have all combinations ("affine" in .tests/cases.py).
+
+// ---- Loads and stores ----
+
+// Loads V elements. p must be aligned to Pack<T, V>.
+template <typename T, int V>
+__device__ Pack<T, V> load(const T* p) {
+  return *reinterpret_cast<const Pack<T, V>*>(p);
+}
+
+// Rounds x to T and stores it. p must be aligned to Pack<T, V>. With EVICT_FIRST, the written lines are the first that
+// leave L2. It is meant for output so large that it leaves L2 before anything reads it.
 template <typename T, int V, bool EVICT_FIRST = false>
 __device__ void store(T* p, const Vec<float, V>& x) {
   const Pack<T, V> pack = packed<T>(x);
@@ -1920,14 +2416,93 @@ __device__ void store(T* p, const Vec<float, V>& x) {
   }
 }
 
-// weight[col .. col + V) or bias[...]; `fallback` where the tensor is null.
-template <typename T, int V>
-__device__ Vec<float, V> load_affine(const void* affine, bool affine_float32, int64_t col, float fallback) {
-  if (affine == nullptr) return Vec<float, V>() + fallback;
-  if (sizeof(T) == 2 && affine_float32) return widened(load<float, V>(static_cast<const float*>(affine) + col));
-  return widened(load<T, V>(static_cast<const T*>(affine) + col));
+enum class L2Priority { First, Last };  // which data leaves L2 first, or last, when L2 is full
+
+// Returns the policy for loads and prefetches with a priority, or 0 before sm_80, where loads ignore it.
+__device__ inline uint64_t l2_policy(L2Priority priority) {
+  uint64_t first = 0, last = 0;  // both are created, because a branch would delay the first load
+  if constexpr (kArch.has_async_copy) {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+  }
+  return priority == L2Priority::Last ? last : first;
 }
 
+// Loads V elements with an L2 policy, which only loads of 16 bytes use. p must be aligned to Pack<T, V>.
+template <typename T, int V>
+__device__ Pack<T, V> load(const T* p, uint64_t policy) {
+  if constexpr (kArch.has_async_copy && sizeof(Pack<T, V>) == 16) {
+    uint4 bits;
+    asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                 : "l"(p), "l"(policy));
+    return bit_cast<Pack<T, V>>(bits);
+  } else {
+    return load<T, V>(p);
+  }
+}
+
+constexpr int kLineBytes = 128;   // size of a cache line
+constexpr int kSectorBytes = 32;  // size of a sector, the part of a cache line that is read from memory by itself
+
+// Starts to copy `bytes` bytes into L2. Needs sm_90; `global` and `bytes` must be multiples of 16. If you add a call
+// inside an `if`, look at the machine code (cuobjdump -sass): in one such call, ptxas 13.0 set the register that holds
+// `bytes` on one path only, and four times as many bytes came.
+__device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+// Returns true for the threads that call prefetch_units for their block. From sm_90 on, that is one thread, because one
+// instruction prefetches the whole range. Before sm_90, it is all threads, each of which prefetches sectors of its own.
+// Before sm_80, it is none.
+__device__ inline bool is_prefetching_thread() {
+  if constexpr (kArch.has_bulk_copy) return threadIdx.x + threadIdx.y == 0;
+  if constexpr (kArch.has_async_copy) return true;
+  return false;
+}
+
+// Starts to copy `bytes` bytes into L2; `global` and `bytes` must be multiples of 16. From sm_90 on, the calling thread
+// prefetches all of them. On older GPUs, each of `threads` threads must make the call; thread number `thread`
+// prefetches the sector at offset thread * step, and one every threads * step bytes from there on. The instruction for
+// older GPUs accepts no policy. It has variants with the priorities evict_last and evict_normal. The former is used
+// here, which is also the priority of large input (see input_priority). This choice was not measured: no GPU before
+// sm_90 was available.
+__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy,
+                                      int thread = threadIdx.y * blockDim.x + threadIdx.x,
+                                      int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
+  if constexpr (kArch.has_bulk_copy) {
+    prefetch_to_l2(global, bytes, policy);
+  } else if constexpr (kArch.has_async_copy) {
+    for (int offset = thread * step; offset < bytes; offset += threads * step) {
+      asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(static_cast<const char*>(global) + offset));
+    }
+  }
+}
+
+// Loads V elements and converts them to float. If AT_ONCE is V, they are loaded as a Pack, to which p must be aligned.
+// Otherwise they are loaded one by one.
+template <int AT_ONCE, int V, typename T>
+__device__ Vec<float, V> load_widened(const T* p) {
+  if constexpr (AT_ONCE == V) {
+    return widened(load<T, V>(p));
+  } else {
+    Vec<float, V> x;
+    UNROLL(v, V) x[v] = widen(p[v]);
+    return x;
+  }
+}
+
+// Returns `affine`[col .. col + V), where `affine` is weight or bias. If it is null, all V numbers are `fallback`. Its
+// dtype is float32 if `affine_float32`, and T otherwise. AT_ONCE: see load_widened.
+template <typename T, int V, int AT_ONCE = V>
+__device__ Vec<float, V> load_affine(const void* affine, bool affine_float32, int64_t col, float fallback) {
+  if (affine == nullptr) return Vec<float, V>() + fallback;
+  if (sizeof(T) == 2 && affine_float32) return load_widened<AT_ONCE, V>(static_cast<const float*>(affine) + col);
+  return load_widened<AT_ONCE, V>(static_cast<const T*>(affine) + col);
+}
+
+// Stores x to `affine`[col .. col + V), the gradient of weight or bias, unless that is null.
 template <typename T, int V>
 __device__ void store_affine(void* affine, bool affine_float32, int64_t col, const Vec<float, V>& x) {
   if (affine == nullptr) return;
@@ -1938,14 +2513,26 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, con
   }
 }
 
-// ---- Elements: rows that do not all start on a 16-byte boundary ----
-// V elements at any address, as the words that hold them. get() joins these later, so that loads can overlap.
+// ---- Rows that do not all start on a 16-byte boundary ----
+
+// V consecutive elements that start at any element of a row. load() reads the 32-bit words that hold them, and get()
+// returns them as a Pack. The two are separate functions so that several loads can be in flight before the first get().
+//
+// A float32 element is a word by itself. If elements have 16 bits, the first may be the upper half of a word;
+// `mid_word` is then 1. Example with V = 8, where e0 to e7 are the elements, and a dot is a neighbour that is not
+// needed:
+//                   word 0    word 1    word 2    word 3    word 4
+//   mid_word = 0    e0 e1     e2 e3     e4 e5     e6 e7     e7         get() returns words 0 to 3
+//   mid_word = 1    .  e0     e1 e2     e3 e4     e5 e6     e7         get() joins the upper half of each word with the
+//                                                                      lower half of the next one
 template <typename T, int V>
 struct Unaligned {
   static constexpr int kWords = sizeof(T) * V / sizeof(uint32_t);
   uint32_t words[kWords + 1];
 
-  // 1 where elements at p start in the middle of a word: the same for all packs of a row.
+  static_assert(sizeof(T) == 4 || V % 2 == 0, "all packs of a row must have the same mid_word");
+
+  // Returns mid_word for elements at p. All packs of a row have the same, because V is even for 16-bit elements.
   static __device__ int starts_mid_word(const T* p) {
     return sizeof(T) == 2 ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
   }
@@ -1953,7 +2540,9 @@ struct Unaligned {
   __device__ void load(const T* p, int mid_word) {
     const uint32_t* from = reinterpret_cast<const uint32_t*>(p - mid_word);
     UNROLL(w, kWords) words[w] = from[w];
-    // The last element alone, as its word may end outside the tensor. Always: else loads wait (0.67 -> 0.83).
+    // Loads 16 bits, because the other half of the last element's word may be outside of the tensor. With mid_word = 0
+    // they are not needed, but a branch that skips them would make the loads wait for one another (H200, bf16 rows of
+    // which only input is not aligned: 67% of copy bandwidth with the branch, 83% without it).
     if (sizeof(T) == 2) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
   }
 
@@ -1964,10 +2553,15 @@ struct Unaligned {
   }
 };
 
-// Calls f with whether weight and bias are there, of input's 16-bit dtype: asked at each load, 1/5 of all instructions.
+// ---- Weight and bias of forward ----
+
+// Calls f with std::true_type if weight and bias are both present and have the 16-bit dtype of input, and otherwise
+// with std::false_type. f is compiled for both cases. Checking this at each load instead would be 1/5 of all
+// instructions. EARLY: the kernel has loaded weight and bias before, so that f is compiled only for std::false_type.
 template <typename T, bool EARLY = false, typename F>
 __device__ void with_same_dtype(const Forward& call, F f) {
-  // A function, as three kernels spill with the condition in its place.
+  // The condition is a lambda, because three kernels spill if it is written inside the `if` (nvcc 13.0; the results
+  // are the same).
   const auto has_same_dtype = [&] { return call.weight != nullptr && call.bias != nullptr && !call.affine_float32; };
   if constexpr (sizeof(T) == 2 && !EARLY) {
     if (has_same_dtype()) return f(std::true_type());
@@ -1975,12 +2569,15 @@ __device__ void with_same_dtype(const Forward& call, F f) {
   f(std::false_type());
 }
 
-// weight[col .. col + V) and bias[...], col a multiple of V after `begin`.
-template <typename T, int V, bool SHIFTED, bool SAME_DTYPE>
+// Loads weight[col .. col + V) and bias[col .. col + V). SAME_DTYPE is the argument of with_same_dtype's f. UNALIGNED:
+// the row is not aligned. Its packs then start at column `begin`, the first that is 16-byte aligned in output, and col
+// is begin plus a multiple of V.
+template <typename T, int V, bool UNALIGNED, bool SAME_DTYPE>
 __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
-  if constexpr (SAME_DTYPE && SHIFTED && V > 1) {
-    // Aligned where only input is not (bf16 rows of 4096: 0.85 of copy speed -> 0.91).
+  if constexpr (SAME_DTYPE && UNALIGNED && V > 1) {
+    // Where only input is not aligned, weight and bias are aligned and are loaded as packs, below (H200, bf16 rows of
+    // 4096: 91% of copy bandwidth, 85% without this distinction).
     const auto bits = reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin);
     if (bits % 16 != 0) {
       const auto load_words = [&](Vec<float, V>& x, const T* p) {
@@ -1995,7 +2592,7 @@ __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, con
   if constexpr (SAME_DTYPE) {
     weight = widened(load<T, V>(w + col)), bias = widened(load<T, V>(b + col));
   } else {
-    constexpr int F = SHIFTED ? 1 : V;
+    constexpr int F = UNALIGNED ? 1 : V;  // elements per load
     UNROLL(n, V / F) {
       const auto some_weight = load_affine<T, F>(call.weight, call.affine_float32, col + n * F, 1);
       const auto some_bias = load_affine<T, F>(call.bias, call.affine_float32, col + n * F, 0);
@@ -2003,51 +2600,132 @@ __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, con
     }
   }
 }
-
-// ---- Elements: arithmetic ----
-
-// Fast, within 2 units in the last place.
-__device__ inline float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 1 / sqrt(x), for one thread a row: rsqrtf, off by up to 2 units in the last place, and a step of Newton's.
-__device__ inline float inverse_root(float x) {
-  const float near = rsqrtf(x), high = x * near, low = fmaf(x, near, -high);
-  const float better = fmaf(0.5f * near, fmaf(-high, near, 1) - low * near, near);
-  return isnan(better) ? near : better;  // x was 0 or infinity
-}
-
-// Rounded by itself: fused into a later subtraction, grad_input of a row of one column would not be 0.
-__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
-
-template <int V>
-__device__ Vec<float, V> product(Vec<float, V> a, const Vec<float, V>& b) {
-  UNROLL(v, V) a[v] = product(a[v], b[v]);
-  return a;
-}
 """
 
 _STATISTICS = r"""
-// ---- Statistics: mean, distances from it, moments ----
-// Never a raw sum of squares, which loses every digit of rows whose mean is large against their spread. Two ways, both
-// exact for rows of equal numbers, whose distances from the mean must be 0:
-//   - Threads that hold a row take its mean first, then distances from it: sum_of, quotient, Distances.
-//   - Parts of a row, each measured from its own mean, are Moments, which combine as in Chan, Golub, LeVeque
-//     (1979): m2 grows by the squared distances between the means.
+// ==== Statistics: mean, variance, reductions ====
+// Uses: elements.
+//
+// A row x of n columns is normalized with two numbers:
+//   mean = sum(x) / n
+//   rstd = 1 / sqrt(m2 / n + eps), where m2 = sum((x - mean)^2), so that m2 / n is the variance
+// This section computes sums, means and m2 in a thread, and combines them over the lanes of a warp, the warps of a
+// block, and the parts of a row.
+//
+// ---- How accurate, and what may be changed ----
+// The tests are in .tests/test_values.py. Most call compare_with_float64 (.tests/reference.py), which has two bounds:
+//   - Every element of a result is within the error of float32 arithmetic (exact_parts): 64 roundings of each
+//     intermediate result, and 16 of the mean. 16-bit results may be off by half a unit in the last place more.
+//   - The largest error of a float32 result is at most 1.5 times PyTorch's, plus one unit in the last place of the
+//     largest element. In many tests, a result that is within an eighth of the first bound need not satisfy this.
+// Some tests are stricter: test_constant_rows_give_bias (exact), test_mean_is_more_precise_than_float32 (the mean
+// within 0.05 units in the last place of a float, for rows that do not fit the register kernels) and
+// test_rstd_of_long_rows_is_accurate (0.8 units; only on a real GPU).
+//
+// Safe changes, and what guards them:
+//   - The order of additions is free within these bounds, but must not depend on timing. test_values (emulated GPUs)
+//     and test_every_run_gives_the_same_bits (test_device.py, real GPUs) compare the bits of two runs. The sum of equal
+//     numbers must be exact (see sum_of). The sum of four equal float32 numbers, a pack, is exact in any order (3 x may
+//     be rounded, but 3 x + x is rounded to 4 x), so no test notices if sum_of adds them one after the other. With more
+//     numbers, only the tree is exact.
+//   - reference_of and sampled_column can choose any number that does not depend on the thread, as long as a row
+//     of equal numbers has exactly this number. test_large_mean_is_accurate, test_outliers_do_not_spoil_their_row and
+//     test_constant_rows_give_bias check the accuracy. test_outliers_do_not_spoil_their_row sets exactly the columns
+//     that sampled_column returns, so change it with them. On emulated GPUs, none of them notices a worse choice
+//     (tried: always the first sample).
+//   - Where a comment mentions overflow or NaN, the tests with "overflow", "huge" and "nan" in their names guard it.
+//   - combine_row: the mutants with "barrier left out" and "one set of slots" (.tests/mutants.py) show that the tests
+//     find a missing barrier, and slots that are used again too early. The second is found on emulated GPUs only.
+//   - kMaxWarps can be 16 or 32; static_asserts say so. With 32 the slots need twice the shared memory.
+//
+// ---- Why not the sum of squares ----
+// m2 equals sum(x^2) - n mean^2, but in float that difference has no correct digits if the mean is much larger than
+// the spread. For the row {10000, 10001, 10002}, the two terms are 300060005 and 300060003. Neighbouring floats of that
+// size are 32 apart, both terms are rounded to 300060000, and m2 would be 0 instead of 2.
+//
+// So a number close to the mean is always subtracted from x before the square is computed.
+//
+// Rows of equal numbers are the hardest case: PyTorch returns exactly bias for them. Their variance is 0, which makes
+// rstd = 1 / sqrt(eps), for example 316 if eps is 1e-5. Such an rstd would magnify any error of the mean. Every method
+// below computes the mean of such a row exactly, so that x - mean is 0.
+//
+// ---- Formulas ----
+// (1) Shifted sum. For any number c,
+//       mean = c + sum(x - c) / n.
+//     If c is close to the mean, the terms are small, and so are their rounding errors.
+//
+// (2) Correction of a mean. A computed mean m is a little off, by rounding. With d = x - m,
+//       offset = sum(d) / n,   true mean = m + offset,   m2 = sum(d^2) - n offset^2 = sum(d^2) - offset * sum(d).
+//     The differences d are small and nearly exact, so that offset has several correct digits of its own.
+//
+// (3) Combination of two parts of a row, with counts na and nb, means ma and mb, and m2a and m2b about their own means
+//     (Chan, Golub, LeVeque, 1979; with nb = 1 it is Welford's method). With delta = mb - ma and n = na + nb,
+//       mean = mb - delta * na / n,   m2 = m2a + m2b + delta^2 * na nb / n.
+//
+// (4) Combination of many parts at once: (1) with c the mean of one part, then m2 about the result:
+//       mean = c + sum(n_i (mean_i - c)) / n,   m2 = sum(m2_i + n_i (mean_i - mean)^2).
+//
+// Example for (3) and (4). The row {1, 3, 4, 6, 8} is measured in two parts:
+//   part a = {1, 3}:     na = 2, ma = 2, m2a = 1 + 1 = 2
+//   part b = {4, 6, 8}:  nb = 3, mb = 6, m2b = 4 + 0 + 4 = 8
+//   (3)  delta = 4,   mean = 6 - 4 * 2/5 = 4.4,   m2 = 2 + 8 + 16 * 6/5 = 29.2
+//   (4)  c = ma = 2,  mean = 2 + (2 * 0 + 3 * 4) / 5 = 4.4,   m2 = (2 + 2 * 2.4^2) + (8 + 3 * 1.6^2) = 29.2
+//   Directly: 3.4^2 + 1.4^2 + 0.4^2 + 1.6^2 + 3.6^2 = 29.2. The variance is 29.2 / 5 = 5.84.
+//
+// ---- A mean as two floats ----
+// Near 10000 neighbouring floats are 1/1024 apart, so a mean that is rounded to float is off by up to 0.0005. A row
+// with that mean and a spread of 1 then has errors of up to 0.0005 in its output. The kernel families differ here:
+//   - Registers, float32: the mean is one float. Formula (2) corrects it, and the result is rounded again, so that it
+//     is off by little more than that rounding. This is acceptable because PyTorch's kernels round the mean, too.
+//   - Shared memory, pipelined, grid-resident and two-pass, float32: the mean is the sum of two floats, base + offset,
+//     where offset is small. Their methods compute it in this form. RowStats holds it in the form that normalization
+//     needs.
+//   - Convolution: the mean is one float. A row consists of sums of 256 products, which have rounding errors, too.
+//   - All, 16 bits: the mean is one float, because the rounding of the output is a larger error.
+// The mean that forward saves for backward is one float in every family.
+//
+// Example for (2) and RowStats, with eps = 1e-5. The row {10000, 10000, 10001} has the mean 10000.333333:
+//   computed mean           m      = 10000.3330078125, the nearest float
+//   differences             d      = {-0.33300781, -0.33300781, 0.66699219}
+//   sums                    sum(d) = 0.00097656, sum(d^2) = 0.66666699
+//   correction (2)          offset = 0.00032552, m2 = 0.66666699 - 0.00032552 * 0.00097656 = 0.66666667
+//   RowStats                mean   = m, because m + offset is rounded to m; rstd = 2.1212726;
+//                           shift  = -offset * rstd = -0.00069052
+//   first output            (10000 - m) * rstd = -0.706400,   with shift -0.707091,   correct -0.707091
+//
+// ---- Which kernels use what ----
+//   registers, shared memory      the mean of the whole row first, then the DistanceSums of the row (2)
+//   two-pass, grid-resident       each thread: measure_packs for the packs that it loads at once; combine (3) adds the
+//                                 result to the thread's Moments; then (4) over lanes, warps and blocks
+//   pipelined                     each group of lanes: measure_packs for its part of a slice; then combine_means (4)
+//                                 over the parts of a block and over the blocks of a row
+//   two-pass, pipelined, float32  all of this with x - reference in place of x, as in (1); see reference_of
+//   convolution                   the mean of the row's 64 columns with sum_of, then distances from it
+//
+// ---- Which function combines what ----
+//   function         combines                                                    formula   used by
+//   combine          two partial results: floats, or structs of two floats       sum       all
+//                    two Moments                                                 (3)       two-pass, grid-resident
+//   combine_lanes    one or R partial results per lane, over groups of lanes     sum       all
+//                    one Moments per lane                                        (4)       two-pass, grid-resident
+//   combine_means    N parts {mean, m2} per lane, over groups of lanes           (4)       pipelined, grid-resident
+//   sum_of_terms     N partial results of one thread                             sum       pipelined, combine_means
+//   combine_row      R partial results per thread, over all threads of a row     sum       registers, shared memory
+// sum_lanes, sum_warp, broadcast_sums and combine_slots are the steps of combine_row. The type of the argument selects
+// the overload. Moments can never be summed by mistake: the functions for sums accept a float or a struct of exactly
+// two floats, so they do not compile for Moments.
 
-// Exact for N equal numbers, N a power of two: of 16 bits in any order, so without the tree (1% of rows of 50257).
+// ---- Sums and means of a thread ----
+
+// Returns the sum of x[0 .. N). The sum of equal numbers is exact. For float32, that needs a tree of additions, which
+// only ever doubles equal numbers. Sums of equal 16-bit numbers are exact in any order while they fit the 24 bits of a
+// float, so they are added one after the other (with the tree, forward of bf16 rows of 50257 was 1% slower, H200).
 template <typename T, int N>
 __device__ float sum_of(const Vec<float, N>& x) {
-  float sums[N];  // a copy: in place, sum_partials would keep its terms in local memory
+  static_assert(sizeof(T) == 2 || (N & (N - 1)) == 0, "the tree needs a power of two");
+  // A copy: added up in place, the terms of the caller sum_partials would be in local memory (H100, backward of 8192
+  // rows of 768 bf16 columns: 10% slower).
+  float sums[N];
   UNROLL(n, N) sums[n] = x[n];
   if constexpr (sizeof(T) == 2) {
     UNROLL(n, N - 1) sums[0] += sums[n + 1];
@@ -2059,25 +2737,35 @@ __device__ float sum_of(const Vec<float, N>& x) {
   return sums[0];
 }
 
-// Rounds as a division would.
-__device__ inline float quotient(float sum, float count, float per_count) {
-  const float near = sum * per_count;
-  return fma(fma(-near, count, sum), per_count, near);
+// Returns sum / count, rounded as a division would round it, where per_count = 1 / count. It refines the estimate
+// sum * per_count: the inner fma computes its remainder with a single rounding, and the outer one adds remainder /
+// count.
+__device__ inline float rounded_quotient(float sum, float count, float per_count) {
+  const float estimate = sum * per_count;
+  return fma(fma(-estimate, count, sum), per_count, estimate);
 }
 
-struct Distances {  // from a mean: the sums of their squares and of themselves, how far off rounding put the mean
-  float squares, sum;
+// ---- Distances from a computed mean, formula (2) ----
+
+// Sums over the numbers x of a row, or of a part of it, where d = x - m and m is the computed mean of the row.
+struct SquaresAndSum {
+  float squares;  // sum(d^2)
+  float sum;      // sum(d): n times the correction that m needs
 };
 
-__device__ inline void add_distance(Distances& d, float distance) {
+// Adds one number with the given distance from the mean.
+__device__ inline void add_distance(SquaresAndSum& d, float distance) {
   d.squares += distance * distance;
   d.sum += distance;
 }
 __device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
 
+// The sums that kernels compute for rows of type T. 16-bit rows need only the squares: the sums that make their mean
+// are exact, or nearly so (see row_means), and their output is rounded to 8 or 11 bits.
 template <typename T>
-using DistanceSums = std::conditional_t<sizeof(T) == 2, float, Distances>;
+using DistanceSums = std::conditional_t<sizeof(T) == 2, float, SquaresAndSum>;
 
+// Returns the sums for V distances. Sum is float (squares only) or SquaresAndSum.
 template <typename Sum, int V>
 __device__ Sum distances_of(const Vec<float, V>& from_mean) {
   Sum sum = {};
@@ -2085,69 +2773,114 @@ __device__ Sum distances_of(const Vec<float, V>& from_mean) {
   return sum;
 }
 
-// How far the true mean is from the one that distances were measured from. 16-bit rows do without it.
-__device__ inline float mean_offset(const Distances& d, float per_col) { return d.sum * per_col; }
+// Returns the true mean minus the computed mean, for sums over a whole row. For 16-bit rows it counts as 0.
+__device__ inline float mean_offset(const SquaresAndSum& d, float per_col) { return d.sum * per_col; }
 __device__ inline float mean_offset(float, float) { return 0; }
 
-// Returns the sum of squares about the true mean, which `mean` becomes. The fma keeps an infinite sum infinite, and the
-// comparison keeps NaN.
-__device__ inline float correct_mean(const Distances& d, float& mean, float per_col) {
-  const float off = mean_offset(d, per_col), squares = fma(-off, d.sum, d.squares);
-  mean += off;
+// Adds the correction to `mean`, and returns m2 about the corrected mean, for sums over a whole row. The fma keeps an
+// infinite d.squares infinite: offset * d.sum alone could overflow, too, and infinity - infinity is NaN. A result that
+// rounding made negative becomes 0. max(squares, 0) would also turn NaN into 0; the comparison keeps NaN.
+__device__ inline float correct_mean(const SquaresAndSum& d, float& mean, float per_col) {
+  const float offset = mean_offset(d, per_col), squares = fma(-offset, d.sum, d.squares);
+  mean += offset;
   return squares < 0 ? 0 : squares;
 }
 __device__ inline float correct_mean(float squares, float&, float) { return squares; }
 
+// ---- Moments of parts of a row, formula (3) ----
+
+// Describes a set of numbers. All zeros describe the empty set.
 struct Moments {
-  float count, mean, m2;  // count: as a float exact to 2^24, then to 1 part in 2^24
+  float count;  // how many numbers; exact up to 2^24, and within 1 part in 2^24 beyond
+  float mean;   // their mean, or the mean of their distances from the row's reference, if the kernel has one
+  float m2;     // the sum of their squared distances from their own mean
 };
 
-// Adds the moments of more numbers, at least one.
+// Returns the moments of both sets together. `all` may be empty, but `more` may not.
 __device__ inline Moments combine(Moments all, const Moments& more) {
-  // The share of what came before: 0 of nothing, which keeps the first mean to the bit.
-  const float share = all.count * fast_reciprocal(all.count + more.count), delta = more.mean - all.mean;
-  // delta is not squared alone: of a first mean of 1e20 that would be infinity, times 0.
-  all.m2 += more.m2 + delta * (delta * (more.count * share));
-  all.mean = more.mean - delta * share;
+  // na / n. It is 0 if `all` is empty, so that the result is exactly `more`.
+  const float fraction = all.count * fast_reciprocal(all.count + more.count), delta = more.mean - all.mean;
+  // delta^2 alone could overflow: with an empty `all` and more.mean = 1e20, infinity * 0 would make m2 NaN.
+  all.m2 += more.m2 + delta * (delta * (more.count * fraction));
+  all.mean = more.mean - delta * fraction;
   all.count += more.count;
   return all;
 }
 
-// Element i of three near the middle of a float32 row: its ends may be padding.
+// ---- Reference of a float32 row, formula (1) ----
+
+// A kernel may subtract any number from each element of a float32 row before it computes statistics, as long as all
+// threads of the row subtract the same one. The two-pass and pipelined kernels subtract the median of three elements.
+// It is usually near the mean, so that the differences are small, and so are the rounding errors of the means that
+// blocks exchange (emulated GPU, one row of 85994 columns with mean 10^4: the mean was off by 0.1 units in the last
+// place without a reference, and by 0.002 with it). A row of equal numbers becomes all 0, which makes its statistics
+// exact.
+
+// Returns the column of sample i of a row, i from 0 to 2: at 38%, 50% and 62% of the row. The ends of a row are
+// avoided, because they may be padding.
 __device__ inline int64_t sampled_column(int64_t cols, int i) { return cols * (10 + 3 * i) / 26; }
-// Their median. Means are counted from it, so that blocks exchange small numbers (1 x 85994: 0.1 ulp off -> 0.002).
+// Returns the median of the three samples, the reference of the row. One outlier or padded element among them does not
+// matter.
 __device__ inline float reference_of(float a, float b, float c) { return max(min(a, b), min(max(a, b), c)); }
 
-// The two sums over a row that grad_input needs.
-struct Sums {
-  float wdy, wdy_xhat;  // of weight * grad_output, and of that times the normalized input
+// ---- Applying the statistics ----
+
+// The two sums over a row that grad_input needs. Variables named `means` and `row_means` hold these sums divided by
+// cols.
+struct GradSums {
+  float wdy;       // sum of weight * grad_output
+  float wdy_xhat;  // sum of weight * grad_output * xhat
 };
 
-// What a row is normalized with. A mean that is rounded to float would be off by 5e-4 for rows with mean 10^4, so
-// `shift` corrects it: it is rstd times what rounding added to the mean.
-struct alignas(16) RowStats {  // aligned, so that it is one load
-  float mean, shift, rstd;
+// The statistics that normalize a row: xhat = (x - mean) * rstd + shift. See "A mean as two floats" above. Aligned, so
+// that one load reads all of it.
+struct alignas(16) RowStats {
+  float mean;   // rounded to float
+  float shift;  // (mean - true mean) * rstd
+  float rstd;
 };
 
-// The row's mean is first + off.
-__device__ inline RowStats row_stats_of(float first, float off, float rstd) {
-  const float mean = first + off, rest = off - (mean - first);
-  return {mean, -rest * rstd, rstd};
+// Returns grad_input for V columns:
+//   rstd * (wdy - mean(wdy) - xhat * mean(wdy * xhat)), where wdy = weight * grad_output
+// `means` holds the two means over the row. With FUSED, the sum is computed with fused multiply-adds, which saves one
+// instruction. Otherwise wdy is rounded first, so that the gradient of a row of one column is exactly 0.
+template <bool FUSED, int V>
+__device__ Vec<float, V> grad_input_of(const Vec<float, V>& weight, const Vec<float, V>& grad_output,
+                                       const Vec<float, V>& xhat, const GradSums& means, float rstd) {
+  Vec<float, V> dx;
+  UNROLL(v, V) {
+    if constexpr (FUSED) {
+      dx[v] = rstd * fmaf(weight[v], grad_output[v], fmaf(-xhat[v], means.wdy_xhat, -means.wdy));
+    } else {
+      dx[v] = rstd * (rounded_product(weight[v], grad_output[v]) - means.wdy - xhat[v] * means.wdy_xhat);
+    }
+  }
+  return dx;
 }
 
+// Returns the RowStats of a row whose mean is base + offset. `residual` is what rounding base + offset has lost.
+__device__ inline RowStats row_stats_of(float base, float offset, float rstd) {
+  const float mean = base + offset, residual = offset - (mean - base);
+  return {mean, -residual * rstd, rstd};
+}
+
+// Returns xhat for V columns.
 template <typename T, int V>
 __device__ Vec<float, V> normalized(Vec<float, V> x, const RowStats& row) {
   UNROLL(v, V) {
     const float distance = x[v] - row.mean;
-    // For 16-bit rows the correction is less than the rounding of the output.
+    // 16-bit rows omit shift, because it is smaller than the rounding of their output.
     x[v] = sizeof(T) == 2 ? distance * row.rstd : fma(distance, row.rstd, row.shift);
   }
   return x;
 }
 
-// ---- Statistics: between lanes of a warp ----
+// ---- Reductions between lanes of a warp ----
+//
+// combine(a, b) returns the sum of two partial results. exchange(x, offset) returns the x of the lane whose number is
+// this lane's number ^ offset. Both accept a float, and structs of two floats: SquaresAndSum, GradSums and float2. For
+// Moments, combine is defined above, and combine_lanes below.
 
-// Of a float, or of a struct of two (Distances, Sums).
 __device__ inline float combine(float a, float b) { return a + b; }
 template <typename X>
 __device__ X combine(const X& a, const X& b) {
@@ -2163,7 +2896,9 @@ __device__ X exchange(const X& x, int offset) {
   return {exchange(x0, offset), exchange(x1, offset)};
 }
 
-// Combines over groups of `width` neighbouring lanes, a power of two up to 32, in a fixed order. All get the result.
+// Combines each of the R values over groups of `width` neighbouring lanes. width is a power of two up to 32. All lanes
+// of the warp must make the call. All lanes of a group receive the result. The order of additions is fixed, so that
+// results are deterministic.
 template <typename X, int R>
 __device__ void combine_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -2178,7 +2913,9 @@ __device__ X combine_lanes(X x, int width) {
   return values[0];
 }
 
-// The sum of term(n), in four chains of additions (bf16 rows of 32768: 0.93 of copy speed, 0.68 with sum_of's terms).
+// Returns the sum of term(n) over n from 0 to N - 1. Four chains of additions run side by side, so that an addition
+// seldom waits for the previous one. sum_of would need all terms at once, and 16 of them went to local memory (H200,
+// bf16 rows of 32768: 93% of copy bandwidth, 68% with sum_of).
 template <int N, typename F>
 __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
@@ -2186,44 +2923,58 @@ __device__ auto sum_of_terms(F term) {
   return combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]));
 }
 
-// Combines {mean, m2} of N parts per lane over `width` lanes. Returns {first, off, m2}, where the mean is first + off:
-// means are measured from that of the first part, which keeps their digits.
+// Combines parts of a row by formula (4). Each of `width` lanes has N of them: parts[n] is {mean, m2} of counts[n]
+// numbers, where counts[n] may be 0. `count` is the sum of all counts of these lanes. Returns {base, offset, m2}, where
+// base + offset is the mean: base, the constant c of the formula, is the mean of the first lane's first part. That part
+// must not be empty, unless all are.
 template <int N, int M>
 __device__ float3 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
-  const float first = __shfl_sync(~0u, parts[0].x, 0, width);
-  const float sum = sum_of_terms<N>([&](int n) { return counts[n] * (parts[n].x - first); });
-  const float off = combine_lanes(sum, width) * fast_reciprocal(count);
+  const float base = __shfl_sync(~0u, parts[0].x, 0, width);
+  const float sum = sum_of_terms<N>([&](int n) { return counts[n] * (parts[n].x - base); });
+  const float offset = combine_lanes(sum, width) * fast_reciprocal(count);
   const float m2 = sum_of_terms<N>([&](int n) {
-    const float delta = parts[n].x - first - off;
+    const float delta = parts[n].x - base - offset;
     return parts[n].y + counts[n] * delta * delta;
   });
-  return {first, off, combine_lanes(m2, width)};
+  return {base, offset, combine_lanes(m2, width)};
 }
 
-// One a lane; the first lane's is empty only if all are.
+// Combines the Moments of `width` lanes. Those of the first lane must not be empty, unless all are.
 __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   const float2 part[1] = {{moments.mean, moments.m2}};
-  const float count[1] = {moments.count}, all = combine_lanes(moments.count, width);
-  const float3 total = combine_means<1>(part, count, max(all, 1.0f), width);
-  return {all, total.x + total.y, total.z};  // of nothing: count 0
+  const float counts[1] = {moments.count}, count = combine_lanes(moments.count, width);
+  const float3 total = combine_means<1>(part, counts, max(count, 1.0f), width);  // at least 1: 0 / 0 would be NaN
+  return {count, total.x + total.y, total.z};
 }
 
-// {mean, m2} of N packs of a thread, or of LANES threads together, which have `count` columns in them.
+// Returns {mean, m2} of the numbers in N packs of a thread, or of LANES neighbouring lanes together. x(i) returns pack
+// i, and has(i) is false for packs that do not exist. `count` is how many numbers all these packs have, and per_count
+// is 1 / count. 16-bit rows need the quotient to be rounded as a division, so that rows of equal numbers have exactly
+// their mean. float32 does not: there, count is a power of two, or all such numbers are 0 (see reference_of).
 template <typename T, int LANES, int N, typename X, typename Has>
 __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
+  static_assert(LANES <= 32 && (LANES & (LANES - 1)) == 0, "combine_lanes needs a power of two");
   float sum = 0, m2 = 0;
   UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i)) : 0;
   sum = combine_lanes(sum, LANES);
-  const float mean = sizeof(T) == 2 ? quotient(sum, count, per_count) : sum * per_count;
+  const float mean = sizeof(T) == 2 ? rounded_quotient(sum, count, per_count) : sum * per_count;
   UNROLL(i, N) {
     if (has(i)) m2 += distances_of<float>(x(i) - mean);
   }
   return {mean, combine_lanes(m2, LANES)};
 }
 
-// Sums N = 2^k numbers over a warp; lane l gets that of number l / (32 / N). Four take 6 exchanges instead of 20.
+// Sums each of N numbers over the warp, N a power of two. Lane l receives the sum of number l / (32 / N), which is all
+// that combine_row needs. At each of the first steps a lane sends half of its numbers, and keeps the other half. Four
+// numbers need 6 exchanges; with combine_lanes they need 20. Which sums a lane holds, for the numbers a, b, c and d:
+//   lanes               0-7     8-15    16-23   24-31
+//   at first            abcd    abcd    abcd    abcd
+//   after offset 16     ab      ab      cd      cd        2 exchanges
+//   after offset 8      a       b       c       d         1 exchange
+//   after 4, 2 and 1    a       b       c       d         3 exchanges, each sum now over the whole warp
 template <int N>
 __device__ float sum_lanes(float (&x)[N]) {
+  static_assert(N <= 32 && (N & (N - 1)) == 0, "each step halves the numbers of a lane");
   int offset = 16;
   for (int left = N / 2; left > 0; left /= 2, offset /= 2) {
     const bool upper = threadIdx.x & offset;
@@ -2236,31 +2987,64 @@ __device__ float sum_lanes(float (&x)[N]) {
   return x[0];
 }
 
-// ---- Statistics: between warps of a block ----
+// ---- Reductions between warps of a block ----
 
-constexpr int kMaxWarps = 16;  // of a block, unless said otherwise
+constexpr int kMaxWarps = 16;  // maximum number of warps per block; the shared-memory kernel has a limit of its own
 
-// Combines over the blockDim.x threads of a row: up to WARPS whole warps, or a power of two up to 32. slots: not those
-// of the call before, from which slow warps may still read.
+// Sums a warp's N floats in x with sum_lanes. Lane n * 32 / N gets the sum of number n.
+template <typename X, int R>
+__device__ float sum_warp(const X (&x)[R]) {
+  float numbers[sizeof(x) / sizeof(float)];
+  memcpy(numbers, x, sizeof(numbers));
+  return sum_lanes(numbers);
+}
+
+// Gives the sums that sum_warp left in N lanes to all lanes.
+template <typename X, int R>
+__device__ void broadcast_sums(X (&x)[R], float sum) {
+  constexpr int N = sizeof(x) / sizeof(float);
+  float numbers[N];
+  UNROLL(n, N) numbers[n] = __shfl_sync(~0u, sum, n * (32 / N));
+  memcpy(x, numbers, sizeof(numbers));
+}
+
+// Combines the slots of a row's warps. Lanes without a slot contribute an empty X.
+template <int WARPS, typename X, int R>
+__device__ void combine_slots(X (&x)[R], X (*row_slots)[R], int warps) {
+  const int slot = threadIdx.x % WARPS;
+  UNROLL(r, R) {
+    x[r] = row_slots[min(slot, warps - 1)][r];
+    if (slot >= warps) x[r] = X{};
+  }
+  combine_lanes(x, WARPS);
+}
+
+// Combines each of the R values in x over the threads of a row. All threads of the row receive the results. A block is
+// blockDim.y rows of blockDim.x threads. blockDim.x is a multiple of 32, or a power of two below 32 (row_threads
+// returns such numbers). With WARPS = 1, a row is one warp, and slots are not used. Otherwise the warps of all rows of
+// the block share WARPS slots in shared memory, so a block has at most WARPS warps.
+//
+// All threads of the block must make the call, because it contains a barrier. Two calls in succession must use
+// different slots: after the barrier of a call, slow warps still read its slots, and nothing waits for them before the
+// next call writes. A third call can use the slots of the first, because the barrier of the second lies between.
+//
+// First each warp combines its lanes. If a row has several warps, each then writes its result to its slot, and after a
+// barrier all threads read and combine the slots of their row.
 template <int WARPS, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
+  static_assert(WARPS <= 32 && (WARPS & (WARPS - 1)) == 0, "combine_slots gives each slot a lane");
   if (WARPS == 1) return combine_lanes(x, 32);
-  constexpr int N = sizeof(x) / sizeof(float), kLanes = 32 / N;
-  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  constexpr int N = sizeof(x) / sizeof(float), kLanes = 32 / N;  // N floats in x; kLanes as in sum_lanes
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;    // warps of a row: 0 if a row has less than one
   X(*row_slots)[R] = slots + threadIdx.y * warps;
   if (N > 1 && warps > 0) {
-    float numbers[N];
-    memcpy(numbers, x, sizeof(numbers));
-    const float sum = sum_lanes(numbers);
-    if (warps == 1) {
-      UNROLL(n, N) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
-      memcpy(x, numbers, sizeof(numbers));
-      return;
-    }
+    const float sum = sum_warp(x);
+    if (warps == 1) return broadcast_sums(x, sum);
     if (lane % kLanes == 0) reinterpret_cast<float*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
   } else {
     if (N == 1 && warps > 0) {
-      combine_lanes(x, 32);  // unrolled, as 32 is a constant (bf16 rows of 768: 0.93 of copy speed -> 0.95)
+      // A constant width lets the compiler unroll the loop (H200, bf16 rows of 768: 93% -> 95% of copy bandwidth).
+      combine_lanes(x, 32);
     } else {
       combine_lanes(x, min(int(blockDim.x), 32));
     }
@@ -2270,414 +3054,113 @@ __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
     }
   }
   __syncthreads();
-  const int slot = threadIdx.x % WARPS;
-  UNROLL(r, R) {
-    x[r] = row_slots[min(slot, warps - 1)][r];
-    if (slot >= warps) x[r] = X{};
-  }
-  combine_lanes(x, WARPS);
+  combine_slots<WARPS>(x, row_slots, warps);
+}
+
+// Writes the statistics of a row for backward, if it needs them.
+__device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
+  if (call.mean == nullptr) return;
+  call.mean[row] = mean, call.rstd[row] = rstd;
 }
 """
 
-_EPILOGUE = r"""
-// ---- Epilogue: scale * activation(z), z the layer norm ----
-// gelu(z) = z Phi(z), Phi the normal distribution function, or its tanh form (Hendrycks, Gimpel, arXiv:1606.08415). Phi
-// comes from its tail at |z|, as 1 + erf loses digits below 0. The tail's log2 is nearly a parabola: a polynomial fits.
+_LAUNCH = r"""
+// ==== Launch: the device, and how kernels are launched ====
+// Uses: architectures.
+//
+// Programmatic dependent launches (sm_90 and newer). The blocks of a kernel can start while the last blocks of the
+// previous kernel in the stream still run, which hides the launch latency. The rules:
+//   1. A kernel starts early only if it is launched with kProgrammatic, and only after every block of the previous
+//      kernel has called let_next_start() or has ended.
+//   2. At least one thread of each block of such a kernel calls wait_for_previous(). Otherwise the kernel could end
+//      before the previous one, and the kernel after it would start too early.
+//   3. Before this call, a thread writes no global memory, and reads only what was complete when the previous kernel
+//      started. For example, normalize_columns loads weight before the call, because the two kernels before it are
+//      measure_pieces, which is a plain launch, and finish_rows, and neither writes weight. backward_columns may not,
+//      because it can follow a kernel of the caller.
+//   4. CUDA graphs support such launches from CUDA 12.3 on. With older versions, and on older GPUs, launch_kernel
+//      makes a plain launch instead (Device::allows_programmatic), and wait_for_previous() returns at once.
+//
+// Cooperative launches. The rules:
+//   5. A kernel whose blocks wait for one another is launched with kCooperative. It has one block per SM, and no more
+//      blocks than the GPU has SMs.
+//   6. Such a launch can fail: the blocks may not fit the SMs that this process may use (MPS, MIG, green contexts), or
+//      the device does not support it (some virtual GPUs). A green context owns some of the device's SMs. If a launch
+//      in it is captured into a CUDA graph, CUDA reports no error, and the graph would hang. launch_kernel therefore
+//      returns the error itself (exceeds_green_context).
+//   7. The cooperative kernel is the first launch of a call. If it fails, dispatch clears the error (cannot_cooperate)
+//      and runs the call with another kernel family.
+//
+// Safe changes, and what guards them. Emulated GPUs are described in .tests/emulator.h, mutants (copies of this
+// file with one bug) in .tests/mutants.py.
+//   - Calls of let_next_start() can be at any place or absent. They affect only speed.
+//   - Rules 2 and 3. On an emulated GPU, scratch memory is NaN for a thread that has not called wait_for_previous(), so
+//     test_values fails without the call (mutants with "statistics read before" and "no wait for the previous" in their
+//     names). Nothing detects early accesses to the caller's tensors, or a violation of rule 4.
+//   - Rule 5. In a plain launch, an emulated GPU runs only four blocks at a time, in random order. With kPlain instead
+//     of kCooperative, the pipelined cases of test_values therefore fail. An emulated GPU rejects cooperative launches
+//     of more blocks than it has SMs. Then another family runs the call, and test_dispatch.py reports it.
+//   - Rule 7. The emulated GPU "mps" rejects all cooperative launches, so test_values and test_dispatch.py check it.
+//     Nothing tests green contexts: the emulator replaces exceeds_green_context by `return false`.
+//   - allow_shared_memory: test_threads_with_rows_of_different_lengths (test_device.py) needs a GPU.
+//   - row_threads must return a power of two up to 32, or a multiple of 32 (see combine_row). test_values fails
+//     otherwise.
+//   - input_priority affects only speed. No test checks it.
 
-struct Epilogue {
-  Activation activation;
-  float scale;
-};
+// ---- Programmatic dependent launch ----
 
-// Of t, highest power first.
-template <typename... Coefficients>
-__device__ float polynomial(float t, float sum, Coefficients... coefficients) {
-  ((sum = sum * t + coefficients), ...);
-  return sum;
-}
-
-// The tail 1 - Phi(t), t >= 0: within 5e-6 of it up to 5, t times it within 5e-9 (costs rows of 64 1%, erff 13%).
-__device__ inline float normal_tail(float t) {
-  return fast_exp2(polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f, -0.000275404571f,
-                              -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f, -1.15110636f,
-                              -0.99999994f));
-}
-
-// After a convolution in TF32: within 8e-6 of the tail.
-__device__ inline float normal_tail_5_digits(float t) {
-  return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f, -0.0536014629f,
-                              -0.458833878f, -1.15109677f, -1.00000961f));
-}
-
-// For output of 16 bits: within 2.1e-4 of the tail up to 4.3, where float16 ends (bf16 rows of 1024: 83 us -> 76).
-__device__ inline float normal_tail_16_bits(float t) {
-  return fast_exp2(
-      polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f, -1.00029845f));
-}
-
-// At infinity as PyTorch: infinity, and NaN at -infinity. max(z, 0) - |z| tail would be NaN at both.
-__device__ inline float gelu_of_tail(float z, float tail) {
-  const float step = z > 0;
-  return z * fabsf(step - tail);
-}
-
-// What each of _ACTIVATIONS computes of z, for tensors of T.
-template <typename T>
-struct Gelu {
-  static __device__ float value(float z) {
-    return gelu_of_tail(z, sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z)));
-  }
-  // At -t the tail less t times the density, in one exponential: within 4e-6 for 16 bits and 7e-8 for float32.
-  static __device__ float derivative(float z) {
-    // Beyond 40 the density is 0. At infinity, as PyTorch's, it is NaN: infinity times 0.
-    const float t = fabsf(z) > 40 && fabsf(z) < INFINITY ? 40.0f : fabsf(z);
-    const float density = fast_exp2(-0.72134752f * t * t);
-    const float ratio = sizeof(T) == 2
-                            ? polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
-                                         -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f)
-                            : polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
-                                         -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
-                                         0.249972567f, -0.797882855f, 0.49999997f);
-    return z < 0 ? density * ratio : 1 - density * ratio;
-  }
-};
-
-template <typename T>
-struct GeluTanh {
-  // z / (1 + exp(-u)) with u = 2 sqrt(2 / pi) (z + 0.044715 z^3); returns -u in powers of two.
-  static __device__ float exponent(float z) { return z * (-2.302208198144325f - 0.1029432395800235f * z * z); }
-  static __device__ float value(float z) { return z * fast_reciprocal(1 + fast_exp2(exponent(z))); }
-  // With s = 1 / (1 + exp(-u)): s + z u' s (1 - s). From exp(-|u|), as 1 - s would lose its digits.
-  static __device__ float derivative(float z) {
-    const float u = exponent(z), slope = 1.5957691216057308f + 0.21406444881780076f * z * z;
-    const float power = fast_exp2(-fabsf(u)), larger = fast_reciprocal(1 + power);
-    return (u > 0 ? power * larger : larger) + z * power * slope * larger * larger;
-  }
-};
-
-// Calls f with the activation's struct, and does nothing where there is none.
-template <typename T, typename F>
-__device__ void with_activation(Activation activation, F f) {
-#define LAYERNORM_CALL(Struct, value, gradient) \
-  if (activation == Activation::Struct) return f(Struct<T>());
-  LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
-}
-
-// HIDDEN: else the compiler copies the kernel for each activation (float32 rows: 6455 instructions instead of 1463).
-template <bool HIDDEN>
-__device__ Epilogue opaque_activation(Epilogue epilogue) {
-  if constexpr (HIDDEN) epilogue.activation = Activation(opaque(int(epilogue.activation)));
-  return epilogue;
-}
-
-template <typename T, int V>
-__device__ void apply_epilogue(Vec<float, V>& z, const Epilogue& epilogue) {
-  if constexpr (kFused) {
-    with_activation<T>(epilogue.activation, [&](auto activation) { UNROLL(v, V) z[v] = activation.value(z[v]); });
-    if (epilogue.scale != 1) z = z * epilogue.scale;
-  }
-}
-
-// Turns the gradient of scale * activation(z) into that of z = xhat * weight + bias, rounded as PyTorch's.
-template <typename T, int V>
-__device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat, const Vec<float, V>& weight,
-                                 const Vec<float, V>& bias, const Backward& call) {
-  const Epilogue epilogue = opaque_activation<true>(Epilogue{call.activation, float(call.scale)});
-  if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
-  auto grad = widened(grad_output);
-  with_activation<T>(epilogue.activation, [&](auto activation) {
-    UNROLL(v, V) grad[v] *= activation.derivative(xhat[v] * weight[v] + bias[v]);
-  });
-  if (epilogue.scale != 1) grad = grad * epilogue.scale;
-  grad_output = packed<T>(grad);
-}
-"""
-
-_DEVICE = r"""
-// ---- Device: copies and barriers (sm_80 and up, in bulk sm_90 and up), dependent launches ----
-
-constexpr int kLineBytes = 128;  // of a cache line
-
-__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
-// Copies 16 bytes in the background, or writes zeros where there is nothing to copy.
-__device__ inline void copy_or_zero(void* shared, const void* global, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(exists ? 16 : 0)
-               : "memory");
-}
-
-__device__ inline void copy_async(void* shared, const void* global, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "l"(policy)
-               : "memory");
-}
-
-// Copies one number in the background.
-__device__ inline void copy_float(float* shared, const float* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
-}
-
-// To be called by the thread that has initialized barriers, before bulk copies count at them.
-__device__ inline void barriers_initialized() {
-  if constexpr (kArch >= 900) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Arrives when all that this thread has copied with copy_async and copy_float is there.
-__device__ inline void barrier_arrive_with_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Waits for the phase of this parity: 0 for the first completion, then 1, 0, ...
-__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
-  unsigned done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-        "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"  // sleeps a while
-#else
-        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
-#endif
-        "selp.u32 %0, 1, 0, p; }\n"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-
-// Copies whole 16-byte units and counts them at the barrier. Callers begin on a line (rows of 50257: 0.87 -> 0.92).
-__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-// Takes whole 16-byte units. Check a conditional call's machine code: ptxas 13.0 set `bytes` in one case only.
-__device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
-               : "memory");
-}
-
-struct Copy {
-  unsigned char* shared;
-  const char* global;
-  int bytes;  // of whole 16-byte units
-};
-
-// Starts N copies, by kCopyThreads threads. Before sm_90 each must arrive at `full` with its copies, too.
-constexpr int kCopyThreads = kArch >= 900 ? 1 : 64;
-template <int N>
-__device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread, uint64_t policy) {
-  if constexpr (kArch >= 900) {
-    int total = 0;
-    UNROLL(n, N) total += copies[n].bytes;
-    barrier_arrive_expecting(full, total);
-    UNROLL(n, N) bulk_copy(copies[n].shared, copies[n].global, copies[n].bytes, full, policy);
-  } else {
-    for (const Copy& copy : copies) {
-#pragma unroll 8
-      for (int at = 16 * thread; at < copy.bytes; at += 16 * kCopyThreads) {
-        copy_async(copy.shared + at, copy.global + at, policy);
-      }
-    }
-    if (thread == 0) barrier_arrive(full);
-  }
-}
-
-// Orders this thread's writes to shared memory before bulk copies and matrix products that it lets others begin.
-__device__ inline void writes_before_copies() {
-  if constexpr (kArch >= 900) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Programmatic dependent launch (sm_90 and up): blocks of the next kernel start while the last ones of this one run.
+// Lets the next kernel start as soon as every block of this one has called this function or has ended.
 __device__ inline void let_next_start() {
-  if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;");
+  if constexpr (kArch.has_bulk_copy) asm volatile("griddepcontrol.launch_dependents;");
 }
 
+// Waits until the previous kernel has ended and its writes are visible. Returns at once in a plain launch.
 __device__ inline void wait_for_previous() {
-  if constexpr (kArch >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (kArch.has_bulk_copy) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// ---- Device: mailboxes of blocks that share a row ----
-// gridDim.x blocks share a row. Each publishes a pair of floats in its own mailbox, and reads all until none is empty.
+// ---- Host side: the device ----
 
-constexpr int kPeers = 5;  // mailboxes that a lane reads at once
-constexpr int kMaxBlocksPerRow = 32 * kPeers;
-
-// Rows share no 128-byte line, which both would poll and write.
-__host__ __device__ inline int64_t mailboxes_per_row(int blocks) { return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16; }
-
-// Of a block's slice of a row; that of the last block may be shorter, and others have none.
-__host__ __device__ inline int columns_of_slice(int cols, int slice, int rank) {
-  return max(0, min(slice, cols - rank * slice));
-}
-
-// A stage of a ring and the parity of its barriers.
-struct RingPosition {
-  int index = 0, parity = 0;
-  __device__ RingPosition after(int steps, int stages) const {
-    const int next = index + steps;
-    return next < stages ? RingPosition{next, parity} : RingPosition{next - stages, parity ^ 1};
-  }
-  __device__ void advance(int stages) { *this = after(1, stages); }
-};
-
-constexpr uint64_t kEmptyMailbox = ~uint64_t(0);  // two NaNs that no arithmetic yields
-
-__device__ inline uint64_t* mailbox_of(uint64_t* mailboxes, int64_t row, int block) {
-  return mailboxes + row * mailboxes_per_row(gridDim.x) + block;
-}
-
-// Empties this block's mailboxes before any block reads: the grid meets once (0.5 us; a memset took 2.1).
-__device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
-  const int step = gridDim.y;
-#pragma unroll 1  // unrolled, it would begin with a division
-  for (int64_t row = blockIdx.y + threadIdx.x * step; row < rows; row += blockDim.x * step) {
-    *mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;
-  }
-  cooperative_groups::this_grid().sync();
-}
-
-__device__ inline void publish(uint64_t* mailbox, float2 pair) {
-  *const_cast<volatile uint64_t*>(mailbox) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
-}
-
-// Reads a row's mailboxes (null: none) of blocks first, first + 32, ... at once, as each is slow. False: one is empty.
-__device__ inline bool try_read(const uint64_t* mailboxes, int first, float2 (&pairs)[kPeers]) {
-  bool complete = true;
-  UNROLL(i, kPeers) {
-    const int block = first + i * 32;
-    const bool exists = mailboxes != nullptr && block < gridDim.x;
-    const uint64_t bits = exists ? *const_cast<const volatile uint64_t*>(mailboxes + block) : 0;
-    complete &= bits != kEmptyMailbox;
-    pairs[i] = bit_cast<float2>(bits);
-  }
-  return complete;
-}
-
-// ---- Device: for kernels whose blocks hold whole rows ----
-
-// Blocks of 512 threads that an SM should hold without spilling registers.
-constexpr int kRowBlocks = kArch == 750 || kArch >= 1200 ? 2 : 3;
-
-// The same for all rows, computed once on the host.
-struct RowConstants {
-  float eps, per_col;  // per_col: 1 / cols
-  Epilogue epilogue;
-  L2Priority priority;  // of input
-};
-
-// Whether a thread prefetches: from sm_90 on one for the block, on sm_80 each its own sectors, on sm_75 none.
-__device__ inline bool is_prefetching_thread() { return kArch >= 900 ? threadIdx.x + threadIdx.y == 0 : kArch >= 800; }
-
-// Brings whole 16-byte units to L2, before sm_90 as evict_last: with evict_normal float32 rows of 16 to 8192 lose 4%.
-constexpr int kSectorBytes = 32;
-__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy,
-                                      int thread = threadIdx.y * blockDim.x + threadIdx.x,
-                                      int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
-  if constexpr (kArch >= 900) {
-    prefetch_to_l2(global, bytes, policy);
-  } else if constexpr (kArch >= 800) {
-    for (int at = thread * step; at < bytes; at += threads * step) {
-      asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(static_cast<const char*>(global) + at));
-    }
-  }
-}
-
-// Each block prefetches a later one's rows: few blocks fit an SM, and each waits for its own (6001: 0.75 -> 0.88).
-struct PrefetchWindow {
-  const char* begin;     // of what block 0 prefetches, on a 16-byte boundary
-  const char* end;       // of input
-  unsigned block_bytes;  // of a block's rows
-};
-
-__device__ inline void prefetch_later_rows(const PrefetchWindow& window, uint64_t policy) {
-  const char* begin = window.begin + uint64_t(blockIdx.x) * window.block_bytes / 16 * 16;
-  const unsigned bytes = (window.block_bytes + 31) / 16 * 16;  // its ends may be of other blocks' rows
-  if (begin + bytes <= window.end) prefetch_units(begin, bytes, policy);
-}
-
-// Weight and bias come to L2 while blocks wait for input (L2 flushed, 4096 x 4096 bf16: 20.8 us -> 19.1).
-template <typename T>
-__device__ void prefetch_affine(const Forward& call) {
-  if (kArch < 800) return;
-  const int bytes = int(call.cols) * int(call.affine_float32 ? sizeof(float) : sizeof(T));
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
-  for (const void* affine : {call.weight, call.bias}) {
-    for (int at = thread * kSectorBytes; affine != nullptr && at < bytes; at += threads * kSectorBytes) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(affine) + at));
-    }
-  }
-}
-
-// ---- Device: the GPU and the call ----
-
+// Properties of one GPU, which current_device() reads when the GPU is first used.
 struct Device {
-  std::once_flag asked;
-  int sms = 1, l2_bytes = 0, shared_bytes = 0;  // shared_bytes: of a block, at most; 1 KB less than an SM has
-  int code = 0;                      // architecture of the code that runs, 90 for sm_90: the device may be newer
-  bool allows_programmatic = false;  // dependent launches, which CUDA graphs take from CUDA 12.3 on
+  std::once_flag initialized;
+  int sms = 1, l2_bytes = 0;         // number of SMs; size of the L2 cache
+  int shared_bytes = 0;              // shared memory that one block can use; from sm_80 on, 1 KB less than the SM has
+  Arch arch = {};                    // architecture that the loaded code was compiled for; the GPU itself may be newer
+  bool allows_programmatic = false;  // supports programmatic dependent launches, also in a CUDA graph
 };
 
-struct Context {
+// The device, the scratch allocator and the stream of a call. All launch functions receive it.
+struct LaunchContext {
   const Device& device;
-  const Allocate& allocate;
+  const Allocate& allocate;  // allocates scratch memory
   cudaStream_t stream;
 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
+
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
-// Last where input exceeds half of L2 (float32 rows of 1024: 0.98 -> 1.01); else output stays for its next reader.
-L2Priority input_priority(const LayerNormCall& call, const Device& device) {
-  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
-  return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
-}
+// ---- Host side: launching ----
 
-// Threads that share a row, `each` loads a thread: a power of two up to a warp, or whole warps.
-int row_threads(int64_t loads, int each) {
-  const int64_t threads = ceil_div(loads, each);
-  if (threads > 32) return ceil_div(threads, 32) * 32;
-  int power = 1;
-  while (power < threads) power *= 2;
-  return power;
-}
-
-// ---- Device: launching ----
-
-// Sets the limit to all there is: set to what a call needs, another thread could lower it just before the launch.
+// Raises the kernel's limit of dynamic shared memory to everything that a block can use. A limit of only what one call
+// needs would not be safe: before this thread launches the kernel, another thread with a shorter row could lower it.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
-  thread_local std::set<std::pair<const Device*, const void*>> allowed;
+  thread_local std::set<std::pair<const Device*, const void*>> allowed;  // set once per thread, device and kernel
   if (allowed.count({&device, kernel}) > 0) return cudaSuccess;
   cudaFuncAttributes attributes = {};
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess) return error;
-  const int left = device.shared_bytes - int(attributes.sharedSizeBytes);
+  const int left = device.shared_bytes - int(attributes.sharedSizeBytes);  // sharedSizeBytes: static shared memory
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left);
   if (error == cudaSuccess) allowed.insert({&device, kernel});
   return error;
 }
 
-// kProgrammatic: starts while the kernel before ends, and waits itself. kCooperative: all blocks run at once.
+// kProgrammatic: the kernel may start before the previous kernel in the stream has ended (rules 1 to 4). kCooperative:
+// all blocks run at the same time, so that they can wait for one another (rules 5 to 7).
 enum LaunchKind { kPlain, kProgrammatic, kCooperative };
 
 struct Launch {
@@ -2686,13 +3169,13 @@ struct Launch {
   int shared_bytes = 0;  // dynamic shared memory
 };
 
-// Returns true for a launch that is captured into a CUDA graph and has more blocks than the stream's context has SMs.
-// Only a green context has fewer than the device. Outside of a capture the launch itself fails; a graph would hang.
+// Returns true if a launch is being captured into a CUDA graph and has more blocks than the stream's context has SMs
+// (rule 6). This happens only in a green context, because of rule 5. Without a capture, the launch itself fails.
 bool exceeds_green_context(const Launch& launch, cudaStream_t stream) {
 #if CUDART_VERSION >= 12040
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess || status == cudaStreamCaptureStatusNone) return false;
-  void* driver = dlopen("libcuda.so.1", RTLD_LAZY);  // loaded already; linking with it would need its stub
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY);  // already loaded; linking with it would need its stub library
   using GetContext = CUresult (*)(CUstream, CUcontext*);
   using GetResource = CUresult (*)(CUcontext, CUdevResource*, CUdevResourceType);
   const auto get_context = reinterpret_cast<GetContext>(dlsym(driver, "cuStreamGetCtx"));
@@ -2707,8 +3190,9 @@ bool exceeds_green_context(const Launch& launch, cudaStream_t stream) {
 #endif
 }
 
+// Launches a kernel with the attributes that launch.kind needs.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, const Context& context,
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, const LaunchContext& context,
                           Arguments... arguments) {
   if (launch.shared_bytes > 0) {
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
@@ -2728,34 +3212,237 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, c
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// True if the device has no room for all blocks (MPS, MIG) or no such launches (some virtual GPUs).
+// Returns true if the error says that a cooperative launch is impossible (rule 6), and clears the error, so that
+// another kernel family can run the call.
 bool cannot_cooperate(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
   cudaGetLastError();
   return true;
 }
 
-RowConstants row_constants(const Forward& call, const Device& device) {
-  return {float(call.eps), 1.0f / float(call.cols), {call.activation, float(call.scale)}, input_priority(call, device)};
+// Returns how many threads share a row of `loads` loads if each thread has up to `loads_per_thread`: a power of two up
+// to 32, or a multiple of 32.
+int row_threads(int64_t loads, int loads_per_thread) {
+  const int64_t threads = ceil_div(loads, loads_per_thread);
+  if (threads > 32) return ceil_div(threads, 32) * 32;
+  int power = 1;
+  while (power < threads) power *= 2;
+  return power;
 }
 
-// How far ahead rows come to L2, for each SM, at most 1/8 of L2 (bf16 rows of 2041: 0.969 of copy speed, 80 KB 0.951).
-constexpr int kPrefetchBytes = 40 << 10;
+// Returns the L2 priority with which input is read.
+//
+// Input of more than half of L2 gets the priority Last: when L2 is full, output then leaves it before input does. With
+// equal priority for both, forward was 4% slower (H200, float32 rows of 16 to 8192 columns).
+//
+// Smaller input gets the priority First: output then stays in L2 for the kernel that reads it next. Last would push
+// output out of L2: three layer norms of 16 MB, one after the other, needed 9% more time with Last than with equal
+// priority (H200, bf16).
+L2Priority input_priority(const LayerNormCall& call, const Device& device) {
+  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
+  return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
+}
+"""
 
-PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
-  const int64_t row_bytes = call.cols * size_of(call.dtype);
-  const char* input = static_cast<const char*>(call.input);
-  const char* begin = input + std::min<int64_t>(int64_t(kPrefetchBytes) * device.sms, device.l2_bytes / 8);
-  return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
-          unsigned(block_rows * row_bytes)};
+_EPILOGUE = r"""
+// ==== Epilogue: scale * activation(z), where z is the result of layer normalization ====
+// Uses: elements.
+//
+// Safe changes, and what guards them. The tests are in test_values.py, except where another file is named.
+//   - The polynomials can be any whose errors stay within the bounds of test_activation_of_every_argument_is_accurate:
+//     for GELU of float32, 2^-22 times the larger of |result| and 0.5; for GELU of 16 bits, 0.75 times the dtype's eps
+//     (of torch.finfo) times |result|, plus 1e-6. Emulated GPUs compute ex2 and rcp exactly, so also run the test on a
+//     GPU. Only the convolution uses the tail of 5 digits: test_conv_values (test_convolution.py) checks it.
+//   - The forms of gelu_of_tail and of the derivatives determine the results for infinite and very large z. See
+//     test_gelu_of_infinity_nan_and_zero, and the huge arguments of test_activation_of_every_argument_is_accurate.
+//   - HIDDEN of opaque_activation never changes results, only the instructions (.tests/machine_code.py compares them).
+//     If a kernel then spills, test_no_kernel_has_local_memory (test_build.py) fails.
+//   - Mutants with "scale dropped" or "tanh" in their names (.tests/mutants.py) are versions with a wrong scale or
+//     derivative. The tests must detect them. To add an activation, see "Activations" below.
+
+// The epilogue of a call. Activation::None and scale 1 mean that there is none.
+struct Epilogue {
+  Activation activation;
+  float scale;
+};
+
+// ---- GELU and its tail ----
+//
+// gelu(z) = z Phi(z), where Phi is the distribution function of the standard normal distribution. Both this form and
+// the tanh form below are from Hendrycks and Gimpel (arXiv:1606.08415). Phi(z) is computed from the tail at t = |z|:
+//   tail(t) = 1 - Phi(t)
+//   Phi(z) = tail(t) if z < 0, and 1 - tail(t) otherwise
+// The usual formula, (1 + erf(z / sqrt(2))) / 2, loses digits for negative z, where 1 and erf cancel. The base-2
+// logarithm of the tail is nearly a parabola, so a polynomial of low degree approximates it well:
+//   tail(t) = 2^polynomial(t)
+
+// Returns the value at t of the polynomial with these coefficients, from the highest power to the constant. `sum` is
+// the first coefficient.
+template <typename... Coefficients>
+__device__ float polynomial(float t, float sum, Coefficients... coefficients) {
+  ((sum = sum * t + coefficients), ...);
+  return sum;
 }
 
-// ---- Device: grad_weight and grad_bias from partial sums of a kernel's blocks ----
+// The functions below return tail(t) for t >= 0. Errors are those of the polynomial, before rounding to float32.
 
-// Rows that a thread adds up before it adds to its partials (256 equal ones: off by 32 roundings, 2000 by 250).
+// For float32. The relative error is at most 5e-6 for t <= 5. The error of t * tail(t), and so of gelu, is at most 5e-9
+// for all t. GELU makes forward of float32 rows of 64 columns 1% slower. With erff instead it was 13% slower (H200).
+__device__ inline float normal_tail(float t) {
+  return fast_exp2(polynomial(t, -3.25975087e-08f, 9.22804361e-07f, -1.13296328e-05f, 7.68243335e-05f, -0.000275404571f,
+                              -1.93357664e-05f, 0.00698241359f, -0.0524731502f, -0.459207386f, -1.15110636f,
+                              -0.99999994f));
+}
+
+// For the result of the convolution in TF32, which is less exact: TF32 rounds each factor by up to 5e-4, relatively.
+// The relative error of this tail is at most 8e-6 for t <= 5.
+__device__ inline float normal_tail_5_digits(float t) {
+  return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f, -0.0536014629f,
+                              -0.458833878f, -1.15109677f, -1.00000961f));
+}
+
+// For 16-bit output. The relative error is at most 2.1e-4 for t <= 4.3; gelu(-4.3) = -3.7e-5 is already smaller than
+// the normal numbers of float16. A formula of twice as many instructions made forward of bf16 rows of 1024 columns with
+// GELU 8% slower (H200).
+__device__ inline float normal_tail_16_bits(float t) {
+  return fast_exp2(
+      polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f, -1.00029845f));
+}
+
+// Returns z Phi(z), given the tail at |z|. Infinite z give PyTorch's results: infinity for infinity, NaN for -infinity.
+// The shorter formula max(z, 0) - |z| * tail would give NaN for both.
+__device__ inline float gelu_of_tail(float z, float tail) {
+  const float step = z > 0;
+  return z * fabsf(step - tail);
+}
+
+// ---- Activations ----
+//
+// Each activation of _ACTIVATIONS has a struct that computes its value and its derivative at z. T is the dtype of the
+// tensors, which determines how exact the results must be. To add an activation, add a line to _ACTIVATIONS, a
+// struct with the same two functions here, and the #include that the comment above _ACTIVATIONS names.
+// (.tests/README.md names the places in the tests.)
+
+template <typename T>
+struct Gelu {
+  static __device__ float value(float z) {
+    return gelu_of_tail(z, sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z)));
+  }
+  // gelu'(z) = Phi(z) + z phi(z), with phi(t) = exp(-t^2 / 2) / sqrt(2 pi). For negative z and t = |z| this is
+  //   gelu'(-t) = tail(t) - t phi(t) = exp(-t^2 / 2) * ratio(t)
+  // where a polynomial approximates ratio(t), so that one exponential is enough. For positive z, gelu'(t) is
+  // 1 - gelu'(-t). Before rounding to float32, the error is at most 4e-6 for 16 bits and 7e-8 for float32.
+  static __device__ float derivative(float z) {
+    // From 40 on the exponential is 0. A finite |z| is cut off there, because the polynomial could overflow. Infinite z
+    // gives 0 * infinity = NaN, as in PyTorch.
+    const float t = fabsf(z) > 40 && fabsf(z) < INFINITY ? 40.0f : fabsf(z);
+    const float density = fast_exp2(-0.72134752f * t * t);  // 0.7213 = log2(e) / 2
+    const float ratio = sizeof(T) == 2
+                            ? polynomial(t, -0.000168557133f, 0.00231906748f, -0.0139235938f, 0.0499400161f,
+                                         -0.125826925f, 0.247959629f, -0.797662377f, 0.499996036f)
+                            : polynomial(t, -3.15543332e-07f, 7.70878432e-06f, -8.47710398e-05f, 0.000563652953f,
+                                         -0.00259009097f, 0.00900384877f, -0.0254718196f, 0.0619239323f, -0.13280578f,
+                                         0.249972567f, -0.797882855f, 0.49999997f);
+    return z < 0 ? density * ratio : 1 - density * ratio;
+  }
+};
+
+// The tanh form is z * s(u), with the logistic function s(u) = 1 / (1 + exp(-u)) and
+//   u = 2 sqrt(2 / pi) (z + 0.044715 z^3)
+template <typename T>
+struct GeluTanh {
+  // Returns -u log2(e), so that exp(-u) = 2^exponent(z).
+  static __device__ float exponent(float z) { return z * (-2.302208198144325f - 0.1029432395800235f * z * z); }
+  static __device__ float value(float z) { return z * fast_reciprocal(1 + fast_exp2(exponent(z))); }
+  // The derivative is s + z u' s (1 - s). The larger one of s and 1 - s is 1 / (1 + exp(-|u|)), and the smaller one is
+  // exp(-|u|) times that. Computing the smaller one as a difference from 1 would lose its digits.
+  static __device__ float derivative(float z) {
+    const float minus_u = exponent(z), slope = 1.5957691216057308f + 0.21406444881780076f * z * z;  // slope: u'
+    const float power = fast_exp2(-fabsf(minus_u)), larger = fast_reciprocal(1 + power);
+    return (minus_u > 0 ? power * larger : larger) + z * power * slope * larger * larger;
+  }
+};
+
+// Calls f with an object of the activation's struct. Does nothing if there is no activation.
+template <typename T, typename F>
+__device__ void with_activation(Activation activation, F f) {
+#define LAYERNORM_CALL(Struct, value, gradient) \
+  if (activation == Activation::Struct) return f(Struct<T>());
+  LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
+}
+
+// If HIDDEN, returns the epilogue with an activation that the compiler cannot trace back to the kernel's parameters.
+// Otherwise the compiler moves the branches on the activation out of the loops, and makes a copy of the loops for each
+// combination of activation, scale, weight and bias (nvcc for sm_90, float32 rows with GELU: 6455 instructions ->
+// 1463).
+template <bool HIDDEN>
+__device__ Epilogue opaque_activation(Epilogue epilogue) {
+  if constexpr (HIDDEN) epilogue.activation = Activation(opaque(int(epilogue.activation)));
+  return epilogue;
+}
+
+// Replaces z by scale * activation(z). In the library without epilogues it does nothing.
+template <typename T, int V>
+__device__ void apply_epilogue(Vec<float, V>& z, const Epilogue& epilogue) {
+  if constexpr (kHasEpilogue) {
+    with_activation<T>(epilogue.activation, [&](auto activation) { UNROLL(v, V) z[v] = activation.value(z[v]); });
+    if (epilogue.scale != 1) z = z * epilogue.scale;
+  }
+}
+
+// Replaces the gradient of scale * activation(z) by the gradient of z = xhat * weight + bias. The result is rounded to
+// T, because in PyTorch the gradient of z is a tensor of dtype T.
+template <typename T, int V>
+__device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat, const Vec<float, V>& weight,
+                                 const Vec<float, V>& bias, const Backward& call) {
+  const Epilogue epilogue = opaque_activation<true>(Epilogue{call.activation, float(call.scale)});
+  if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
+  auto grad = widened(grad_output);
+  with_activation<T>(epilogue.activation, [&](auto activation) {
+    UNROLL(v, V) grad[v] *= activation.derivative(xhat[v] * weight[v] + bias[v]);
+  });
+  if (epilogue.scale != 1) grad = grad * epilogue.scale;
+  grad_output = packed<T>(grad);
+}
+"""
+
+_WEIGHT_GRADIENTS = r"""
+// ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
+// Uses: elements, memory, statistics, launch.
+//
+// grad_weight and grad_bias are sums over all rows. A backward kernel adds up the rows of each block, or of each group
+// of blocks that share rows, and stores these sums in `partials`, a float32 array of shape (2, partial_rows, cols) that
+// holds the sums for grad_weight, then those for grad_bias. A partial row is one row of it: the sums of one block (or
+// group). A second kernel, sum_partials, adds up the partial rows and converts the sums to the dtype of weight. The
+// order of the additions is fixed, so the results of a call are the same in every run on the same GPU.
+//
+// Example: backward of 8192 bf16 rows of 768 columns on 132 SMs. The register kernel has 660 blocks, so partials has
+// shape (2, 660, 768). In sum_partials 32 threads share a column, so that a block of 512 threads has 16 columns and the
+// grid has 48 x 2 blocks. A thread adds up 20 or 21 numbers.
+//
+// Safe changes, and what guards them:
+//   - kRowsPerSum can be any number from 1 on, but sums of many rows lose digits. With 2^30,
+//     test_gradients_of_many_rows_are_accurate (test_values.py) fails, which runs the register, pipelined and two-pass
+//     kernels.
+//   - kMaxThreadsPerColumn can be a power of two up to 64. With 128, row_threads could return 96, and the tree, which
+//     needs a power of two, would leave out sums (static_assert).
+//   - The condition that halves threads_per_column, and kTerms, affect only speed and the rounding of sums. kTerms must
+//     be a power of two (static_assert in sum_of).
+//   - The order of additions must be fixed. With atomic additions, test_values (on emulated GPUs, which run the threads
+//     in two orders) and test_every_run_gives_the_same_bits (test_device.py, needs a GPU) would fail.
+//   - The layout of partials must be that of the functions that write it: BackwardColumns::write_partial and
+//     add_gradients. test_values fails if they disagree, and if a barrier, a block's sums, or the wait for the previous
+//     kernel are left out (mutants with "sum of all blocks", "last block's sums" and "sums over rows" in their names).
+
+// Rows that a thread adds up one by one, at most. Longer chains of additions are divided, because they lose digits: in
+// the worst case, a sum of 256 equal numbers is off by 32 roundings of 2^-23, relative, and a sum of 2000 by
+// 250. Kernels whose blocks have more rows add the sums of each kRowsPerSum rows to their partial row, or have more
+// blocks.
 constexpr int kRowsPerSum = 256;
 
-// Adds a thread's sums of V columns to its partials, (2, gridDim.y, cols). Without partials they are the gradients.
+// Adds a thread's sums of V columns to row blockIdx.y of partials, which has shape (2, gridDim.y, cols). If is_first,
+// the sums overwrite the row, which is not initialized. If partials is null, the sums are final: they are stored as the
+// gradients.
 template <typename T, int V>
 __device__ void add_gradients(const Backward& call, float* partials, int64_t col, const Vec<float, V>& grad_weight,
                               const Vec<float, V>& grad_bias, bool is_first) {
@@ -2771,34 +3458,44 @@ __device__ void add_gradients(const Backward& call, float* partials, int64_t col
   }
 }
 
-// partials: (2, partial_rows, cols), blockIdx.y the first index. blockDim.y threads share a column.
-constexpr int kSumThreads = 512, kSumRows = 64;
-static_assert(kSumThreads % kSumRows == 0 && (kSumRows & (kSumRows - 1)) == 0, "no thread is left over");
+constexpr int kSumThreads = 512;          // per block of sum_partials
+constexpr int kMaxThreadsPerColumn = 64;  // of sum_partials
+static_assert(
+    kSumThreads % kMaxThreadsPerColumn == 0 && is_power_of_two(kMaxThreadsPerColumn) && kMaxThreadsPerColumn <= 64,
+    "kMaxThreadsPerColumn must be a power of two that divides kSumThreads, and row_threads must return powers "
+    "of two up to it");
 
+// Adds up the rows of partials, which has shape (2, partial_rows, cols), into one sum per column. blockIdx.y is 0 for
+// grad_weight and 1 for grad_bias. A block has blockDim.x columns, and blockDim.y threads (a power of two) per column.
 __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const float* partials, int partial_rows) {
-  __shared__ float share[kSumThreads];
+  __shared__ float sums[kSumThreads];
   void* grad = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
   const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+
+  // Each thread adds up every blockDim.y-th row of its column.
   wait_for_previous();
   float sum = 0;
   if (grad != nullptr && col < call.cols) {
-    constexpr int kTerms = 16;  // in flight
+    constexpr int kTerms = 16;  // loads in flight per thread
     const float* from = partials + (int64_t(blockIdx.y) * partial_rows + threadIdx.y) * call.cols + col;
     const int64_t step = blockDim.y * call.cols;
     for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
       Vec<float, kTerms> terms;
       UNROLL(i, kTerms) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : 0.0f;
-      sum += sum_of<float>(terms);  // not one by one: there can be thousands
+      sum += sum_of<float>(terms);  // a tree: a thread can have thousands of terms, and a long chain loses digits
     }
   }
-  float* own = share + threadIdx.y * blockDim.x + threadIdx.x;
-  *own = sum;
+
+  // The threads of a column add up their sums in a tree.
+  float* own_sum = sums + threadIdx.y * blockDim.x + threadIdx.x;
+  *own_sum = sum;
   for (int half = blockDim.y / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (threadIdx.y < half) *own += own[half * blockDim.x];
+    if (threadIdx.y < half) *own_sum += own_sum[half * blockDim.x];
   }
+
   if (threadIdx.y != 0 || col >= call.cols) return;
-  const Vec<float, 1> total = {*own};
+  const Vec<float, 1> total = {*own_sum};
   switch (call.dtype) {
     case DType::Float16: return store_affine<__half>(grad, call.affine_float32, col, total);
     case DType::BFloat16: return store_affine<__nv_bfloat16>(grad, call.affine_float32, col, total);
@@ -2806,11 +3503,15 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const
   }
 }
 
+// Launches sum_partials. Does nothing if the backward kernel has stored the gradients itself (partial_rows is 0), or if
+// neither gradient is needed.
 cudaError_t launch_sum_partials(const Backward& call, const float* partials, int64_t partial_rows,
-                                const Context& context) {
+                                const LaunchContext& context) {
   if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
-  // Threads of a column: no more in all than a quarter of what run at once (32768 x 320 bf16: 28.3 us -> 27.0).
-  int threads_per_column = std::min(kSumRows, row_threads(partial_rows, 1));
+  // Threads per column: as many as there are partial rows, up to kMaxThreadsPerColumn, but halved until all columns
+  // together use at most 512 threads per SM, a quarter of what an SM of 2048 threads holds. With up to 16 threads per
+  // column and 2048 per SM, the whole of backward was 5% slower (H200, 32768 bf16 rows of 320).
+  int threads_per_column = std::min(kMaxThreadsPerColumn, row_threads(partial_rows, 1));
   while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 512 * context.device.sms)
     threads_per_column /= 2;
   const dim3 block(kSumThreads / threads_per_column, threads_per_column);
@@ -2820,90 +3521,247 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
 """
 
 _ROWS = r"""
-// ---- Rows: statistics of rows that threads hold ----
+// ==== Whole rows: shared by the forward kernels whose blocks hold whole rows (registers, shared memory) ====
+// Uses: architectures, elements, memory, statistics, launch, epilogue.
+//
+// This section has what the two families share: prefetches, and the mean of a row. The sections of the families
+// describe which columns of a row a thread has.
+//
+// Safe changes, and what guards them:
+//   - Prefetches affect only speed, and can be left out. kPrefetchBytes can be any number from 16 on. Prefetched bytes
+//     must be inside of a tensor, and be whole 16-byte units (in prefetch_later_rows). Emulated GPUs report an error
+//     otherwise, for example in test_values and in test_input_longer_than_the_l2_prefetch_distance (test_device.py).
+//   - kMaxExactCols can be smaller, which costs a reduction, but not larger: test_constant_rows_give_bias
+//     (test_values.py) would fail (mutant with "rounded as for bfloat16" in its name).
+//   - Each reduction of a row needs its own array in RowSlots. If two in succession share one, warps overwrite it while
+//     others still read it, and test_constant_rows_give_bias fails on emulated GPUs.
 
-// What warps of a row leave for one another.
+// Values that are the same for all rows. The host computes them once per call.
+struct RowConstants {
+  float eps, per_col;  // per_col: 1 / cols
+  Epilogue epilogue;
+  L2Priority priority;  // of input
+};
+
+// ---- Prefetches to L2 ----
+
+// Which bytes of input each block prefetches to L2, for a block that starts later. A block can do nothing before its
+// own rows have arrived, and few blocks fit an SM. Without prefetches there would be too few loads in flight (H200,
+// forward: 15% slower for bf16 rows of 6001 columns, 5% slower for 2041 columns).
+//
+// Prefetches never change results, so the window may be any part of input.
+struct PrefetchWindow {
+  const char* begin;     // of block 0's prefetch, on a 16-byte boundary; block b is b * block_bytes further
+  const char* end;       // of input
+  unsigned block_bytes;  // bytes of the rows of one block
+};
+
+// Prefetches this block's part of the window, rounded to whole 16-byte units. Nothing is prefetched beyond the end of
+// input.
+__device__ inline void prefetch_later_rows(const PrefetchWindow& window, uint64_t policy) {
+  const char* begin = window.begin + uint64_t(blockIdx.x) * window.block_bytes / 16 * 16;
+  // Rounded up so that the rows are covered wherever they start. The first and last bytes may belong to other rows.
+  const unsigned bytes = (window.block_bytes + 31) / 16 * 16;
+  if (begin + bytes <= window.end) prefetch_units(begin, bytes, policy);
+}
+
+// Prefetches weight and bias to L2, so that they are there when the statistics are known and every block needs them.
+// The kernel calls this in one block only. Without it, forward is 8% slower if nothing is in L2 (H200, 4096 bf16 rows
+// of 4096).
+template <typename T>
+__device__ void prefetch_affine(const Forward& call) {
+  if constexpr (!kArch.has_async_copy) return;
+  const int bytes = int(call.cols) * int(call.affine_float32 ? sizeof(float) : sizeof(T));
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+  for (const void* affine : {call.weight, call.bias}) {
+    for (int offset = thread * kSectorBytes; affine != nullptr && offset < bytes; offset += threads * kSectorBytes) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(affine) + offset));
+    }
+  }
+}
+
+// ---- Statistics ----
+
+// Shared memory in which the warps of a row exchange partial sums. Each reduction has its own array, because slow warps
+// may still read the array of the previous reduction.
 template <typename T, int ROWS, int WARPS>
 struct RowSlots {
-  float sum[WARPS][ROWS], off[WARPS][ROWS];
+  float sum[WARPS][ROWS], residual[WARPS][ROWS];
   DistanceSums<T> distances[WARPS][ROWS];
 };
 
-// Means of ROWS rows from each thread's sums over its `count` columns. MOST: upper bound of cols.
-template <typename T, int MOST, int ROWS, int WARPS>
+// Computes the means of ROWS rows. sum[r] is the thread's sum over its `count` columns of row r. MAX_COLS is an upper
+// bound of cols that is known at compile time.
+//
+// The mean of equal numbers must be exactly that number. For float32, correct_mean() ensures this later, from the sum
+// of the distances. For 16-bit rows, the sum of up to kMaxExactCols equal numbers is exact, and so is the mean. In
+// longer rows the mean is corrected here: each thread computes the residual sum - count * mean of its columns, and the
+// sum of all residuals, divided by cols, is added to the mean.
+template <typename T, int MAX_COLS, int ROWS, int WARPS>
 __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int count, int cols, float per_col,
                           RowSlots<T, ROWS, WARPS>& slots) {
   UNROLL(r, ROWS) mean[r] = sum[r];
   combine_row(mean, slots.sum);
-  UNROLL(r, ROWS) mean[r] = quotient(mean[r], float(cols), per_col);
-  // Up to so many equal numbers have an exact sum: a float has 24 bits, float16 11, bfloat16 8.
-  constexpr int kExact = std::is_same_v<T, __half> ? 8192 : 65536;
-  if constexpr (sizeof(T) == 2 && MOST > kExact) {
-    if (cols <= kExact) return;
-    float off[ROWS];
-    UNROLL(r, ROWS) off[r] = fma(-float(count), mean[r], sum[r]);
-    combine_row(off, slots.off);
-    UNROLL(r, ROWS) mean[r] += off[r] * per_col;
+  UNROLL(r, ROWS) mean[r] = rounded_quotient(mean[r], float(cols), per_col);
+  // A float has 24 significant bits, float16 has 11 and bfloat16 has 8, which leaves 13 and 16 bits for the count.
+  constexpr int kMaxExactCols = std::is_same_v<T, __half> ? 8192 : 65536;
+  if constexpr (sizeof(T) == 2 && MAX_COLS > kMaxExactCols) {
+    if (cols <= kMaxExactCols) return;
+    float residual[ROWS];
+    UNROLL(r, ROWS) residual[r] = fma(-float(count), mean[r], sum[r]);
+    combine_row(residual, slots.residual);
+    UNROLL(r, ROWS) mean[r] += residual[r] * per_col;
   }
 }
 
-__device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
-  if (call.mean == nullptr) return;
-  call.mean[row] = mean, call.rstd[row] = rstd;
+// ---- Host side ----
+
+RowConstants row_constants(const Forward& call, const Device& device) {
+  return {float(call.eps), 1.0f / float(call.cols), {call.activation, float(call.scale)}, input_priority(call, device)};
+}
+
+// How far ahead of its own rows a block prefetches, in bytes per SM, capped at 1/8 of L2 for the whole GPU. Compared
+// with 40 KB, both 32 KB and 80 KB are 2% slower (32880 bf16 rows of 2041 columns); with 80 KB, rows leave L2 before
+// they are read. 48 KB is 0.3% faster for these rows, but made inputs of 12 to 64 MB 2% slower (all on an H200).
+constexpr int kPrefetchBytes = 40 << 10;
+
+// Returns the window for blocks of `block_rows` rows.
+PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
+  const int64_t row_bytes = call.cols * size_of(call.dtype);
+  const char* input = static_cast<const char*>(call.input);
+  const char* begin = input + std::min<int64_t>(int64_t(kPrefetchBytes) * device.sms, device.l2_bytes / 8);
+  return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
+          unsigned(block_rows * row_bytes)};
 }
 """
 
 _REGISTERS = r"""
+// ==== Register kernels: short rows, forward and backward ====
+// Uses: architectures, elements, memory, statistics, launch, epilogue, weight gradients, whole rows.
+
 namespace registers {
 
-// ---- Rows in registers, forward ----
-// Takes rows of up to 4 x 512 loads of 16 bytes: 32 KB, or 28 KB where rows do not start on 16-byte boundaries
-// (SHIFTED). The threads of a row hold it in registers: input is read once and output written once, at the speed of a
-// copy as long as enough rows are in flight. So a thread has few loads, blocks are small, and each prefetches to L2 the
-// rows of a later one. Statistics are the textbook ones: the mean, then distances from it.
-// Example: bf16 rows of 4096 are 512 loads. 128 threads share a row, 4 loads each.
+// ---- Forward ----
+//
+// Supported rows: up to 4 loads of 16 bytes by each of 512 threads, which is 32 KB. Rows that are not aligned to 16
+// bytes: up to 4 loads by each of 448 threads, which is 28 KB.
+//
+// How it works. The threads that share a row are called a team. A team loads a whole row into registers. Each thread
+// sums its numbers, and the team combines the sums to the mean. Each thread then sums the squared distances of its
+// numbers from the mean, and the team combines these sums to the variance. Finally the threads normalize their numbers
+// and write them. Input is read once, and output is written once. A team can also handle several rows at once.
+//
+// Why it is fast. The time is that of a copy, as long as enough rows are in flight on every SM. Therefore a thread has
+// few loads, blocks are small, and each block prefetches the rows of a later block into L2 (see PrefetchWindow).
+//
+// Example 1: 8192 bf16 rows of 768 columns. A row has 96 loads, each of V = 8 columns. One warp handles a row, with
+// three loads per lane. A block has 32 x 4 threads and four rows: warp y of block b handles row 4 b + y.
+//
+//             load 0             load 1             load 2             load i
+//   lane 0    columns 0-7        columns 256-263    columns 512-519
+//   lane 1    columns 8-15       columns 264-271    columns 520-527
+//   ...
+//   lane 31   columns 248-255    columns 504-511    columns 760-767
+//   lane l                                                             8 columns, from 8 (l + 32 i) on
+//
+// Example 2: 1048576 bf16 rows of 64 columns. A row has 8 loads, so that a team has 8 threads. A thread has one load of
+// each of two rows, for which it loads weight and bias only once. A block has 8 x 16 threads and 32 rows: the team with
+// threadIdx.y = y of block b handles the rows 32 b + y and 32 b + 16 + y.
+//
+// Example 3: 8192 bf16 rows of 4096 columns. A row has 512 loads and 128 threads, which is one block. A thread has four
+// loads, 1024 columns apart.
+//
+// Safe changes, and what guards them. This list is also about backward, which follows below.
+//   - The tables that choose a kernel: see "How to change the kernel for rows of one width". static_asserts check each
+//     line.
+//   - kShortRows, kBlockThreads, kUnalignedBlockThreads16Bits, kBackwardBlockThreads and kBackwardBlockThreads16Bits
+//     affect only speed and the rounding of sums. All are powers of two, within limits that static_asserts state.
+//   - kMaxLoads, kMaxRowThreads and kMaxUnalignedRowThreads (backward: kBackwardColumns, kBackwardThreads and
+//     kBytesBeforePipeline) determine which rows run here. If you change them, adapt the tables of forward
+//     (static_asserts compare them), the overview, and forward_family and backward_family in .tests/cases.py. Otherwise
+//     test_cases_launch_expected_kernels (test_dispatch.py) fails.
+//   - Blocks per SM in Bounds, kEarly and kHidesActivation affect only speed and registers. kFloat32AffineChoices needs
+//     kernels without kEarly (static_assert). test_no_kernel_has_local_memory (test_build.py) fails if a kernel spills.
+//   - The columns and rows of a thread: see the numbered conditions at ForwardColumns, in layer_norm_rows and in
+//     "Backward". test_values (test_values.py) detects violations (mutants with "columns:", "registers:" and "backward"
+//     in their names; a mutant is a copy of this file with one bug, see .tests/mutants.py).
+//   - The offset of a row in a tensor needs 64 bits. Only test_more_than_2_to_the_31_elements (test_device.py, needs a
+//     GPU) detects one of 32 bits.
 
-// Loads of a thread. Of short rows one of each of several (four: unaligned bf16 rows of 255 0.84 -> 0.93).
-constexpr int kLoads = 4, kShortLoads = 32;
-constexpr int kShortRows = kFused ? 4 : 2, kShortShiftedRows = 4;  // GELU of bf16 rows of 64 with 2: 0.97 -> 0.87
-// Unaligned rows of up to so many threads: two a thread share weight and bias (float32 rows of 4099: 0.84 -> 0.94).
-constexpr int kTwoRowsThreads = 384;
-// A block of several rows: enough warps to hide a barrier, small enough to pack an SM.
-constexpr int kBlockThreads = 128, kShiftedBlockThreads16Bits = 64;
-// Threads of the longest rows. An SM has room for several such blocks: one loads while another stores.
-constexpr int kThreads = 512;
-constexpr int kShiftedThreads = 448;  // two blocks of 512 would spill
+// ---- Forward: configuration ----
 
-// Threads that an SM holds. For up to 8 turns of them float32 rows have two loads a thread (4096 x 1024: 0.88 -> 1.02).
-constexpr int kSmThreads = 2048, kTwoLoadsTurns = 8;
-constexpr int kWarpLoads = 8;  // of a lane, for float32 rows of up to 256 loads, if few bytes move
-static_assert(kThreads <= 32 * kMaxWarps && kShiftedThreads <= kThreads, "a row has more warps than slots");
-static_assert(kShortLoads <= kBlockThreads, "a short row has more loads than its block has threads");
+// Loads per thread of the longest rows. Kernels with one warp per row may have more.
+constexpr int kMaxLoads = 4;
+// Threads per row of the longest rows. An SM holds several blocks of this size, so that one loads while another stores.
+// For unaligned rows with two blocks per SM, the kernels would need local memory with 512 threads per block, but do not
+// with 448.
+constexpr int kMaxRowThreads = 512, kMaxUnalignedRowThreads = 448;
+constexpr int kMaxRowLoads = kMaxLoads * kMaxRowThreads, kMaxUnalignedRowLoads = kMaxLoads * kMaxUnalignedRowThreads;
+// Threads of a block with several teams. They are enough warps to hide the wait at a barrier, and few enough for blocks
+// to fill an SM. Unaligned 16-bit rows have smaller blocks (H200, bf16 rows of 2041: 2% slower with 128 threads).
+constexpr int kBlockThreads = 128, kUnalignedBlockThreads16Bits = 64;
+// Rows per thread of aligned rows of up to 32 loads. The rows of a thread share one load of weight and bias, but more
+// rows leave fewer threads (H200, 16384 bf16 rows of 256 in L2: 6% slower with four rows than with two). With an
+// epilogue four are faster (H200, 1048576 bf16 rows of 64 with GELU: 10% slower with two rows than with four).
+constexpr int kShortRows = kHasEpilogue ? 4 : 2;
+static_assert(kMaxRowThreads <= 32 * kMaxWarps && kMaxUnalignedRowThreads <= kMaxRowThreads,
+              "A row may have at most kMaxWarps warps, because RowSlots has a slot for each.");
+static_assert(is_power_of_two(kBlockThreads) && is_power_of_two(kUnalignedBlockThreads16Bits) && kBlockThreads <= 256 &&
+                  kUnalignedBlockThreads16Bits <= kBlockThreads && kBlockThreads <= kMaxUnalignedRowThreads,
+              "The number of teams in a block must be a power of two (see layer_norm_rows), but a block of, for "
+              "example, 512 threads would have 5 teams of 96. No block with several teams may have more threads than a "
+              "block with one team.");
 
-// The launch bounds: threads of a block, blocks of an SM (7 of short 16-bit rows: with GELU 79 us -> 75).
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+// The launch bounds of a kernel: the most threads of a block, and the number of blocks per SM that the compiler must
+// leave registers for. A thread then has at most 65536 / (threads * blocks) registers. More blocks hide more latency.
+// The numbers were chosen so that no kernel needs local memory (nvcc 13.0). Those that depend on the GPU are in kArchs.
+//
+//   kernel (the first line that matches)                 threads              blocks per SM on sm_90
+//   16 bits, one load of each of several rows            128                  7, unaligned 6
+//   one warp per row, with 2, 3, 4, more loads per lane  128                  8, 7, 5, 4
+//   other kernels with several rows per thread           512, unaligned 448   1
+//   two loads per thread                                 512                  3 for float32, 2 for 16 bits
+//   16 bits, four loads per thread                       512, unaligned 448   2
+//   otherwise                                            512, unaligned 448   3, unaligned 2
+//
+// For 16 bits and one load of each of several rows, 7 blocks of 128 threads leave 72 registers per thread. Without this
+// bound the compiler used 79 registers, only 6 blocks fit, and the kernel was 5% slower (H200, 1048576 bf16 rows of 64
+// with GELU).
+//
+// The numbers of blocks never change results. If one is too high, a kernel needs local memory, and the test
+// test_no_kernel_has_local_memory (test_build.py) fails. kMaxThreads limits which rows a kernel can run: see
+// kernels_cover_rows.
+//
+// The template parameters are those of layer_norm_rows.
+template <typename T, int PACKS, int ROWS, bool UNALIGNED, bool IN_WARP>
 struct Bounds {
   static constexpr bool kShort16Bits = sizeof(T) == 2 && PACKS == 1 && ROWS > 1;
-  static constexpr int kMaxThreads = IN_WARP || kShort16Bits ? kBlockThreads : SHIFTED ? kShiftedThreads : kThreads;
+  static constexpr int kMaxThreads = IN_WARP || kShort16Bits ? kBlockThreads
+                                     : UNALIGNED             ? kMaxUnalignedRowThreads
+                                                             : kMaxRowThreads;
   static constexpr int blocks() {
-    if (kArch == 800 && sizeof(T) == 2 && (SHIFTED || PACKS == kLoads)) return 1;
-    if (kArch != 900 && PACKS == 2 && !IN_WARP) return kArch < 900 ? 1 : 2;
-    if (kShort16Bits) return kArch < 800 || (SHIFTED && kArch >= 860 && kArch < 900) ? 5 : SHIFTED ? 6 : 7;
-    if (IN_WARP) return PACKS < kLoads ? 10 - PACKS : PACKS == kLoads ? 5 : 4;  // as many as do not spill
+    constexpr bool k16Bits = sizeof(T) == 2;
+    if (kShort16Bits) return UNALIGNED ? kArch.short_unaligned_blocks_16_bits : kArch.short_blocks_16_bits;
+    if (IN_WARP && PACKS == kMaxLoads) return k16Bits ? kArch.warp_four_load_blocks_16_bits : 5;
+    if (IN_WARP) return PACKS < kMaxLoads ? 10 - PACKS : 4;
     if (ROWS > 1) return 1;
-    return SHIFTED || (sizeof(T) == 2 && PACKS > 1) ? kRowBlocks - 1 : kRowBlocks;
+    if (PACKS == 2) return kArch.two_load_blocks[k16Bits];
+    if (k16Bits && PACKS == kMaxLoads) return kArch.four_load_blocks_16_bits;
+    return UNALIGNED ? kArch.row_blocks - 1 : kArch.row_blocks;
   }
 };
 
-// What a thread holds of ROWS rows: zeros where there is nothing; weight and bias if they are loaded early.
+// The numbers that a thread holds in registers: its columns of ROWS rows, and weight and bias of these columns if they
+// are loaded early. Packs and columns that do not exist are zeros, so that they can be summed.
 template <typename T, int PACKS, int ROWS>
 struct ForwardParts {
   static constexpr int V = 16 / sizeof(T);
   Pack<T, V> packs[PACKS][ROWS], weight[PACKS], bias[PACKS];
-  Pack<T, 1> extra[ROWS];
+  Pack<T, 1> edge[ROWS];  // see ForwardColumns
 
+  // Returns the sum of the thread's columns of row r, in two chains of additions that do not wait for each other.
   __device__ float sum_of_row(int r) const {
-    float sum = widen(extra[r].at[0]), second = 0;  // chains of additions
+    float sum = widen(edge[r].data[0]), second = 0;
     UNROLL(i, PACKS) {
       const auto values = widened(packs[i][r]);
       UNROLL(v, V / 2) sum += values[2 * v], second += values[2 * v + 1];
@@ -2912,252 +3770,579 @@ struct ForwardParts {
   }
 };
 
-// A thread's columns of ROWS rows: packs of V at first + i * stride, 16-byte aligned in output. Of rows that are not
-// aligned (SHIFTED), the first 2 V threads have a column each before and after the packs: `extra`.
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
+// The columns of ROWS rows that a thread loads, measures and writes.
+//
+// An aligned row consists of packs of V columns, 16 bytes each. A thread has the packs at first + i * stride.
+//
+// An unaligned row has up to V - 1 leading columns before the first 16-byte boundary of output, then packs, then up to
+// V - 1 trailing columns. Packs are written with 16-byte stores. They are also read with 16-byte loads if input has the
+// same offset from a 16-byte boundary as output (input_is_aligned), otherwise as words that are joined (see Unaligned).
+// Leading and trailing columns are called edge columns. The first V threads may have one leading column each, and the
+// next V threads one trailing column each.
+//
+// Example: row 1 of bf16 rows of 2041 columns (V = 8), where row 0 begins on a 16-byte boundary. Row 1 begins 2 bytes
+// after one, so `begin` is 7 and `end` is 2039. The 254 packs are shared by 64 threads with stride = 512. They have
+// four packs each, threads 62 and 63 only three.
+//
+//             leading    packs                                                      trailing
+//   columns   0 ... 6    7-14       15-22     ...  511-518   519-526   ...  2031-2038   2039  2040
+//   thread    0 ... 6    0          1         ...  63        0         ...  61          8     9
+//   held in   edge       packs[0]   packs[0]  ...  packs[0]  packs[1]  ...  packs[3]    edge  edge
+//
+// Every column of a row belongs to exactly one thread of the team. This follows from:
+//   1. begin < V and begin <= cols, so that the leading columns are those of threads 0 to begin - 1. A row that ends
+//      before the first boundary has leading columns only: begin = end = cols.
+//   2. end - begin is a multiple of V, so that a pack is either inside of the columns begin to end - 1 or outside.
+//      Therefore has() only tests its first column.
+//   3. cols - end < V, so that the trailing columns are those of threads V, V + 1, ..., at most 2 V - 2.
+//   4. A team has at least 2 V threads if rows are unaligned. launch() ensures it.
+//   5. blockDim.x * PACKS >= cols / V, the largest number of packs of a row. launch() ensures it with row_threads, and
+//      kernels_cover_rows checks it for teams of one warp.
+//   6. All rows of a team have the same offset from a 16-byte boundary (see layer_norm_rows), because `begin` and `end`
+//      are computed from its first row only.
+// If a column belongs to no thread, output keeps what was in memory. If it belongs to two, the statistics are wrong.
+// Both make test_values (test_values.py) fail: cases.py has unaligned rows of 1, 9, 33, 41, 65, 255, ... columns, and
+// tensors that are moved by one element.
+template <typename T, int PACKS, int ROWS, bool UNALIGNED, bool IN_WARP>
 struct ForwardColumns {
   using Parts = ForwardParts<T, PACKS, ROWS>;
   static constexpr int V = 16 / sizeof(T);
-  // Whether weight and bias, of input's dtype, are loaded before the statistics, which hide their latency.
-  static constexpr bool kEarly = !SHIFTED && (PACKS < kLoads || IN_WARP);
-  const T* input;         // the first pack in the first row
-  T* output;              // likewise
-  int row_stride, count;  // elements from one row to the next; rows that exist
-  bool aligned;           // whether packs are 16-byte aligned in input, too
-  int begin = 0, end, first, stride, extra = -1;
+  // Weight and bias are loaded before the statistics, which hide their latency, if the kernel has registers for them.
+  // Early loads read them in input's dtype. The choice of kernel ensures that they have it (kFloat32AffineChoices).
+  static constexpr bool kEarly = !UNALIGNED && (PACKS < kMaxLoads || IN_WARP);
+  const T* input;         // the thread's first pack in its first row
+  T* output;              // the same place in output
+  int row_stride, rows;   // elements from one of the thread's rows to the next; how many of its rows exist
+  bool input_is_aligned;  // true if packs are 16-byte aligned in input, too
+  int begin = 0, end;     // the packs of the row are columns begin to end - 1
+  int first, stride;      // the column of the thread's first pack; columns from one of its packs to the next
+  int edge_column = -1;   // the thread's leading or trailing column, or -1
 
-  __device__ ForwardColumns(const Forward& call, int64_t row, int row_stride, int count)
-      : row_stride(row_stride), count(count) {
+  // row: the thread's first row. rows may be 0 or less; the thread then has no columns.
+  __device__ ForwardColumns(const Forward& call, int64_t row, int row_stride, int rows)
+      : row_stride(row_stride), rows(rows) {
     const T* input_row = static_cast<const T*>(call.input) + row * int(call.cols);
     T* output_row = static_cast<T*>(call.output) + row * int(call.cols);
-    const int cols = count > 0 ? call.cols : 0;
-    if (SHIFTED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(output_row) % 16 / sizeof(T)));
-    end = SHIFTED ? begin + (cols - begin) / V * V : cols;
+    const int cols = rows > 0 ? call.cols : 0;
+    if (UNALIGNED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(output_row) % 16 / sizeof(T)));
+    end = UNALIGNED ? begin + (cols - begin) / V * V : cols;
     first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
     const int thread = threadIdx.x, col = thread < V ? thread : end + thread - V;
-    if (SHIFTED && col < (thread < V ? begin : cols)) extra = col;
-    aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
+    if (UNALIGNED && col < (thread < V ? begin : cols)) edge_column = col;
+    input_is_aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
     input = keep_pointer(input_row + first), output = keep_pointer(output_row + first);
   }
-  __device__ int at(int i) const { return first + i * stride; }
-  __device__ bool has(int i) const { return at(i) < end; }
-  __device__ bool has_extra() const { return SHIFTED && extra >= 0; }
+  __device__ int column(int i) const { return first + i * stride; }
+  __device__ bool has(int i) const { return column(i) < end; }
+  __device__ bool has_edge() const { return UNALIGNED && edge_column >= 0; }
+  // Returns how many columns of each row the thread has.
   __device__ int columns_per_row() const {
-    int count = has_extra();
-    UNROLL(i, PACKS) count += has(i) ? V : 0;
-    return count;
+    int columns = has_edge();
+    UNROLL(i, PACKS) columns += has(i) ? V : 0;
+    return columns;
   }
 
-  __device__ void load_rows(Parts& x, uint64_t policy) const {  // no branch separates the loads
+  // Loads the thread's columns of all of its rows. No branch separates the loads, so that all are in flight together.
+  __device__ void load_rows(Parts& x, uint64_t policy) const {
     x = {};
     const auto each = [&](auto f) {
       UNROLL(i, PACKS) {
         UNROLL(r, ROWS) {
-          if (has(i) & (r < count)) f(i, r, input + r * row_stride + i * stride);
+          if (has(i) & (r < rows)) f(i, r, input + r * row_stride + i * stride);
         }
       }
     };
-    if (!SHIFTED || aligned) {
+    if (!UNALIGNED || input_is_aligned) {
       each([&](int i, int r, const T* from) { x.packs[i][r] = load<T, V>(from, policy); });
-    } else {  // all loads, then all joins (x[1:] of bf16 rows of 4096: 0.86 of copy speed -> 0.93)
+    } else {
+      // First all loads, then all joins: a join waits for its words, and would delay the loads after it. Joining each
+      // pack before the next load is 8% slower (H200, x[1:] of 16384 bf16 rows of 4096).
       Unaligned<T, V> words[PACKS][ROWS] = {};
-      const int mid_word = Unaligned<T, V>::starts_mid_word(input);  // the same for all of a thread's rows
+      const int mid_word = Unaligned<T, V>::starts_mid_word(input);  // the same for all packs and rows of the thread
       each([&](int i, int r, const T* from) { words[i][r].load(from, mid_word); });
       UNROLL(i, PACKS) { UNROLL(r, ROWS) x.packs[i][r] = words[i][r].get(mid_word); }
     }
     UNROLL(r, ROWS) {
-      if (has_extra() && r < count) x.extra[r] = load<T, 1>(input + r * row_stride + (extra - first));
+      if (has_edge() && r < rows) x.edge[r] = load<T, 1>(input + r * row_stride + (edge_column - first));
     }
   }
+  // Loads weight and bias of the thread's packs early, in input's dtype. Absent ones become 1 and 0.
   __device__ void load_affine_packs(Parts& x, const Forward& call, uint64_t policy) const {
     const auto ones = packed<T>(Vec<float, V>() + 1.0f);
     UNROLL(i, PACKS) {
       x.weight[i] = ones, x.bias[i] = {};
-      const bool has = this->has(i);
-      if (has & (call.weight != nullptr)) x.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + at(i), policy);
-      if (has & (call.bias != nullptr)) x.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + at(i), policy);
+      const bool exists = has(i);
+      if (exists & (call.weight != nullptr))
+        x.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + column(i), policy);
+      if (exists & (call.bias != nullptr)) x.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + column(i), policy);
     }
   }
+  // Returns the sums over the thread's columns of row r that are defined by DistanceSums: of the distances from the
+  // mean, and of their squares. Packs that do not exist are left out: they are zeros, but their distances are not 0.
   __device__ DistanceSums<T> distances_of_row(const Parts& x, int r, float mean) const {
     DistanceSums<T> total = {};
-    if (has_extra()) add_distance(total, widen(x.extra[r].at[0]) - mean);
+    if (has_edge()) add_distance(total, widen(x.edge[r].data[0]) - mean);
     UNROLL(i, PACKS) {
-      const auto here = distances_of<DistanceSums<T>>(widened(x.packs[i][r]) - mean);
-      if (has(i)) total = combine(total, here);
+      const auto of_pack = distances_of<DistanceSums<T>>(widened(x.packs[i][r]) - mean);
+      if (has(i)) total = combine(total, of_pack);
     }
     return total;
   }
 
+  // Normalizes and writes the thread's columns of all of its rows. Loads weight and bias unless load_affine_packs did,
+  // once per column for all rows. SAME_DTYPE: see with_same_dtype.
   template <bool SAME_DTYPE>
   __device__ void write_rows(const Forward& call, const Parts& x, const float (&mean)[ROWS], const float (&rstd)[ROWS],
                              const Epilogue& epilogue) const {
-    const auto write = [&](int offset, const auto& part, auto weight, auto bias) {
+    const auto write = [&](int offset, const auto& elements, auto weight, auto bias) {
       constexpr int N = decltype(weight)::kSize;
-      if constexpr (!kEarly) load_affine_pair<T, N, SHIFTED, SAME_DTYPE>(weight, bias, call, first + offset, begin);
-      constexpr bool kAsksAnew = kFused && ROWS == 1;  // several rows share one branch
-      const Epilogue asked = opaque_activation<kAsksAnew>(epilogue);
+      if constexpr (!kEarly) load_affine_pair<T, N, UNALIGNED, SAME_DTYPE>(weight, bias, call, first + offset, begin);
+      // Hides the activation only if a thread has one row: for several rows, the compiler then tests it once for all.
+      // Hiding it there, too, is 4% slower (H200, 1048576 bf16 rows of 64 with GELU, four per thread).
+      constexpr bool kHidesActivation = kHasEpilogue && ROWS == 1;
+      const Epilogue hidden = opaque_activation<kHidesActivation>(epilogue);
       UNROLL(r, ROWS) {
-        auto y = (widened(part[r]) - mean[r]) * rstd[r] * weight + bias;
-        apply_epilogue<T>(y, asked);
-        if (r < count) store<T>(output + (offset + r * row_stride), y);
+        auto y = (widened(elements[r]) - mean[r]) * rstd[r] * weight + bias;
+        apply_epilogue<T>(y, hidden);
+        if (r < rows) store<T>(output + (offset + r * row_stride), y);
       }
     };
     UNROLL(i, PACKS) {
       if (has(i)) write(i * stride, x.packs[i], widened(x.weight[i]), widened(x.bias[i]));
     }
-    if (has_extra()) write(extra - first, x.extra, Vec<float, 1>(), Vec<float, 1>());
+    if (has_edge()) write(edge_column - first, x.edge, Vec<float, 1>(), Vec<float, 1>());
   }
 };
 
-template <typename T, int PACKS, int ROWS, bool SHIFTED, bool IN_WARP>
-__global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::kMaxThreads,
-                                  Bounds<T, PACKS, ROWS, SHIFTED, IN_WARP>::blocks())
+// Normalizes rows. PACKS: 16-byte loads per thread and row. ROWS: rows per team. UNALIGNED: rows need not begin on a
+// 16-byte boundary. IN_WARP: a team is one warp; otherwise it is blockDim.x threads. blockDim.y: teams of a block. The
+// rows of a team are 2^step_log2 apart.
+template <typename T, int PACKS, int ROWS, bool UNALIGNED, bool IN_WARP>
+__global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kMaxThreads,
+                                  Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::blocks())
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
-  using Columns = ForwardColumns<T, PACKS, ROWS, SHIFTED, IN_WARP>;
+  using Columns = ForwardColumns<T, PACKS, ROWS, UNALIGNED, IN_WARP>;
   __shared__ RowSlots<T, ROWS, IN_WARP ? 1 : kMaxWarps> slots;
   const int cols = call.cols;
   const uint64_t policy = l2_policy(constants.priority);
 
-  // Which rows: ROWS of a thread, 2^step_log2 apart, so that all of them have the same alignment.
+  // Find the team's rows: `row`, row + step, and so on, ROWS in all. With several rows per thread, `step` consecutive
+  // teams handle a batch of ROWS * step rows, and team k of them begins with row k of the batch.
+  //
+  // Example with ROWS = 2, step_log2 = 3 and two teams per block: teams 0 to 7, which are blocks 0 to 3, handle the
+  // batch of rows 0 to 15. Team 3 has rows 3 and 11. Team 11 has row 3 of the second batch, which is row 19, and
+  // row 27.
+  //
+  // Every row belongs to exactly one team, and all rows of a team have the same alignment. This follows from:
+  //   1. blockDim.y and step are powers of two with blockDim.y <= step, so that a block's teams are of one batch.
+  //   2. The grid has all teams of the last batch. Those whose rows do not exist have rows <= 0.
+  //   3. For unaligned rows, step is a multiple of V, so that `step` rows are a multiple of 16 bytes.
+  // launch() chooses blockDim.y, step and the grid accordingly. A violation makes test_values (test_values.py) fail. If
+  // you change these lines, run it for all register kernels on emulated GPUs, which also check every address:
+  //   python -m pytest --full .tests/test_values.py -k "test_values[ and registers"
   int64_t row = int64_t(blockIdx.x) * blockDim.y;
   if (ROWS > 1) row += (row >> step_log2 << step_log2) * (ROWS - 1);
   row += threadIdx.y;
   const int step = ROWS > 1 ? 1 << step_log2 : 1;
-  const int count =
+  const int rows =  // how many rows of the team exist; may be 0 or less
       ROWS == 1 ? row < call.rows : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
-  const Columns columns(call, row, cols * step, count);
+  const Columns columns(call, row, cols * step, rows);
 
   // Load.
   typename Columns::Parts x;
   if (!Columns::kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   columns.load_rows(x, policy);
-  if (Columns::kEarly) columns.load_affine_packs(x, call, l2_policy(L2Priority::Last));  // other blocks read them, too
+  // Weight and bias stay in L2 longest, because all blocks read them.
+  if (Columns::kEarly) columns.load_affine_packs(x, call, l2_policy(L2Priority::Last));
   if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
-  // Measure: the mean first, then distances from it.
+  // Measure: the mean first, then the distances from it.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) sum[r] = x.sum_of_row(r);
-  row_means<T, PACKS * kThreads * Columns::V>(mean, sum, columns.columns_per_row(), cols, constants.per_col, slots);
+  row_means<T, PACKS * kMaxRowThreads * Columns::V>(mean, sum, columns.columns_per_row(), cols, constants.per_col,
+                                                    slots);
   UNROLL(r, ROWS) distances[r] = columns.distances_of_row(x, r, mean[r]);
   combine_row(distances, slots.distances);
   UNROLL(r, ROWS) {
-    const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // corrects mean, too
+    const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // also updates mean[r]
     rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
-    if (threadIdx.x == 0 && r < count) save_statistics(call, row + r * step, mean[r], rstd[r]);
+    if (threadIdx.x == 0 && r < rows) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
 
-  // Write, with weight and bias for all of the thread's rows.
+  // Write.
   with_same_dtype<T, Columns::kEarly>(call, [&](auto same_dtype) {
     columns.template write_rows<same_dtype.value>(call, x, mean, rstd, constants.epilogue);
   });
 }
 
-// ---- Rows in registers, forward: host side ----
+// ---- Forward: choice of the kernel ----
+//
+// The four tables below state which kernel runs which rows. choose_kernel selects a table by dtype and alignment.
+// choose_from computes two numbers of the call:
+//
+//   loads = max(1, cols * bytes per element / 16)    16-byte loads per row, rounded down (exact if rows are aligned)
+//   waves = rows * loads / (2048 * SMs of the GPU)   a wave is one load by each of 2048 threads of every SM
+//
+// and uses the first line with min_loads <= loads <= max_loads and waves <= max_waves. Ranges may overlap: a line only
+// receives the calls that no line above it received. Lines with plain_kernel do not exist in the epilogue library.
+// Example: 8192 bf16 rows of 768 columns on 132 SMs have 96 loads per row and are 2.9 waves.
+//
+// How to change the kernel for rows of one width, for example for 16-bit rows of 768 columns:
+//   1. Compute the loads: 768 * 2 / 16 = 96. Find the first line that matches: {65, 96, kAny, ...} of k16BitChoices.
+//   2. Insert a line above it, and above its comment, that matches 96 loads only:
+//          // 768 columns: one load per thread.
+//          {96, 96, kAny, forward_kernel<T, 1, 1>()},
+//      All other widths keep their kernels. If the matching line has no other width that you care about, edit it
+//      instead. To change calls with few rows only, write a number of waves in place of kAny. k16BitChoices is used for
+//      float16 and for bfloat16. Rows of 768 columns that are not aligned, or whose weight and bias are float32, use
+//      the other tables, so they keep their kernels, too. In kUnalignedChoices, 96 loads are eight widths: 768 to 775
+//      columns of 16 bits.
+//   3. The static_asserts below the tables check each line when the file is compiled:
+//        - The kernel has a load for each 16 bytes of the longest rows of the line:
+//              with kOneWarp                                  max_loads <= 32 * (loads per thread)
+//              16 bits, one load of each of several rows      max_loads <= 128
+//              otherwise                                      max_loads <= 512 * (loads per thread); unaligned: 448
+//        - A kernel of kUnalignedChoices has `true` as its last argument. Kernels of the other tables do not.
+//        - A kernel of kFloat32AffineChoices has at least kMaxLoads loads per thread and no kOneWarp. All other kernels
+//          for aligned rows load weight and bias early, in input's dtype (kEarly).
+//        - Every number of loads that the table must support matches a line with kAny.
+//   4. Check which calls changed:
+//          python .tests/launches.py HEAD
+//      It prints each call that launches another kernel, grid or block than in the last commit. It makes calls of the
+//      shapes in .tests/cases.py, and of float32 and bf16 rows of 8, 16, 24, ... 2560 columns with few and many rows.
+//      So it covers only some of the longer rows and of the unaligned rows. For a line with such rows, first add the
+//      widths at both ends of its range, and those just outside of it, to shapes() in .tests/cases.py. launches.py
+//      needs two to three minutes and no GPU.
+//   5. Check the results. If the shapes in .tests/cases.py lack this width, add it.
+//          python -m pytest --full .tests/test_dispatch.py .tests/test_values.py
+//      If no other line has the same template arguments, the file now compiles another kernel. Then test_dispatch.py
+//      fails until some case launches it, and
+//          python .tests/machine_code.py HEAD
+//      prints its registers and its local memory. If it needs local memory, change Bounds.
+//   6. Time it on a GPU, against a folder DIR with the last commit:
+//          git worktree add DIR HEAD
+//          python .bench/sweep.py --only 8192x768:bf16 --against DIR
+//      Use the numbers of rows that your model has, and one that is much larger, and repeat the run. Differences of
+//      less than 1% are noise. L2 is overwritten before each call; .bench/sizes.py also times rows that are in L2.
+//   7. If the line stays, mend the comments that describe these rows, such as Example 1 above.
 
 struct ForwardKernel {
-  void (*kernel)(Forward, RowConstants, PrefetchWindow, int);
-  int loads, rows;  // of a thread
-  bool in_warp;     // 32 threads share a row
+  void (*kernel)(Forward, RowConstants, PrefetchWindow, int) = nullptr;
+  int loads = 0, rows = 0;         // 16-byte loads per thread and row; rows per thread; 0 if there is no kernel
+  bool in_warp = false;            // true if one warp handles a row
+  int max_threads = 0;             // of a block
+  bool is_unaligned = false;       // true if it is compiled for unaligned rows
+  bool loads_affine_late = false;  // true if it accepts weight and bias of another dtype than input's (not kEarly)
 };
 
-template <typename T, int LOADS, int ROWS, bool SHIFTED, bool IN_WARP = false>
-ForwardKernel forward_kernel() {
-  return {layer_norm_rows<T, LOADS, ROWS, SHIFTED, IN_WARP>, LOADS, ROWS, IN_WARP};
+// A line of the tables below: the rows that a kernel is chosen for.
+struct Choice {
+  int min_loads, max_loads;  // 16-byte loads per row
+  double max_waves;
+  ForwardKernel kernel;  // if there is none, the line matches no call
+};
+
+// Loads per SM of a wave. It is 2048 also on GPUs whose SMs hold fewer threads.
+constexpr int kSmThreads = 2048;
+constexpr double kAny = 1e30;  // any number of waves
+
+// The number of threads per row. kAsNeeded: as many as the loads of the row need, see row_threads.
+enum ThreadsPerRow { kAsNeeded, kOneWarp };
+
+template <typename T, int LOADS, int ROWS, ThreadsPerRow THREADS = kAsNeeded, bool UNALIGNED = false>
+constexpr ForwardKernel forward_kernel() {
+  constexpr bool kInWarp = THREADS == kOneWarp;
+  return {layer_norm_rows<T, LOADS, ROWS, UNALIGNED, kInWarp>,
+          LOADS,
+          ROWS,
+          kInWarp,
+          Bounds<T, LOADS, ROWS, UNALIGNED, kInWarp>::kMaxThreads,
+          UNALIGNED,
+          !ForwardColumns<T, LOADS, ROWS, UNALIGNED, kInWarp>::kEarly};
 }
 
-// Loads of a row, of an unaligned one only the whole packs.
-int64_t loads_of(const Forward& call) { return std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16); }
-
-bool takes(const Forward& call, bool shifted) {
-  return loads_of(call) <= kLoads * (shifted ? kShiftedThreads : kThreads);
+// Returns a kernel that the epilogue library lacks. It would be no faster there than the kernels that the library has.
+template <typename T, int LOADS, int ROWS, ThreadsPerRow THREADS = kAsNeeded, bool UNALIGNED = false>
+constexpr ForwardKernel plain_kernel() {
+  if constexpr (kHasEpilogue)
+    return {};
+  else
+    return forward_kernel<T, LOADS, ROWS, THREADS, UNALIGNED>();
 }
 
-// Short rows have one load a thread, rows of up to 128 loads a warp each; few bytes have fewer loads a thread, so that
-// all SMs have work; all others four, as 16-bit rows with float32 weight. kFused lacks kernels that gain nothing there.
-template <typename T, bool SHIFTED>
-ForwardKernel choose_kernel(const Forward& call, const Device& device) {
-  const int64_t loads = loads_of(call), all_loads = call.rows * loads, places = int64_t(kSmThreads) * device.sms;
-  constexpr bool kFloat = sizeof(T) == 4;
-  if constexpr (SHIFTED) {
-    if (loads <= kShortLoads) return forward_kernel<T, 1, kShortShiftedRows, true>();
-    if constexpr (!kFused) {
-      if (all_loads > places && row_threads(loads, kLoads) <= kTwoRowsThreads)
-        return forward_kernel<T, kLoads, 2, true>();
-    }
-  } else if (kFloat || !call.affine_float32) {  // these load weight and bias early, as input's dtype
-    if (loads <= kShortLoads)
-      return all_loads <= places / 2 ? forward_kernel<T, 1, 1, false>() : forward_kernel<T, 1, kShortRows, false>();
-    if constexpr (!kFloat || !kFused) {
-      if (loads <= 32 * 2) return forward_kernel<T, 2, 1, false, true>();
-      if (loads <= 32 * 3) return forward_kernel<T, 3, 1, false, true>();
-      if (loads <= 32 * kLoads) return forward_kernel<T, kLoads, 1, false, true>();
-    }
-    if constexpr (kFloat && !kFused) {
-      if (loads <= 32 * 5) return forward_kernel<T, 5, 1, false, true>();
-      if (loads <= 32 * kWarpLoads && all_loads <= places) return forward_kernel<T, kWarpLoads, 1, false, true>();
-      if (loads <= 2 * kThreads && all_loads <= kTwoLoadsTurns * places) return forward_kernel<T, 2, 1, false>();
-    }
-    if (loads <= kThreads && all_loads <= places) return forward_kernel<T, 1, 1, false>();
-    if constexpr (!kFloat && !kFused) {
-      if (loads <= 2 * kThreads && all_loads <= places) return forward_kernel<T, 2, 1, false>();
+// Aligned rows of float32.
+template <typename T>
+constexpr Choice kFloatChoices[] = {
+    // min and max loads per row, max waves, kernel<T, loads per thread, rows per thread, threads per row>
+    // Few short rows: one row per thread, so that there are threads for all SMs.
+    {1, 32, 0.5, forward_kernel<T, 1, 1>()},
+    // Short rows: several per thread share one load of weight and bias (see kShortRows).
+    {1, 32, kAny, forward_kernel<T, 1, kShortRows>()},
+    // Up to 640 columns: one warp per row, which needs no barrier. Lanes have as few loads as the row allows, because
+    // otherwise more of them would have nothing to load.
+    {33, 64, kAny, plain_kernel<T, 2, 1, kOneWarp>()},
+    // H200, 5461 rows of 384: 15% slower with two loads per thread.
+    {65, 96, kAny, plain_kernel<T, 3, 1, kOneWarp>()},
+    // 512 columns are exactly 4 x 32 loads.
+    {97, 128, kAny, plain_kernel<T, 4, 1, kOneWarp>()},
+    // H200, 6553 rows of 640 in L2: 17% slower with two loads per thread.
+    {129, 160, kAny, plain_kernel<T, 5, 1, kOneWarp>()},
+    // Up to 1024 columns, but few rows: one warp per row, too (H200, 1365 rows of 768: 10% slower with two loads per
+    // thread).
+    {161, 256, 1, plain_kernel<T, 8, 1, kOneWarp>()},
+    // Up to 8 waves: two loads per thread leave more threads to each SM (H100, 4096 rows of 1024: 14% slower with four
+    // loads). With more waves, four are faster (65536 rows: 4% slower with two).
+    {161, 1024, 8, plain_kernel<T, 2, 1>()},
+    // One wave or less: one load per thread. Only the epilogue library reaches this line.
+    {33, 512, 1, forward_kernel<T, 1, 1>()},
+    // All others: four loads in flight per thread.
+    {33, 2048, kAny, forward_kernel<T, 4, 1>()},
+};
+
+// Aligned rows of float16 and bfloat16, with weight and bias (if any) of the same dtype.
+template <typename T>
+constexpr Choice k16BitChoices[] = {
+    // min and max loads per row, max waves, kernel<T, loads per thread, rows per thread, threads per row>
+    // Few short rows: one row per thread, so that there are threads for all SMs.
+    {1, 32, 0.5, forward_kernel<T, 1, 1>()},
+    // Short rows: several per thread share one load of weight and bias (see kShortRows).
+    {1, 32, kAny, forward_kernel<T, 1, kShortRows>()},
+    // Up to 1024 columns: one warp per row, which needs no barrier. Lanes have as few loads as the row allows, because
+    // otherwise more of them would have nothing to load (H200, 26214 bf16 rows of 320 in L2: 31% slower with four loads
+    // per lane).
+    {33, 64, kAny, forward_kernel<T, 2, 1, kOneWarp>()},
+    // 768 columns are exactly 3 x 32 loads (H200, 10922 bf16 rows of 768 in L2: 17% slower with four loads per lane).
+    {65, 96, kAny, forward_kernel<T, 3, 1, kOneWarp>()},
+    // 1024 columns are exactly 4 x 32 loads.
+    {97, 128, kAny, forward_kernel<T, 4, 1, kOneWarp>()},
+    // One wave or less: one load per thread, so that as many threads as possible load.
+    {129, 512, 1, forward_kernel<T, 1, 1>()},
+    // One wave or less, but more loads than a row can have threads: two loads per thread.
+    {513, 1024, 1, plain_kernel<T, 2, 1>()},
+    // All others: four loads in flight per thread.
+    {129, 2048, kAny, forward_kernel<T, 4, 1>()},
+};
+
+// Aligned rows of float16 and bfloat16 with weight and bias of float32. Only kernels that load weight and bias late can
+// convert them (see kEarly).
+template <typename T>
+constexpr Choice kFloat32AffineChoices[] = {{1, 2048, kAny, forward_kernel<T, 4, 1>()}};
+
+// Unaligned rows of all dtypes.
+template <typename T>
+constexpr Choice kUnalignedChoices[] = {
+    // min and max loads per row, max waves, kernel<T, loads per thread, rows per thread, threads per row, unaligned>
+    // Short rows: one load of each of four rows, which share weight and bias (H200, bf16 rows of 255: 24% slower with
+    // four loads of one row).
+    {1, 32, kAny, forward_kernel<T, 1, 4, kAsNeeded, true>()},
+    // One wave or less: one row per thread, so that there are twice as many threads.
+    {33, 1536, 1, forward_kernel<T, 4, 1, kAsNeeded, true>()},
+    // Two rows per thread: both share one load of weight and bias, which is slow because they are not aligned (H200,
+    // 16384 float32 rows of 4099: 11% slower with one row per thread). For rows of more than 384 threads, one row per
+    // thread is faster (float32 rows of 7001: 2% slower with two).
+    {33, 1536, kAny, plain_kernel<T, 4, 2, kAsNeeded, true>()},
+    // All others: four loads of one row.
+    {33, 1792, kAny, forward_kernel<T, 4, 1, kAsNeeded, true>()},
+};
+
+// ---- Forward: checks of the tables ----
+// Lines whose kernel the epilogue library lacks have loads == 0 and match no call, so that they need no check.
+
+// Returns true if the kernel of every line has a load for each 16 bytes of the longest rows of the line.
+template <size_t N>
+constexpr bool kernels_cover_rows(const Choice (&choices)[N]) {
+  for (const Choice& choice : choices) {
+    const ForwardKernel& kernel = choice.kernel;
+    const int threads = kernel.in_warp ? 32 : kernel.max_threads;  // per row, at most
+    if (kernel.loads > 0 && choice.max_loads > threads * kernel.loads) return false;
+  }
+  return true;
+}
+static_assert(kernels_cover_rows(kFloatChoices<float>) && kernels_cover_rows(k16BitChoices<__half>) &&
+                  kernels_cover_rows(kFloat32AffineChoices<__half>) && kernels_cover_rows(kUnalignedChoices<float>) &&
+                  kernels_cover_rows(kUnalignedChoices<__half>),
+              "A line of a choice table has a kernel with too few loads for the longest rows of the line.");
+
+// Returns true if the kernel of every line is compiled for unaligned rows (or, if `unaligned` is false, if none is).
+template <size_t N>
+constexpr bool kernels_are_unaligned(const Choice (&choices)[N], bool unaligned) {
+  for (const Choice& choice : choices) {
+    if (choice.kernel.loads > 0 && choice.kernel.is_unaligned != unaligned) return false;
+  }
+  return true;
+}
+static_assert(kernels_are_unaligned(kUnalignedChoices<float>, true) &&
+                  kernels_are_unaligned(kUnalignedChoices<__half>, true),
+              "Every kernel of kUnalignedChoices needs the template argument UNALIGNED = true.");
+static_assert(kernels_are_unaligned(kFloatChoices<float>, false) &&
+                  kernels_are_unaligned(k16BitChoices<__half>, false) &&
+                  kernels_are_unaligned(kFloat32AffineChoices<__half>, false),
+              "A kernel of a table for aligned rows is compiled for unaligned rows.");
+
+// Returns true if the kernel of every line accepts weight and bias of another dtype than input's.
+template <size_t N>
+constexpr bool kernels_load_affine_late(const Choice (&choices)[N]) {
+  for (const Choice& choice : choices) {
+    if (choice.kernel.loads > 0 && !choice.kernel.loads_affine_late) return false;
+  }
+  return true;
+}
+static_assert(kernels_load_affine_late(kFloat32AffineChoices<__half>) &&
+                  kernels_load_affine_late(kUnalignedChoices<__half>),
+              "A kernel of kFloat32AffineChoices or kUnalignedChoices loads weight and bias in input's dtype (kEarly), "
+              "but they can be float32.");
+
+// Returns true if, whatever the number of waves, every number of loads from 1 to max_loads matches a line.
+template <size_t N>
+constexpr bool lines_match_every_row(const Choice (&choices)[N], int max_loads) {
+  int matched = 0;  // 1 to `matched` loads match a line
+  for (size_t i = 0; i < N; ++i) {
+    for (const Choice& choice : choices) {
+      const bool matches_next = choice.min_loads <= matched + 1 && choice.max_loads > matched;
+      if (choice.kernel.loads > 0 && choice.max_waves >= kAny && matches_next) matched = choice.max_loads;
     }
   }
-  return forward_kernel<T, kLoads, 1, SHIFTED>();
+  return matched == max_loads;
+}
+static_assert(lines_match_every_row(kFloatChoices<float>, kMaxRowLoads) &&
+                  lines_match_every_row(k16BitChoices<__half>, kMaxRowLoads) &&
+                  lines_match_every_row(kFloat32AffineChoices<__half>, kMaxRowLoads) &&
+                  lines_match_every_row(kUnalignedChoices<float>, kMaxUnalignedRowLoads) &&
+                  lines_match_every_row(kUnalignedChoices<__half>, kMaxUnalignedRowLoads),
+              "The lines with kAny of a choice table must match all rows that supports() accepts, and no longer ones.");
+
+// ---- Forward: host side ----
+
+// Returns the number of 16-byte loads per row, rounded down. An unaligned row has as many packs, or one less.
+int64_t loads_of(const Forward& call) { return std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16); }
+
+// aligned: true if every row of every tensor starts on a 16-byte boundary.
+bool supports(const Forward& call, bool aligned) {
+  return loads_of(call) <= (aligned ? kMaxRowLoads : kMaxUnalignedRowLoads);
 }
 
-template <typename T, bool SHIFTED>
-cudaError_t launch(const Forward& call, const Context& context) {
+// Returns the kernel of the first line that matches the call. Every supported row matches one (lines_match_every_row).
+template <size_t N>
+ForwardKernel choose_from(const Choice (&choices)[N], const Forward& call, const Device& device) {
+  const int64_t loads = loads_of(call);
+  const double waves = double(call.rows) * loads / (kSmThreads * device.sms);
+  for (const Choice& choice : choices) {
+    const bool fits = loads >= choice.min_loads && loads <= choice.max_loads && waves <= choice.max_waves;
+    if (fits && choice.kernel.loads > 0) return choice.kernel;
+  }
+  return choices[N - 1].kernel;  // never reached
+}
+
+template <typename T, bool UNALIGNED>
+ForwardKernel choose_kernel(const Forward& call, const Device& device) {
+  if constexpr (UNALIGNED)
+    return choose_from(kUnalignedChoices<T>, call, device);
+  else if constexpr (sizeof(T) == 4)
+    return choose_from(kFloatChoices<T>, call, device);
+  else if (call.affine_float32)
+    return choose_from(kFloat32AffineChoices<T>, call, device);
+  else
+    return choose_from(k16BitChoices<T>, call, device);
+}
+
+template <typename T, bool UNALIGNED>
+cudaError_t launch(const Forward& call, const LaunchContext& context) {
   constexpr int V = 16 / sizeof(T);
-  const ForwardKernel chosen = choose_kernel<T, SHIFTED>(call, context.device);
+  const ForwardKernel chosen = choose_kernel<T, UNALIGNED>(call, context.device);
   int threads = chosen.in_warp ? 32 : row_threads(loads_of(call), chosen.loads);
-  if (SHIFTED) threads = std::max(threads, 2 * V);  // see ForwardColumns
-  const int block_rows = std::max(1, (V == 8 && SHIFTED ? kShiftedBlockThreads16Bits : kBlockThreads) / threads);
-  // A thread's rows are `step` apart, a power of two; unaligned at least V, as V rows are whole 16 bytes.
-  const int min_step = SHIFTED && chosen.rows > 1 ? V : 1;
+  if (UNALIGNED) threads = std::max(threads, 2 * V);  // at least one per edge column, see ForwardColumns
+  // Teams of a block. Their number is a power of two, because `threads` is a power of two or a multiple of 32.
+  const int block_teams = std::max(1, (V == 8 && UNALIGNED ? kUnalignedBlockThreads16Bits : kBlockThreads) / threads);
+  // The rows of a team are `step` apart: a power of two, at least block_teams and, for several unaligned rows, a
+  // multiple of V. See the numbered conditions in layer_norm_rows.
+  const int min_step = UNALIGNED && chosen.rows > 1 ? V : 1;
   int step_log2 = 0;
-  while (1 << step_log2 < std::max(block_rows, min_step)) ++step_log2;
+  while (1 << step_log2 < std::max(block_teams, min_step)) ++step_log2;
   const int64_t step = int64_t(1) << step_log2;
-  const int64_t units = ceil_div(call.rows, step * chosen.rows) * step;  // of `threads`
-  return launch_kernel(chosen.kernel, {dim3(ceil_div(units, block_rows)), dim3(threads, block_rows)}, context, call,
+  const int64_t teams = ceil_div(call.rows, step * chosen.rows) * step;
+  return launch_kernel(chosen.kernel, {dim3(ceil_div(teams, block_teams)), dim3(threads, block_teams)}, context, call,
                        row_constants(call, context.device),
-                       prefetch_window(call, chosen.rows * block_rows, context.device), step_log2);
+                       prefetch_window(call, chosen.rows * block_teams, context.device), step_log2);
 }
 
-// ---- Rows in registers, backward ----
+// ---- Backward ----
+//
 // With xhat = (input - mean) * rstd and wdy = weight * grad_output, over the N columns of a row:
 //   grad_input  = rstd * (wdy - (sum(wdy) + xhat * sum(wdy * xhat)) / N)
-//   grad_weight = sum over rows of grad_output * xhat,  grad_bias = sum over rows of grad_output
-// Takes rows of up to 8 x 512 columns (aligned 16-bit rows 16 x 512). A thread keeps its columns for up to 256 rows,
-// whose shares of grad_weight and grad_bias gather in registers; input and grad_output are read once. ROWS rows share a
-// barrier, while the next ROWS are in flight. Each block leaves its sums in partials, (2, gridDim.x, cols).
-// 16-bit rows that are not aligned come in words, two elements each (bf16 rows of 2041: 0.60 of copy speed -> 0.83).
-// Where cols is odd, every other row begins in the middle of a word: a block has only rows of the one kind or of the
-// other, so that a thread keeps its columns. The column outside of whole words is the extra, of thread 0.
+//   grad_weight = sum over rows of grad_output * xhat
+//   grad_bias   = sum over rows of grad_output
+//
+// Supported rows: up to 8 columns for each of 512 threads, 4096 columns. Aligned 16-bit rows: up to 16 columns per
+// thread, 8192 columns. But aligned rows of more than 8 KB run in the pipelined kernels, if these support them
+// (kBytesBeforePipeline).
+//
+// How it works. A thread has the same columns in all of its rows, of which there are at most 256. It keeps its columns
+// of weight, and its sums of grad_weight and grad_bias, in registers. In each iteration it handles ROWS rows:
+//   1. Compute xhat and wdy of the rows that have been loaded, and add them to the sums of the row and of the columns.
+//   2. Start to load the ROWS rows of the next iteration.
+//   3. Combine the sums of each row over its threads, which needs a barrier if a row has several warps.
+//   4. Compute and write grad_input.
+// Input and grad_output are read once. In the end each block writes its sums of grad_weight and grad_bias to
+// `partials`, (2, gridDim.x, cols), and sum_partials adds these up.
+//
+// Why it is fast. The next rows are in flight while the threads of a row wait for one another, and ROWS rows share a
+// barrier.
+//
+// Example: 65536 bf16 rows of 1024 columns on 132 SMs. A block has 128 threads, each with 8 columns of two rows. An SM
+// holds four blocks, which makes 528 blocks. Each handles two rows per iteration, in 62 or 63 iterations.
+//
+// Unaligned 16-bit rows are loaded in words of 4 bytes, two columns each (H200, 32768 bf16 rows of 2041: 26% slower
+// with one column per load). Words are aligned to 4 bytes. If the number of columns is odd, one column of each row is
+// outside of whole words: the last column of even rows and the first of odd rows. Thread 0 handles this edge column. A
+// block has only even or only odd rows, so that its threads keep their columns.
+//
+//   Example: bf16 rows of 5 columns. Brackets are words.
+//             columns              first byte of the row    edge column    handled by
+//     row 0   [0 1] [2 3]  4        0                       4              blocks 0, 2, 4, ...
+//     row 1    0  [1 2] [3 4]      10                       0              blocks 1, 3, 5, ...
+//     row 2   [0 1] [2 3]  4       20                       4              blocks 0, 2, 4, ...
+//
+// Every column of a row belongs to exactly one thread, and every row to exactly one block. This follows from:
+//   1. blockDim.x * PACKS * V >= cols, which plan() ensures with row_threads.
+//   2. Packs of V columns cover an aligned row, because cols is a multiple of V. For unaligned float32 rows V is 1. For
+//      unaligned 16-bit rows V is 2, and the edge column is the only column outside of whole words.
+//   3. With words, gridDim.x is even, which plan() ensures. A block therefore keeps the parity of its first row, and
+//      blocks 2 k and 2 k + 1 together handle consecutive rows.
+// A violation of 1 or 2 makes test_values (test_values.py) fail. A violation of 3 shows only on GPUs with an odd number
+// of SMs, and makes test_odd_rows_on_an_odd_number_of_sms fail.
 
-// Columns of a thread: what it has of them in two rows fits 128 registers, so that an SM has 512 threads. Of 16 bits
-// also 16 columns of one row, where that leaves fewer threads idle (rows of 2560: 0.77 of copy speed -> 0.89).
+// Columns per thread, and threads per SM. With 8 columns of two rows, a thread fits into 128 registers, so that an SM
+// holds 512 threads. Aligned 16-bit rows can also have 16 columns of one row per thread. launch() chooses this if an SM
+// then holds more rows. Both exist because each is slower for other rows (H200, bf16: with 8 columns of two rows, rows
+// of 2560 are 13% slower; with 16 columns of one row, rows of 768 are 9% slower).
 constexpr int kBackwardColumns = 8, kBackwardThreads = 512;
-// Larger blocks of short float32 rows leave fewer partial sums (rows of 64 to 1024: 2%).
+// Threads of a block with several rows. For float32, larger blocks are faster, because fewer blocks leave fewer partial
+// sums (H200, rows of 64 to 1024: 2% faster with 256 than with 128 threads).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
-static_assert((kBackwardBlockThreads & (kBackwardBlockThreads - 1)) == 0 &&
-                  (kBackwardBlockThreads16Bits & (kBackwardBlockThreads16Bits - 1)) == 0 &&
-                  kBackwardBlockThreads <= 256,
-              "a block's rows are added up in a tree: a power of two; 512 threads would hold 5 rows of 96");
+static_assert(
+    is_power_of_two(kBackwardBlockThreads) && is_power_of_two(kBackwardBlockThreads16Bits) &&
+        kBackwardBlockThreads <= 256,
+    "write_partial needs a power of two of rows per block, but blocks of 512 threads would have 5 rows of 96.");
 static_assert(kBackwardBlockThreads16Bits <= kBackwardBlockThreads && kBackwardThreads <= 32 * kMaxWarps,
-              "a block's sums and a row's warps have room in shared memory");
-// Of longer rows an SM holds too few to load while it reduces: the pipeline takes them, where there is one.
+              "The shared memory of layer_norm_backward_rows is too small for these blocks.");
+// Bytes of the longest aligned row for which the register kernels are preferred to the pipelined ones. An SM holds too
+// few longer rows to load some of them while others are combined.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
+// True for unaligned 16-bit rows, whose packs are words of two columns.
 template <typename T, int V>
-constexpr bool is_in_words = sizeof(T) == 2 && V == 2;
+constexpr bool kLoadsWords = sizeof(T) == 2 && V == 2;
+// Distance between neighbouring rows of a block. With words it is 2: a block has only even or only odd rows.
 template <typename T, int V>
-constexpr int kRowsApart = is_in_words<T, V> ? 2 : 1;  // a block's rows
-// Words outside of a row take part as zeros: branches round each would take as long as their arithmetic.
+constexpr int kRowSpacing = kLoadsWords<T, V> ? 2 : 1;
+// True if a thread also computes with packs outside of the row, which are zeros. With words, branches that skip such
+// packs would need as much time as their arithmetic. With an epilogue the arithmetic is longer, and branches skip it.
 template <typename T, int V>
-constexpr bool kAddsZeros = is_in_words<T, V> && !kFused;
+constexpr bool kAddsZeros = kLoadsWords<T, V> && !kHasEpilogue;
 
-// The turn after the next comes to L2, of 16 bits (rows of 1024: 0.94 of copy speed -> 0.98; float32 would lose).
+// Prefetches the rows that the block handles in one iteration into L2, if all of them exist. first_row is the first.
+// Only kernels for 16 bits call it (H200, 65536 bf16 rows of 1024: 4% slower without it). It would slow down float32.
 template <typename T, int ROWS>
 __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
   if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
@@ -3167,56 +4352,48 @@ __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t 
   prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
 }
 
-// What a thread has of N neighbouring columns: weight, sums over all rows, and ROWS rows of this turn and of the next.
+// The numbers that a thread holds of N neighbouring columns: weight, gradient sums over all of its rows, the ROWS rows
+// of this iteration, and the ROWS rows of the next one, which are being loaded.
 template <typename T, int N, int ROWS>
 struct BackwardPack {
-  int col, offset;                                   // the first column; its distance from the thread's first one
-  int live;                                          // inside of the row
-  Vec<float, N> weight, grads[2] = {};               // grads: sums of weight's and of bias's gradient
-  Pack<T, N> next_x[ROWS] = {}, next_dy[ROWS] = {};  // in flight
+  int col, offset;                                   // the first column; columns from the thread's first pack to it
+  int is_active;                                     // 1 if all N columns are inside of the row
+  Vec<float, N> weight, grads[2] = {};               // grads: the sums of grad_weight and of grad_bias
+  Pack<T, N> next_x[ROWS] = {}, next_dy[ROWS] = {};  // input and grad_output of the next iteration
   Pack<T, N> dy[ROWS];
   Vec<float, N> xhat[ROWS];
 
   __device__ Vec<float, N> load_affine_columns(const Backward& call, const void* affine, float fallback) const {
-    constexpr int F = is_in_words<T, N> ? 1 : N;  // a word of input need not be one of weight
-    Vec<float, N> w;
-    UNROLL(n, N / F) {
-      const auto part = load_affine<T, F>(affine, call.affine_float32, col + n * F, fallback);
-      UNROLL(f, F) w[n * F + f] = part[f];
-    }
-    return w;
+    // Columns that are a whole word in input need not be one in weight.
+    return load_affine<T, N, kLoadsWords<T, N> ? 1 : N>(affine, call.affine_float32, col, fallback);
   }
   __device__ Pack<T, N> of_row(const T* row, uint64_t policy) const { return load<T, N>(row + offset, policy); }
 
-  // xhat of the row that was loaded, and its shares of the row's sums and of the columns' gradients.
-  __device__ void add_row(const Backward& call, int r, float mean, float rstd, const float* bias, Sums& sums) {
+  // Computes xhat of the row that was loaded into next_x[r] and next_dy[r]. Adds its products to `sums`, the sums over
+  // the row, and to `grads`, the sums over rows. bias: the row's bias as float, used only with an epilogue.
+  __device__ void add_row(const Backward& call, int r, float mean, float rstd, const float* bias, GradSums& sums) {
     dy[r] = next_dy[r];
-    // Words outside of the row subtract 0: a mean of bf16 rows can exceed 1e36, and times rstd overflow.
-    xhat[r] = (widened(next_x[r]) - (kAddsZeros<T, N> ? mean * float(live) : mean)) * rstd;
-    if constexpr (kFused) apply_derivative<T>(dy[r], xhat[r], weight, widened(load<float, N>(bias + col)), call);
+    // Inactive packs are zeros, from which 0 is subtracted instead of the mean, so that xhat is 0. The mean of bf16
+    // rows can exceed 1e36: mean * rstd could be infinite, and its product with a gradient of 0 would be NaN.
+    xhat[r] = (widened(next_x[r]) - (kAddsZeros<T, N> ? mean * float(is_active) : mean)) * rstd;
+    if constexpr (kHasEpilogue) apply_derivative<T>(dy[r], xhat[r], weight, widened(load<float, N>(bias + col)), call);
     const Vec<float, N> grad = widened(dy[r]);
     UNROLL(v, N) {
-      const float wdy = product(weight[v], grad[v]);
+      const float wdy = rounded_product(weight[v], grad[v]);
       sums.wdy += wdy, sums.wdy_xhat += wdy * xhat[r][v];
       grads[0][v] += grad[v] * xhat[r][v], grads[1][v] += grad[v];
     }
   }
 
-  // means: the row's sums over its columns.
-  __device__ void write_grad_input(T* to, int r, float rstd, const Sums& means) const {
-    const Vec<float, N> grad = widened(dy[r]);
-    Vec<float, N> dx;
-    UNROLL(v, N) {
-      if constexpr (sizeof(T) == 2 && N > 1) {  // an instruction less (bf16 rows of 2041: 0.806 -> 0.814)
-        dx[v] = rstd * fmaf(weight[v], grad[v], fmaf(-xhat[r][v], means.wdy_xhat, -means.wdy));
-      } else {  // see product
-        dx[v] = rstd * (product(weight[v], grad[v]) - means.wdy - xhat[r][v] * means.wdy_xhat);
-      }
-    }
-    store<T>(to + offset, dx);
+  // Writes the pack's grad_input of row r. to: the thread's first pack in that row. means: the row's sums / cols.
+  __device__ void write_grad_input(T* to, int r, float rstd, const GradSums& means) const {
+    // Saves an instruction per column (H200, 32768 bf16 rows of 2041: 1% slower without).
+    constexpr bool kFused = sizeof(T) == 2 && N > 1;
+    store<T>(to + offset, grad_input_of<kFused>(weight, widened(dy[r]), xhat[r], means, rstd));
   }
+  // Writes the sums of grad_weight (n = 0) or grad_bias (n = 1) to an array of the row's columns.
   __device__ void write_sums(float* to, int n) const {
-    if constexpr (is_in_words<T, N>) {
+    if constexpr (kLoadsWords<T, N>) {
       to[col] = grads[n][0], to[col + 1] = grads[n][1];
     } else {
       store<float>(to + col, grads[n]);
@@ -3224,105 +4401,114 @@ struct BackwardPack {
   }
 };
 
-// A thread's columns: packs of V, and an extra one.
+// The columns of a thread: PACKS packs of V columns, blockDim.x * V columns apart, and, with words, the edge column.
 template <typename T, int V, int PACKS, int ROWS>
 struct BackwardColumns {
   BackwardPack<T, V, ROWS> packs[PACKS];
-  BackwardPack<T, 1, ROWS> extra;
-  float next_mean[ROWS], next_rstd[ROWS];
+  BackwardPack<T, 1, ROWS> edge;
+  float next_mean[ROWS], next_rstd[ROWS];  // of the rows of the next iteration
 
-  // Calls f with each pack that is live, or with all, and with the extra column if this thread has it.
+  // Calls f with each active pack, or with all packs, and with the edge column if this thread has it.
   template <bool ALL_PACKS = false, typename F>
   __device__ void each(F f) {
     UNROLL(i, PACKS) {
-      if (ALL_PACKS || packs[i].live) f(packs[i]);
+      if (ALL_PACKS || packs[i].is_active) f(packs[i]);
     }
-    if constexpr (is_in_words<T, V>) {
-      if (extra.live) f(extra);
+    if constexpr (kLoadsWords<T, V>) {
+      if (edge.is_active) f(edge);
     }
   }
 
+  // mid_word: 1 if the thread's rows begin in the middle of a word, otherwise 0.
   __device__ BackwardColumns(const Backward& call, int mid_word) {
     const int cols = call.cols, first = mid_word + threadIdx.x * V, stride = blockDim.x * V;
     UNROLL(i, PACKS) {
       packs[i].offset = i * stride, packs[i].col = first + i * stride;
-      packs[i].live = packs[i].col + V <= cols;
+      packs[i].is_active = packs[i].col + V <= cols;
       if (kAddsZeros<T, V>) packs[i].weight = {};
     }
-    extra.col = mid_word ? 0 : cols - 1, extra.offset = extra.col - first;
-    // Computed once: the compiler would compare anew five times a turn (bf16 rows of 2041: 0.814 -> 0.830).
-    extra.live = is_in_words<T, V> ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
+    edge.col = mid_word ? 0 : cols - 1, edge.offset = edge.col - first;
+    // opaque: otherwise the compiler compares again at each of five uses per iteration (H200, 32768 bf16 rows of 2041:
+    // 2% slower).
+    edge.is_active = kLoadsWords<T, V> ? opaque(int(cols % 2 != 0 && threadIdx.x == 0)) : 0;
     each([&](auto& pack) { pack.weight = pack.load_affine_columns(call, call.weight, 1); });
   }
 
-  // Starts loading rows row + r * next_row.
+  // Starts to load the rows row + r * next_row for r < ROWS.
   __device__ void load_rows(const Backward& call, int64_t row, int next_row, uint64_t policy) {
     const int row_step = next_row * int(call.cols);
-    const int64_t at = row * int(call.cols) + packs[0].col;
+    const int64_t offset = row * int(call.cols) + packs[0].col;
     UNROLL(r, ROWS) {
       if (row + r * next_row >= call.rows) continue;
       next_mean[r] = call.mean[row + r * next_row], next_rstd[r] = call.rstd[row + r * next_row];
-      const T* x = keep_pointer(static_cast<const T*>(call.input) + at + r * row_step);
-      const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + at + r * row_step);
-      // First all of input, then all of grad_output (bf16 rows of 2041: 1% faster than in turns).
+      const T* x = keep_pointer(static_cast<const T*>(call.input) + offset + r * row_step);
+      const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + offset + r * row_step);
+      // First all packs of input, then all of grad_output, which is faster than alternating between them.
       each([&](auto& pack) { pack.next_x[r] = pack.of_row(x, policy); });
       each([&](auto& pack) { pack.next_dy[r] = pack.of_row(dy, policy); });
     }
   }
 
-  // Adds up the block's sums of each column, of weight's (n = 0) or bias's gradient, and leaves them in `partial`.
-  __device__ void write_partial(float* partial, float* share, int n, int cols) {
+  // Adds up the block's sums of grad_weight (n = 0) or grad_bias (n = 1) per column, and writes them to `partial`,
+  // (cols). shared: (blockDim.y, cols), used if the block has several rows.
+  __device__ void write_partial(float* partial, float* shared, int n, int cols) {
     __syncthreads();
-    float* gathered = blockDim.y == 1 ? partial : share + threadIdx.y * cols;
+    float* gathered = blockDim.y == 1 ? partial : shared + threadIdx.y * cols;
     each([&](auto& pack) { pack.write_sums(gathered, n); });
-    // A tree over the block's rows: 256 terms one by one would lose digits.
+    // Adds in a tree: adding up to 256 terms one by one would lose digits.
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
       __syncthreads();
       if (threadIdx.y >= half) continue;
       for (int col = threadIdx.x; col < cols; col += blockDim.x) {
-        const float total = share[threadIdx.y * cols + col] + share[(threadIdx.y + half) * cols + col];
-        share[threadIdx.y * cols + col] = total;
+        const float total = shared[threadIdx.y * cols + col] + shared[(threadIdx.y + half) * cols + col];
+        shared[threadIdx.y * cols + col] = total;
         if (half == 1) partial[col] = total;
       }
     }
   }
 };
 
+// Computes grad_input, and each block's partial sums of grad_weight and grad_bias: partials is (2, gridDim.x, cols).
+// blockDim.x threads share a row, with PACKS packs of V columns each. blockDim.y: rows side by side in a block. ROWS:
+// rows per thread and iteration.
 template <typename T, int V, int PACKS, int ROWS>
 __global__ void __launch_bounds__(kBackwardThreads)
     layer_norm_backward_rows(Backward call, float* partials, L2Priority priority) {
-  // First bias, then sums: columns times rows of a block with several rows.
-  constexpr int kShared = (kFused ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS;
-  constexpr int kApart = kRowsApart<T, V>;
-  __shared__ Sums slots[2][kMaxWarps][ROWS];
-  __shared__ __align__(16) float share[kShared];
-  const int cols = call.cols, first_row = threadIdx.y * kApart, next_row = blockDim.y * kApart;
+  // Floats of shared memory. With an epilogue it holds bias during the loop. After the loop it holds the gradient sums
+  // of a block that has several rows.
+  constexpr int kShared = (kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS;
+  constexpr int kSpacing = kRowSpacing<T, V>;
+  __shared__ GradSums slots[2][kMaxWarps][ROWS];
+  __shared__ __align__(16) float shared[kShared];
+  const int cols = call.cols, first_row = threadIdx.y * kSpacing, next_row = blockDim.y * kSpacing;
   const float per_col = 1.0f / cols;
   const uint64_t policy = l2_policy(priority);
 
-  // Which rows and columns.
-  int64_t row = int64_t(blockIdx.x / kApart) * ROWS * next_row + blockIdx.x % kApart + first_row;
+  // Find the thread's rows and columns.
+  int64_t row = int64_t(blockIdx.x / kSpacing) * ROWS * next_row + blockIdx.x % kSpacing + first_row;
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS;
-  const int mid_word = is_in_words<T, V> ? row * cols % 2 : 0;
+  const int mid_word = kLoadsWords<T, V> ? row * cols % 2 : 0;
   BackwardColumns<T, V, PACKS, ROWS> columns(call, mid_word);
-  float* bias = share + mid_word;  // two floats of a word begin on 8 bytes
-  if constexpr (kFused) {
-    // As float, so that no load branches on its dtype (bf16 rows of 1024, GELU: 0.71 of copy speed -> 0.74).
+  float* bias = shared + mid_word;  // so that the two columns of a word are aligned to 8 bytes
+  if constexpr (kHasEpilogue) {
+    // Bias is converted to float once, so that no load in the loop branches on its dtype (H200, 65536 bf16 rows of 1024
+    // with GELU: 4% slower with such branches).
     columns.each([&](auto& pack) {
       if (threadIdx.y == 0) store<float>(bias + pack.col, pack.load_affine_columns(call, call.bias, 0));
     });
     __syncthreads();
   }
-  auto start_turn = [&](int64_t row) {
+  // Starts to load the rows of an iteration, and prefetches those of the iteration after it.
+  auto start_iteration = [&](int64_t row) {
     columns.load_rows(call, row, next_row, policy);
-    if (sizeof(T) == 2 && V > 2 && !kFused) prefetch_rows<T, ROWS>(call, row - first_row + row_stride, policy);
+    if (sizeof(T) == 2 && V > 2 && !kHasEpilogue) prefetch_rows<T, ROWS>(call, row - first_row + row_stride, policy);
   };
 
-  start_turn(row);
-  int turn = 0;  // of the two sets of slots: one barrier a turn is enough
-  for (; row - first_row < call.rows; row += row_stride, turn ^= 1) {
+  start_iteration(row);
+  int parity = 0;  // alternates between two sets of slots, so that one barrier per iteration is enough
+  for (; row - first_row < call.rows; row += row_stride, parity ^= 1) {
     // Add up.
-    Sums sums[ROWS] = {};
+    GradSums sums[ROWS] = {};
     float rstd[ROWS];
     UNROLL(r, ROWS) {
       rstd[r] = columns.next_rstd[r];
@@ -3330,52 +4516,62 @@ __global__ void __launch_bounds__(kBackwardThreads)
       columns.template each<kAddsZeros<T, V>>(
           [&](auto& pack) { pack.add_row(call, r, columns.next_mean[r], rstd[r], bias, sums[r]); });
     }
-    start_turn(row + row_stride);
+    start_iteration(row + row_stride);
     if (call.grad_input == nullptr) continue;
 
     // Write grad_input.
-    combine_row(sums, slots[turn]);
+    combine_row(sums, slots[parity]);
     T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + columns.packs[0].col);
     UNROLL(r, ROWS) {
       if (row + r * next_row >= call.rows) continue;
-      const Sums means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
+      const GradSums means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
       T* to = keep_pointer(grad_input + r * (next_row * cols));
       columns.each([&](auto& pack) { pack.write_grad_input(to, r, rstd[r], means); });
     }
   }
 
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
-  UNROLL(n, 2) columns.write_partial(partials + (n * gridDim.x + blockIdx.x) * int64_t(cols), share, n, cols);
+  UNROLL(n, 2) columns.write_partial(partials + (n * gridDim.x + blockIdx.x) * int64_t(cols), shared, n, cols);
 }
 
-// ---- Rows in registers, backward: host side ----
+// ---- Backward: host side ----
 
 struct BackwardPlan {
   void (*kernel)(Backward, float*, L2Priority);
-  dim3 block;  // threads of a row, rows side by side
+  dim3 block;  // threads per row, rows side by side
   int64_t blocks;
-  int resident_rows;  // that an SM holds
+  int resident_rows;  // rows in the registers of an SM
 };
 
-bool takes(const Backward& call, int pack) {
-  const int columns = size_of(call.dtype) == 2 && pack > 1 ? 2 * kBackwardColumns : kBackwardColumns;
+// aligned: true if every row of every tensor starts on a 16-byte boundary.
+bool supports(const Backward& call, bool aligned) {
+  const int columns = size_of(call.dtype) == 2 && aligned ? 2 * kBackwardColumns : kBackwardColumns;
   return call.cols <= columns * kBackwardThreads;
 }
 
+// Returns how a kernel is launched: with as many blocks as run at once, multiplied by a whole number if a thread would
+// otherwise have more than kRowsPerSum rows.
 template <typename T, int V, int PACKS, int ROWS>
 BackwardPlan plan(const Backward& call, const Device& device) {
-  constexpr int kApart = kRowsApart<T, V>;
+  constexpr int kSpacing = kRowSpacing<T, V>;
   const int threads = row_threads(call.cols, V * PACKS);
   const int rows = std::max(1, (sizeof(T) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads) / threads);
   const int sm_blocks = std::max(1, kBackwardThreads / (threads * rows));
   int64_t blocks = std::min<int64_t>(ceil_div(call.rows, rows), device.sms * sm_blocks);
-  blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);  // at most so many rows a thread
-  blocks = ceil_div(blocks, kApart) * kApart;
+  blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);
+  blocks = ceil_div(blocks, kSpacing) * kSpacing;  // with words, as many blocks for even rows as for odd rows
   return {layer_norm_backward_rows<T, V, PACKS, ROWS>, dim3(threads, rows), blocks, sm_blocks * rows * ROWS};
 }
 
+// Launches backward. V: columns of 16 bytes, or 1 if rows are not aligned.
+//
+// Each dtype and alignment has one kernel, except for aligned 16-bit rows, which have two. The second has 16 columns of
+// one row per thread instead of 8 columns of two, and runs if an SM holds more rows with it, or if rows are too long
+// for the first. To try the other kernel for one width, edit this condition, and follow steps 4 to 6 of "How to change
+// the kernel for rows of one width" above.
 template <typename T, int V>
-cudaError_t launch(const Backward& call, const Context& context) {
+cudaError_t launch(const Backward& call, const LaunchContext& context) {
+  // Columns per load, and rows per thread and iteration. Unaligned 16-bit rows are loaded in words of two columns.
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V, kRows = kPack > 1 ? 2 : 1;
   BackwardPlan p = plan<T, kPack, kBackwardColumns / kPack, kRows>(call, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
@@ -3391,42 +4587,544 @@ cudaError_t launch(const Backward& call, const Context& context) {
 }  // namespace registers
 """
 
-_SHARED = r"""
-namespace shared {
+_TWO_PASS = r"""
+// ==== Two-pass kernels: every row that no other family supports, forward and backward ====
+// Uses: architectures, elements, memory, statistics, launch, epilogue, weight gradients.
 
-// ---- Rows in shared memory, forward (sm_80 and up) ----
-// Takes aligned rows that are too long for registers and of which an SM's shared memory holds two. A thread loads
-// all its packs at once, so that as much is in flight as fits an SM, and only reads what it has copied itself.
-// Example: 4096 float32 rows of 12288. 768 threads share a row, 4 packs each; an SM holds 2 rows of 48 KB.
+namespace two_pass {
 
-constexpr int kLoads = 4;  // of a thread, more where the row is longer
-// Rows for each SM, as the last wave may be a small one (1024 float32 rows of 16384: 0.88, pipeline 0.93).
-constexpr int kRowsForEachSm = 15;
-constexpr int kControlBytes = 2048;  // of shared memory, beside a row
+// Supported rows: all, on every GPU.
+//
+// How it works. Three kernels run one after the other:
+//   1. measure_pieces divides each row into pieces. One block computes the partial statistics of one piece: count, mean
+//      and sum of squares in forward, the two sums that grad_input needs in backward. The columns that a block loads at
+//      once are a chunk. A piece is every `pieces`-th chunk of its row.
+//   2. finish_rows combines the pieces of a row, one block per row.
+//   3. normalize_columns (backward: backward_columns) gives each block a tile of columns and a range of rows. The block
+//      loads weight and bias of its tile into registers once and then goes down its rows.
+// Input is read twice, and in backward grad_output, too. Backward without grad_input needs only the third kernel.
+//
+// Why it is fast. Kernel 3 reads weight and bias once per range of rows. If it read them for each row, they would be as
+// many bytes as input and output together. The time is nearly that of a copy of all bytes that the kernels move, those
+// of the second read of input included.
+//
+// How blocks (letters, in the order of their numbers) divide rows and columns, with 3 pieces per row, 6 chunks and 6
+// tiles. The chunks of kernel 1 and the tiles of kernel 3 may differ in length. Kernel 3 starts with the last tile,
+// because L2 still holds the columns that kernel 1 read last:
+//
+//   1 measure_pieces       2 finish_rows    3 normalize_columns
+//   row 0  A E I A E I     row 0  A         row 0  f e d c b a     2 rows per block
+//   row 1  B F J B F J     row 1  B         row 1  f e d c b a
+//   row 2  C G K C G K     row 2  C         row 2  l k j i h g
+//   row 3  D H L D H L     row 3  D         row 3  l k j i h g
+//
+// Example: forward of 16 bf16 rows of 4194304 on 132 SMs. Kernel 1: a chunk is 8192 columns, so that a row has 512
+// chunks. 33 blocks share a row, which makes 528 blocks, four per SM. Each measures 15 or 16 chunks. Kernel 2: 16
+// blocks combine 33 pieces each. Kernel 3: 2048 blocks normalize a tile of 2048 columns each, in all 16 rows.
+//
+// Safe changes, and what guards them. "The tests" are the cases of test_values.py with "two_pass" in their names.
+//   - kMeasureThreads must be 32 times a power of two, because combine_block combines the warps in a tree. The tests
+//     fail otherwise. A chunk must not be longer than kMinPieceColumns (static_assert).
+//   - kTileColumns can be 2048 or a smaller multiple of 128. With more, blocks exceed the launch bounds of 512 threads,
+//     which launch() and the tests report.
+//   - All other values of Config affect only speed and the rounding of sums. They must be at least 1. If a kernel then
+//     spills, test_no_kernel_has_local_memory (test_build.py) fails.
+//   - `pieces` can be 1 to the number of chunks of a row, because combine() needs pieces that are not empty.
+//   - partials may be left out only if a column has a single sum, because add_gradients overwrites the gradients.
+//     Otherwise, or with a wrong is_first, test_gradients_of_many_rows_are_accurate (test_values.py) fails.
+//   - The order of the tiles and the calls of let_next_start() affect only speed. The tests detect a missing
+//     wait_for_previous() (mutant with "statistics read before they are written"). Nothing detects a backward_columns
+//     that loads weight before it.
 
-template <typename T>
-struct Limits {
-  static constexpr bool k16Bits = sizeof(T) == 2, kSmHas1536 = (kArch >= 860 && kArch < 900) || kArch == 1100;
-  // Of a row (float32 rows of 16384: 0.94 of copy speed with 512, 0.967 with 1024).
-  static constexpr int kThreads = k16Bits ? 512 : 1024;
-  // Of kThreads, that an SM must hold; some SMs have room for only 1536 threads.
-  static constexpr int kBlocks = k16Bits ? kRowBlocks : kSmHas1536 ? 1 : kRowBlocks - 1;
-  // Of a row: of longer ones too little loads while an SM computes (float32 rows of 18432: 0.938, pipeline 0.949).
-  static constexpr int kBytes = (k16Bits ? 43 : 71) << 10;
-  // Packs whose weight and bias are loaded at once (16-bit rows: 0.87 -> 0.90); float32 would spill from sm_100 on.
-  static constexpr int kAtOnce = k16Bits || kArch < 1000 ? 2 : 1;
+struct Config {
+  static constexpr int kMeasureThreads = 256;  // per block of the first two kernels
+  // Blocks of kernel 1 that an SM runs at once (launch bounds). launch() aims at whole waves of them, because each wave
+  // costs the start and the end of its blocks.
+  static constexpr int kMeasureBlocks = 4;
+  // The launch bounds for unaligned rows in forward: loads of single elements need fewer registers, so more blocks fit.
+  // launch() counts kMeasureBlocks for these rows, too.
+  static constexpr int kUnalignedMeasureBlocks = 2 * kArch.row_blocks;
+  // Columns of a piece, at least, unless the row is shorter. In a short piece the fixed cost of a block shows.
+  static constexpr int64_t kMinPieceColumns = 8192;
+  // Columns per block of kernel 3: one 16-byte load per thread. With two loads per thread, fewer threads would fit an
+  // SM.
+  static constexpr int kTileColumns = 2048;
+  // Blocks per SM that kernel 3 should have. If there are fewer tiles, the rows are divided into ranges, too.
+  static constexpr int64_t kColumnBlocksPerSm = 8;
 };
 
+// The columns that one thread has in a chunk of a row. A chunk is what a block of THREADS threads loads at once. Each
+// thread has one pack of V columns or, for unaligned rows (V = 1), four single columns that are THREADS apart. The
+// thread has no columns if first >= cols; all members but the constructor require first < cols.
+template <typename T, int V, int THREADS = Config::kTileColumns / std::max(V, 4)>
+struct StripedColumns {
+  static constexpr int kThreads = THREADS, kPacks = std::max(1, 4 / V), kChunkColumns = kPacks * V * THREADS;
+  using Numbers = Vec<float, kPacks * V>;
+  int64_t first, cols;  // first: the thread's first column; cols: columns of a row
+
+  __device__ StripedColumns(int64_t chunk, int64_t cols) : first(chunk * kChunkColumns + threadIdx.x * V), cols(cols) {}
+  __device__ int64_t column(int i) const { return first + i * V * THREADS; }
+  __device__ bool has(int i) const { return i == 0 || column(i) < cols; }
+  static __device__ Vec<float, V>& pack(Numbers& x, int i) { return reinterpret_cast<Vec<float, V>&>(x[i * V]); }
+
+  // Returns load_pack(column) of each pack, and 0 for packs past the end of the row.
+  template <typename F>
+  __device__ Numbers load_packs(F load_pack) const {
+    Numbers x = {};
+    UNROLL(i, kPacks) {
+      if (has(i)) pack(x, i) = load_pack(column(i));
+    }
+    return x;
+  }
+  // tensor: (rows, cols), of T.
+  __device__ Numbers load_row(const void* tensor, int64_t row) const {
+    const T* from = static_cast<const T*>(tensor) + row * cols;
+    return load_packs([&](int64_t col) { return widened(load<T, V>(from + col)); });
+  }
+  // affine: weight or bias, or null, which stands for `fallback` in every column.
+  __device__ Numbers load_parameter(const LayerNormCall& call, const void* affine, float fallback) const {
+    return load_packs([&](int64_t col) { return load_affine<T, V>(affine, call.affine_float32, col, fallback); });
+  }
+  // Returns grad_output, multiplied by the derivative of the epilogue if there is one.
+  __device__ Numbers load_gradient(const Backward& call, int64_t row, const Numbers& xhat,
+                                   const Numbers& weight) const {
+    const Numbers grad = load_row(call.grad_output, row);
+    if constexpr (!kHasEpilogue) return grad;
+    auto pack = packed<T>(grad);
+    apply_derivative<T>(pack, xhat, weight, load_parameter(call, call.bias, 0), call);
+    return widened(pack);
+  }
+  __device__ void store_row(void* tensor, int64_t row, Numbers x) const {
+    T* to = static_cast<T*>(tensor) + row * cols;
+    UNROLL(i, kPacks) {
+      if (has(i)) store<T, V, true>(to + column(i), pack(x, i));
+    }
+  }
+};
+
+// ---- Kernel 1: the partial statistics of each piece ----
+
+// Combines one part per thread over the block; every thread gets the result. The part of thread 0 may be empty only if
+// all parts are.
+template <typename Part>
+__device__ Part combine_block(Part part) {
+  constexpr int kWarps = Config::kMeasureThreads / 32;
+  __shared__ Part warp_parts[kWarps];
+  part = combine_lanes(part, 32);
+  if (threadIdx.x % 32 == 0) warp_parts[threadIdx.x / 32] = part;
+  __syncthreads();
+  return combine_lanes(warp_parts[threadIdx.x % kWarps], kWarps);
+}
+
+// Forward: writes the moments of each piece to piece_moments, (rows, pieces). The means of float32 rows are measured
+// from a reference, which row_stats[row].mean holds until finish() replaces it.
+template <typename T, int V>
+__global__ void __launch_bounds__(Config::kMeasureThreads,
+                                  V == 1 ? Config::kUnalignedMeasureBlocks : Config::kMeasureBlocks)
+    measure_pieces(Forward call, int pieces, Moments* piece_moments, RowStats* row_stats) {
+  let_next_start();
+  constexpr int kPacks = V == 1 ? 8 : 4;  // loads in flight per thread
+  static_assert(kPacks * V * Config::kMeasureThreads <= Config::kMinPieceColumns,
+                "A row of n pieces must have at least n chunks, because combine() needs pieces that are not empty.");
+  const int64_t row = blockIdx.x % call.rows, cols = call.cols, chunk_columns = kPacks * V * Config::kMeasureThreads;
+  const int piece = blockIdx.x / call.rows;
+  const T* input = static_cast<const T*>(call.input) + row * cols;
+  auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
+  const float reference = sizeof(T) == 2 ? 0 : reference_of(sampled(0), sampled(1), sampled(2));
+  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;
+  Moments moments = {};
+  for (int64_t first = piece * chunk_columns + threadIdx.x * V; first < cols; first += pieces * chunk_columns) {
+    Pack<T, V> packs[kPacks];
+    int count = 0;  // columns that this thread has in the chunk
+    UNROLL(i, kPacks) {
+      const int64_t col = first + i * V * Config::kMeasureThreads;
+      if (i == 0 || col < cols) packs[i] = load<T, V>(input + col), count += V;
+    }
+    const auto x = [&](int i) { return widened(packs[i]) - reference; };
+    const auto has = [&](int i) { return i * V < count; };
+    const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(count));
+    moments = combine(moments, {float(count), part.x, part.y});
+  }
+  moments = combine_block(moments);
+  if (threadIdx.x == 0) piece_moments[row * pieces + piece] = moments;
+}
+
+// Backward: writes the sums of wdy and wdy * xhat over each piece to piece_sums, (rows, pieces). The unused parameter
+// makes its signature that of forward.
+template <typename T, int V>
+__global__ void __launch_bounds__(Config::kMeasureThreads, Config::kMeasureBlocks)
+    measure_pieces(Backward call, int pieces, GradSums* piece_sums, GradSums*) {
+  let_next_start();
+  const int64_t row = blockIdx.x % call.rows;
+  const int piece = blockIdx.x / call.rows;
+  const float mean = call.mean[row], rstd = call.rstd[row];
+  GradSums sums = {};
+  StripedColumns<T, V, Config::kMeasureThreads> columns(piece, call.cols);
+  for (; columns.first < call.cols; columns.first += pieces * columns.kChunkColumns) {
+    const auto weight = columns.load_parameter(call, call.weight, 1);
+    const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
+    const auto wdy = rounded_product(weight, columns.load_gradient(call, row, xhat, weight));
+    GradSums chunk_sums = {};  // added to `sums` at once: thousands of terms added one by one would lose digits
+    UNROLL(v, wdy.kSize) {
+      if (columns.has(v / V)) chunk_sums.wdy += wdy[v], chunk_sums.wdy_xhat += wdy[v] * xhat[v];
+    }
+    sums = combine(sums, chunk_sums);
+  }
+  sums = combine_block(sums);
+  if (threadIdx.x == 0) piece_sums[row * pieces + piece] = sums;
+}
+
+// ---- Kernel 2: one result per row ----
+
+// Forward: turns the moments of a row into its RowStats, and saves mean and rstd for backward. On entry, stats.mean is
+// the reference that the means of the pieces were measured from.
+__device__ inline void finish(const Forward& call, int64_t row, const Moments& moments, RowStats& stats) {
+  const float reference = stats.mean, rstd = inverse_root(moments.m2 / float(call.cols) + float(call.eps));
+  stats = row_stats_of(reference, moments.mean, rstd);
+  save_statistics(call, row, reference + moments.mean, rstd);
+}
+// Backward: turns the sums of a row into means.
+__device__ inline void finish(const Backward& call, int64_t, const GradSums& sums, GradSums& means) {
+  means = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
+}
+
+// Combines the pieces of row blockIdx.x, parts[row * pieces ...], into row_results[row].
+template <typename Call, typename Part, typename RowResult>
+__global__ void __launch_bounds__(Config::kMeasureThreads)
+    finish_rows(Call call, int pieces, const Part* parts, RowResult* row_results) {
+  let_next_start();
+  wait_for_previous();
+  const int64_t row = blockIdx.x;
+  Part part = {};
+  for (int i = threadIdx.x; i < pieces; i += Config::kMeasureThreads) part = combine(part, parts[row * pieces + i]);
+  part = combine_block(part);
+  if (threadIdx.x == 0) finish(call, row, part, row_results[row]);
+}
+
+// ---- Kernel 3: down the rows ----
+
+// Forward: block (x, y) normalizes the rows of range y in one tile of columns. Blocks start with the last tile, because
+// L2 still holds the columns that kernel 1 read last.
+template <typename T, int V>
+__global__ void __launch_bounds__(512)
+    normalize_columns(Forward call, const RowStats* row_stats, int64_t rows_per_block) {
+  const StripedColumns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);
+  if (columns.first >= call.cols) return;
+  const auto weight = columns.load_parameter(call, call.weight, 1), bias = columns.load_parameter(call, call.bias, 0);
+  wait_for_previous();
+  const int64_t first_row = blockIdx.y * rows_per_block;
+  // Not unrolled: with the registers of several rows, fewer blocks would fit an SM.
+  ROLLED(r, min(rows_per_block, call.rows - first_row)) {
+    const int64_t row = first_row + r;
+    const RowStats stats = row_stats[row];
+    auto y = normalized<T>(columns.load_row(call.input, row), stats) * weight + bias;
+    apply_epilogue<T>(y, opaque_activation<kHasEpilogue>(Epilogue{call.activation, float(call.scale)}));
+    columns.store_row(call.output, row, y);
+  }
+}
+
+// Backward: block (x, y) computes grad_input of the rows of range y in one tile of columns, and adds up grad_weight and
+// grad_bias of these rows. Blocks start with the last tile, as in forward.
+//
+// The launch bounds let four blocks of 256 threads fit an SM (V = 8), or kArch.row_blocks blocks of 512 threads, which
+// is three on sm_90. In the epilogue library it is one block of 512 threads less, because an activation needs
+// registers, and they would spill.
+template <typename T, int V>
+__global__ void __launch_bounds__(StripedColumns<T, V>::kThreads, V == 8 ? 4 : kArch.row_blocks - kHasEpilogue)
+    backward_columns(Backward call, const GradSums* row_means, int64_t rows_per_block, float* partials) {
+  const StripedColumns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);
+  if (columns.first >= call.cols) return;
+  // Waits before it loads weight: without grad_input, the previous kernel is one of the caller's, and it may write
+  // weight.
+  wait_for_previous();
+  const auto weight = columns.load_parameter(call, call.weight, 1);
+  const int64_t first_row = blockIdx.y * rows_per_block;
+  const int rows_here = min(rows_per_block, call.rows - first_row);  // may be 0 or less; the sums are 0 then
+  int r = 0;
+  do {  // adds kRowsPerSum rows to sums in registers, then these sums to the partials
+    typename StripedColumns<T, V>::Numbers grad_weight = {}, grad_bias = {};
+    const bool is_first = r == 0;
+#pragma unroll 1
+    for (const int end = min(r + kRowsPerSum, rows_here); r < end; ++r) {
+      const int64_t row = first_row + r;
+      const float mean = call.mean[row], rstd = call.rstd[row];
+      const GradSums means = call.grad_input != nullptr ? row_means[row] : GradSums{};
+      const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
+      const auto grad = columns.load_gradient(call, row, xhat, weight);
+      const auto dx = grad_input_of<false>(weight, grad, xhat, means, rstd);
+      grad_weight = grad_weight + grad * xhat, grad_bias = grad_bias + grad;
+      if (call.grad_input != nullptr) columns.store_row(call.grad_input, row, dx);
+    }
+    UNROLL(i, columns.kPacks) {
+      if (!columns.has(i)) continue;
+      add_gradients<T>(call, partials, columns.column(i), columns.pack(grad_weight, i), columns.pack(grad_bias, i),
+                       is_first);
+    }
+  } while (r < rows_here);
+}
+
+// ---- Host side ----
+
+// Allocates scratch memory and launches the three kernels and, in backward, sum_partials. Scratch memory holds partials
+// (backward: (2, row_blocks, cols)), row_results (rows) and parts (rows, pieces), in this order.
+template <typename T, int V, typename Call>
+cudaError_t launch(const Call& call, const LaunchContext& context) {
+  constexpr bool kForward = std::is_same_v<Call, Forward>;
+  using Part = std::conditional_t<kForward, Moments, GradSums>;
+  using RowResult = std::conditional_t<kForward, RowStats, GradSums>;
+  const int64_t rows = call.rows, cols = call.cols;
+  const int64_t resident_blocks = Config::kMeasureBlocks * context.device.sms;  // of kernel 1, on all SMs
+  // As many pieces per row as fit into whole waves, with as few waves as give each row at least 8 pieces. Short rows
+  // have fewer pieces, because a piece has at least kMinPieceColumns columns.
+  const int64_t waves = ceil_div(8 * rows, resident_blocks);
+  const int pieces =
+      std::min(ceil_div(cols, Config::kMinPieceColumns), std::max<int64_t>(1, waves * resident_blocks / rows));
+  const int64_t tiles = ceil_div(cols, Config::kTileColumns);
+  // Ranges of rows, each with a block per tile: up to kColumnBlocksPerSm blocks per SM, or more if a range would
+  // otherwise be much longer than kRowsPerSum.
+  const int64_t wanted = std::min(rows, Config::kColumnBlocksPerSm * context.device.sms / tiles);
+  const int64_t row_blocks = std::max<int64_t>({1, wanted, rows / kRowsPerSum});
+  const int64_t rows_per_block = ceil_div(rows, row_blocks);
+  // No partials if each column has a single sum: that sum is the gradient.
+  const int64_t partial_rows = kForward || (row_blocks == 1 && rows <= kRowsPerSum) ? 0 : row_blocks;
+  const int64_t partial_sums = 2 * partial_rows * cols;
+  auto* partials = static_cast<float*>(
+      context.allocate(partial_sums * sizeof(float) + rows * (sizeof(RowResult) + pieces * sizeof(Part))));
+  auto* row_results = reinterpret_cast<RowResult*>(partials + partial_sums);
+  auto* parts = reinterpret_cast<Part*>(row_results + rows);
+  bool needs_row_results = true;
+  if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
+  if (needs_row_results) {
+    measure_pieces<T, V>
+        <<<rows * pieces, Config::kMeasureThreads, 0, context.stream>>>(call, pieces, parts, row_results);
+    launch_kernel(finish_rows<Call, Part, RowResult>, {rows, Config::kMeasureThreads, kProgrammatic}, context, call,
+                  pieces, parts, row_results);
+  }
+  const Launch column_launch = {dim3(tiles, row_blocks), StripedColumns<T, V>::kThreads, kProgrammatic};
+  if constexpr (kForward) {
+    launch_kernel(normalize_columns<T, V>, column_launch, context, call, row_results, rows_per_block);
+  } else {
+    launch_kernel(backward_columns<T, V>, column_launch, context, call, row_results, rows_per_block,
+                  partial_rows > 0 ? partials : nullptr);
+    launch_sum_partials(call, partials, partial_rows, context);
+  }
+  return cudaGetLastError();  // the error of any of these launches
+}
+
+}  // namespace two_pass
+"""
+
+_ASYNC = r"""
+// ==== Asynchronous copies and barriers (sm_80 and newer; bulk copies sm_90 and newer) ====
+// Uses: architectures, memory.
+//
+// Wrappers of PTX instructions. Copies run in the background. With wait_for_copies(), a thread waits for its own copies
+// that used cp.async. With barrier_wait(), it waits for the copies of all threads, and for bulk copies.
+//
+// A barrier (mbarrier) lives in shared memory and goes through phases. A phase completes when there have been as many
+// arrivals as barrier_init() was given, and when all bytes that barrier_arrive_expecting() has announced have landed.
+// Then the next phase begins.
+
+// Address of p in the shared memory window, which is what the instructions below need.
+__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+// ---- Copies of up to 16 bytes ----
+
+// Copies 16 bytes in the background if `exists`; otherwise writes 16 zero bytes and does not read `global`.
+__device__ inline void copy_or_zero(void* shared, const void* global, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+// Copies 16 bytes in the background.
+__device__ inline void copy_async(void* shared, const void* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "l"(policy)
+               : "memory");
+}
+
+// Copies one float in the background.
+__device__ inline void copy_float(float* shared, const float* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+// Waits until all copies of this thread by the three functions above have landed.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- Barriers ----
+
+// arrivals: the number of arrivals that complete a phase.
+__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+
+// Makes initialized barriers visible to bulk copies. Call it in the thread that called barrier_init, before a
+// __syncthreads() and the first copy.
+__device__ inline void barriers_initialized() {
+  if constexpr (kArch.has_bulk_copy) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives as soon as all earlier copies of this thread (not bulk copies) have landed. Does not wait for that.
+__device__ inline void barrier_arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Sets `done` to 1 if the phase of this parity has completed, and to 0 otherwise.
+#define LAYERNORM_TEST_BARRIER(instruction)                                           \
+  asm volatile("{ .reg .pred p; " instruction " p, [%1], %2; selp.u32 %0, 1, 0, p; }" \
+               : "=r"(done)                                                           \
+               : "r"(shared_address(barrier)), "r"(parity)                            \
+               : "memory")
+
+// Waits until the phase of this parity has completed. The first phase has parity 0, the second 1, the third 0, ... On a
+// new barrier, waiting for parity 1 returns at once, as if a phase before the first had completed.
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
+  unsigned done = 0;
+  while (done == 0) {
+    if constexpr (kArch.has_bulk_copy) {
+      LAYERNORM_TEST_BARRIER("mbarrier.try_wait.parity.shared.b64");  // may suspend the thread for a while
+    } else {
+      LAYERNORM_TEST_BARRIER("mbarrier.test_wait.parity.shared.b64");
+    }
+  }
+}
+
+// ---- Bulk copies ----
+
+// Arrives, and adds `bytes` to what bulk copies must bring before the phase can complete.
+__device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Copies `bytes`, a multiple of 16, in the background, and counts them at the barrier when they have landed. A copy
+// that begins in the middle of a cache line reads 12% more sectors of L2. Callers can avoid that by copying from the
+// line's beginning, which is faster (H200, float32 rows of 12300, most of which begin within a line: 6 points of copy
+// bandwidth).
+__device__ inline void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+struct Copy {
+  unsigned char* shared;  // to here, on a 16-byte boundary
+  const char* global;     // from here, on a 16-byte boundary
+  int bytes;              // a multiple of 16
+};
+
+// Threads that start the copies of a stage: one thread if there are bulk copies, otherwise two warps, whose threads
+// copy 16 bytes at a time.
+constexpr int kCopyThreads = kArch.has_bulk_copy ? 1 : 64;
+
+// Starts N copies. All kCopyThreads threads call it, with their number as `thread`. Thread 0 arrives at
+// `full` once. With bulk copies (sm_90 and newer) it arrives before it starts them and announces their bytes, so that
+// the phase waits for the bytes, too. Without them it arrives after the copies have been started, and each of the
+// threads must then call barrier_arrive_with_copies(full), so that the phase waits for their copies.
+template <int N>
+__device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread, uint64_t policy) {
+  if constexpr (kArch.has_bulk_copy) {
+    int total = 0;
+    UNROLL(n, N) total += copies[n].bytes;
+    barrier_arrive_expecting(full, total);
+    UNROLL(n, N) bulk_copy(copies[n].shared, copies[n].global, copies[n].bytes, full, policy);
+  } else {
+    for (const Copy& copy : copies) {
+#pragma unroll 8
+      for (int offset = 16 * thread; offset < copy.bytes; offset += 16 * kCopyThreads) {
+        copy_async(copy.shared + offset, copy.global + offset, policy);
+      }
+    }
+    if (thread == 0) barrier_arrive(full);
+  }
+}
+
+// Orders this thread's earlier ordinary writes to shared memory before asynchronous accesses that other threads start
+// after a barrier. Without it, these may miss the writes, because they use another path to memory. The convolution
+// needs it, because its asynchronous matrix products read what threads have written. A bulk copy into bytes that
+// threads have only read does not need it: a barrier is enough.
+__device__ inline void writes_before_copies() {
+  if constexpr (kArch.has_bulk_copy) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+"""
+
+_SHARED_MEMORY = r"""
+// ==== Shared-memory kernel: many rows of medium length, forward (sm_80 and newer) ====
+// Uses: architectures, elements, memory, statistics, launch, whole rows, asynchronous copies.
+
+namespace shared_memory {
+
+// Supported rows: aligned, without epilogue, too long for the register kernels, and up to 43 KB (16 bits) or 71 KB
+// (float32). An SM must be able to hold two rows in shared memory, and there must be at least 15 rows per SM.
+//
+// How it works. Each block normalizes one row. Its threads copy the row to shared memory, wait, compute the mean, then
+// the squared distances from the mean, and write the output. A thread reads only what it has copied itself, so the
+// block needs no barrier after the copy, only in the two reductions.
+//
+// Why it is fast. Input is read once. A thread starts all its copies at once, and copies occupy no registers, so that
+// as many bytes are in flight as fit an SM. While one block of an SM computes, the others load.
+//
+// Example: 4096 float32 rows of 12288 on 132 SMs. A row has 48 KB, or 3072 loads. 768 threads share it, four loads per
+// thread. An SM runs two such blocks at once, because three would have more than 2048 threads.
+//
+// Safe changes, and what guards them. "The tests" are the cases of test_values.py with "shared_memory" in their
+// names.
+//   - kLoadsPerThread, kBlocksPerSm and kAffinePacks affect only speed and the rounding of sums. If a kernel then
+//     spills, test_no_kernel_has_local_memory (test_build.py) fails.
+//   - kMaxRowThreads of float32 can be 512 or 1024 (combine_row has a static_assert). That of 16 bits can be a multiple
+//     of 32 that is not larger than that of float32, because the number for float32 determines how many warps have
+//     slots (static_assert).
+//   - kMaxRowBytes, kMinRowsPerSm and kControlBytes decide which rows run here. If you change them, adapt
+//     has_shared_memory_kernel in .tests/cases.py (test_cases_launch_expected_kernels in test_dispatch.py fails
+//     otherwise) and the overview. Two rows must fit, see supports().
+//   - A thread may read only what it has copied itself. With other columns, a __syncthreads() is needed after
+//     wait_for_copies(). In the tests, a copy that was not waited for is NaN (mutant with "copy not waited for").
+//   - The mutants with "shared memory:" in their names (.tests/mutants.py) show which other bugs the tests detect.
+
 template <typename T>
-__global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
+struct Config {
+  static constexpr bool k16Bits = sizeof(T) == 2;
+  // Loads per thread, more if the row has more than kMaxRowThreads * kLoadsPerThread.
+  static constexpr int kLoadsPerThread = 4;
+  // Threads per row, at most. An SM holds few long float32 rows, and each needs more threads (H200, float32 rows of
+  // 16384: 3% slower with 512 threads).
+  static constexpr int kMaxRowThreads = k16Bits ? 512 : 1024;
+  // Blocks of kMaxRowThreads threads that an SM must be able to run (launch bounds). An SM with only 1536 threads runs
+  // one block of 1024.
+  static constexpr int kBlocksPerSm = k16Bits ? kArch.row_blocks : kArch.sm_threads < 2048 ? 1 : kArch.row_blocks - 1;
+  // Bytes of a row, at most. An SM holds fewer of the longer rows, so that too little loads while it computes. For them
+  // this kernel was slower than the pipelined kernels (H200, float32 rows of 72 KB: 1%, bf16 rows of 48 KB: 4%).
+  static constexpr int kMaxRowBytes = (k16Bits ? 43 : 71) << 10;
+  // Rows per SM, at least. Blocks run in waves, and with few waves a last one that is not full costs much. The
+  // pipelined kernels have no waves. For 8 rows per SM this kernel was 5% slower than they are, for 17 rows per SM it
+  // was as fast (H200, 1024 and 2300 float32 rows of 16384).
+  static constexpr int kMinRowsPerSm = 15;
+  // Bytes of shared memory per block besides the row: its variables, and the 1 KB that CUDA reserves.
+  static constexpr int kControlBytes = 2048;
+  // Packs whose weight and bias a thread loads at once. Two are faster than one, because more loads are in flight. On
+  // sm_100 and newer, float32 has registers for only one.
+  static constexpr int kAffinePacks = k16Bits ? 2 : kArch.affine_packs_float32;
+};
+
+// Block b normalizes row b.
+template <typename T>
+__global__ void __launch_bounds__(Config<T>::kMaxRowThreads, Config<T>::kBlocksPerSm)
     layer_norm_shared_rows(Forward call, RowConstants constants, PrefetchWindow window) {
-  if constexpr (kArch < 800) return __trap();  // takes() keeps calls away from such code
-  constexpr int V = 16 / sizeof(T), kMaxWarps = Limits<float>::kThreads / 32;
+  if constexpr (!kArch.has_async_copy) return __trap();  // never launched there: see supports()
+  constexpr int V = 16 / sizeof(T), kMaxRowWarps = Config<float>::kMaxRowThreads / 32;
+  static_assert(Config<T>::kMaxRowThreads <= 32 * kMaxRowWarps, "a row must not have more warps than slots");
   extern __shared__ __align__(128) unsigned char row_bytes[];
-  __shared__ RowSlots<T, 1, kMaxWarps> slots;
+  __shared__ RowSlots<T, 1, kMaxRowWarps> slots;
   const int cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + int64_t(blockIdx.x) * cols;
-  const int first = int(threadIdx.x) * V, stride = int(blockDim.x) * V;  // of a thread's packs
+  const int first = int(threadIdx.x) * V, stride = int(blockDim.x) * V;  // columns of this thread's packs
   T* row = reinterpret_cast<T*>(row_bytes);
 
   // Load.
@@ -3435,15 +5133,15 @@ __global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
   if (is_prefetching_thread()) prefetch_later_rows(window, policy);
   wait_for_copies();
 
-  // Measure: the mean first, then distances from it.
+  // Measure: the mean first, then the distances from it.
   const int packs = (cols - first + stride - 1) / stride;  // of this thread
   const auto x = [&](int i) { return widened(load<T, V>(row + (first + i * stride))); };
   float sum[1] = {}, mean[1];
-#pragma unroll(kLoads)
+#pragma unroll(Config<T>::kLoadsPerThread)
   for (int i = 0; i < packs; ++i) sum[0] += sum_of<T>(x(i));
   row_means<T, INT_MAX>(mean, sum, packs * V, cols, constants.per_col, slots);
   DistanceSums<T> distances[1] = {};
-#pragma unroll(kLoads)
+#pragma unroll(Config<T>::kLoadsPerThread)
   for (int i = 0; i < packs; ++i) distances[0] = combine(distances[0], distances_of<DistanceSums<T>>(x(i) - mean[0]));
   combine_row(distances, slots.distances);
   const float first_mean = mean[0], m2 = correct_mean(distances[0], mean[0], constants.per_col);
@@ -3454,7 +5152,7 @@ __global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
   // Write.
   T* output = static_cast<T*>(call.output) + int64_t(blockIdx.x) * cols;
   with_same_dtype<T>(call, [&](auto same_dtype) {
-#pragma unroll(Limits<T>::kAtOnce)
+#pragma unroll(Config<T>::kAffinePacks)
     for (int i = 0; i < packs; ++i) {
       const int col = first + i * stride;
       Vec<float, V> weight, bias;
@@ -3464,110 +5162,362 @@ __global__ void __launch_bounds__(Limits<T>::kThreads, Limits<T>::kBlocks)
   });
 }
 
-// ---- Rows in shared memory, forward: host side ----
+// ---- Host side ----
 
-// An SM must hold two rows (code for sm_80 with 99 KB, two float32 rows of 10240: 0.98, pipeline 0.82).
+// An SM must hold two rows, so that one is loaded while the other is computed. Two are enough: with two rows per SM,
+// the pipelined kernels were 16% slower (code for sm_80 on an H200, limited to 99 KB of shared memory, float32 rows of
+// 10240).
 template <typename T>
-bool takes(const Forward& call, const Device& device) {
+bool supports(const Forward& call, const Device& device) {
   const int64_t bytes = call.cols * sizeof(T);
-  return device.code >= 80 && bytes <= Limits<T>::kBytes && 2 * (bytes + kControlBytes) <= device.shared_bytes &&
-         call.rows >= int64_t(kRowsForEachSm) * device.sms;
+  return device.arch.has_async_copy && bytes <= Config<T>::kMaxRowBytes &&
+         2 * (bytes + Config<T>::kControlBytes) <= device.shared_bytes &&
+         call.rows >= int64_t(Config<T>::kMinRowsPerSm) * device.sms;
 }
 
 template <typename T>
-cudaError_t launch(const Forward& call, const Context& context) {
+cudaError_t launch(const Forward& call, const LaunchContext& context) {
   const int64_t bytes = call.cols * sizeof(T);
-  const int threads = std::min(Limits<T>::kThreads, row_threads(bytes / 16, kLoads));
+  const int threads = std::min(Config<T>::kMaxRowThreads, row_threads(bytes / 16, Config<T>::kLoadsPerThread));
   return launch_kernel(layer_norm_shared_rows<T>, {call.rows, threads, kPlain, int(bytes)}, context, call,
                        row_constants(call, context.device), prefetch_window(call, 1, context.device));
 }
 
-}  // namespace shared
+}  // namespace shared_memory
 """
 
-_PIPELINE = r"""
-namespace pipeline {
+_EXCHANGE = r"""
+// ==== Exchange: rings of stages, and mailboxes of blocks that share a row ====
+// Uses: elements, memory. Used by the pipelined and the grid-resident kernels.
+//
+// Ring. A block copies its slices of successive rows into a ring of stages in shared memory. In the pipelined kernels a
+// stage holds a slice. In the grid-resident kernel it holds 8 KB of a slice. A stage is reused as soon as its data is
+// no longer needed. A round of the ring is one use of every stage. Each stage has barriers (mbarrier) that complete one
+// phase per round. A thread waits for a round by its parity: 0 in the first round, then 1, 0, ... For a
+// barrier that has not completed any phase yet, a wait for parity 1 returns at once, as if there had been a round
+// before the first one. One bit is enough to tell rounds apart: a thread that waits for a round can never be a whole
+// round late, because each kernel starts the next round of a stage only after all those threads have passed their
+// waits.
+//
+// Mailboxes. The gridDim.x blocks with the same blockIdx.y form a group, which shares rows. For each row, each block
+// of the group has one mailbox in global memory: 8 bytes for a pair of floats, the statistics of its slice. A mailbox
+// is written once per launch, by its own block (publish), and read by all blocks of the group (try_read). The pair is
+// written and read by one 8-byte access, so a reader sees all of it or none, and needs neither a flag nor a fence.
+//
+// The mailboxes of one row (33 blocks per row; 48 mailboxes, of which the last 15 are padding):
+//   mailbox    0   1   2  ...  31 | 32 | 33 ... 47
+//   written by block 0, 1, 2, ... 31, 32
+//   read by    lane 0, 1, 2, ... 31 of one warp of every block; lane 0 also reads mailbox 32
+//
+// At the start of a kernel each block marks its own mailboxes as empty. Then all blocks of the grid wait for each other
+// once, so that no block reads a value that an earlier use of the memory left there. Nothing is cleared afterwards.
 
-// ---- Long rows in a pipeline, forward and backward (sm_80 and up) ----
-// Takes aligned rows of up to 8192 columns for each SM. Blocks on several SMs share a row; each has a slice of the
-// columns, with weight, bias or their gradients in registers for the whole run. The loader copies slices of row after
-// row to a ring of stages in shared memory. 16 warps measure a slice when it has arrived, one more combines and
-// publishes what they measured, one or two gather what the row's blocks have published. The 16 apply a slice `delay`
-// stages later: nobody waits for the exchange, and each byte moves once.
-// Example: backward of 4096 rows of 12288 bf16 on 132 SMs. 2 blocks share a row, in slices of 6144: 66 groups of them.
-// A stage has both tensors' slices, 24 KB; 9 fit, 2 are being copied, each is applied 3 after it is measured.
+constexpr int kPeers = 5;                      // mailboxes that a lane reads at once
+constexpr int kMaxBlocksPerRow = 32 * kPeers;  // one warp reads all mailboxes of a row
 
-// Warps: 16 compute, one publishes, two gather, one loads. Before Hopper two load and one gathers (0.67 -> 0.84).
-constexpr int kWarps = 16, kPublisher = kWarps, kGatherer = kPublisher + 1, kThreads = 32 * (kGatherer + 3);
-constexpr int kGatherers = kCopyThreads > 32 ? 1 : 2, kLoader = kGatherer + kGatherers;
-constexpr int kThreadColumns = 16, kMaxStages = 10;
-constexpr int kMaxSlice = 32 * kWarps * kThreadColumns;  // columns of a block: 8192
-constexpr int kPrefetchStep = 64;  // two sectors, before Hopper (float32 rows of 131072: 0.89 of copy speed -> 0.92)
+// Returns how many mailboxes a row has: none for one block, otherwise whole 128-byte lines. If two rows shared a line,
+// blocks would poll the line that other blocks write.
+__host__ __device__ inline int64_t mailboxes_per_row(int blocks) { return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16; }
 
-// Bytes in flight into a block's ring (float32 rows of 262144 with half: 0.965 of copy speed -> 0.956).
-constexpr int kFlightBytes = 64 << 10, kForwardFlightBytes16Bits = 48 << 10;
-// Stages between measuring and applying, in a group of blocks (forward with 6: 1.5% slower) and of a block alone.
-constexpr int kForwardDelay = 5, kBackwardDelay = 3, kDelayAlone = 2;
-// From so many blocks of a row on the exchange takes a stage more (backward, bf16 rows of 1048576: 0.88 -> 0.94).
-constexpr int kManyBlocks = 100;
-// Backward prefetches rows of so many blocks (float32: 1048576 columns 0.63 of copy speed -> 0.76, 8192 0.98 -> 0.93).
-constexpr int kBackwardPrefetchBlocks = 16;
-constexpr int64_t kMinSlice = 2048;  // a row's fixed cost, in columns' time; so also the shortest slice
+// Returns the number of columns in block `rank`'s slice of a row: `slice`, fewer for the last block that has columns,
+// and 0 for ranks after that.
+__host__ __device__ inline int columns_of_slice(int cols, int slice, int rank) {
+  return max(0, min(slice, cols - rank * slice));
+}
 
-// A group of gridDim.x blocks shares a row; gridDim.y groups take turns at the rows.
-struct Pipeline {
-  int slice;            // columns of a block; the last one of a group may have fewer
-  int slice_bytes;      // room for one tensor's slice of a row, a multiple of kLineBytes
-  int stages;           // of the ring
-  int flight;           // stages on their way at once
-  int delay;            // stages between measuring and applying, less than stages
-  int lanes;            // of a gatherer for a row: a power of two, 4 to 32, for as many blocks
-  L2Priority priority;  // of input
+// A stage of a ring, and the parity of the current round for the stage's barriers.
+struct RingPosition {
+  int index = 0, parity = 0;
+
+  // Returns the position `steps` stages later, at most one round.
+  __device__ RingPosition after(int steps, int stages) const {
+    const int next = index + steps;
+    return next < stages ? RingPosition{next, parity} : RingPosition{next - stages, parity ^ 1};
+  }
+  __device__ void advance(int stages) { *this = after(1, stages); }
 };
 
-// A block's slice of a row, in the ring. A thread has packs of V columns.
+// Marks an empty mailbox. As a pair it is two NaNs with all bits set. Arithmetic never returns this NaN (a GPU returns
+// 0x7fffffff), so no published pair looks empty.
+constexpr uint64_t kEmptyMailbox = ~uint64_t(0);
+
+// Returns the mailbox of block `block` of the group for a row.
+__device__ inline uint64_t* mailbox_of(uint64_t* mailboxes, int64_t row, int block) {
+  return mailboxes + row * mailboxes_per_row(gridDim.x) + block;
+}
+
+// Empties this block's mailboxes for all rows of its group, then waits until all blocks of the grid have done so. Needs
+// a cooperative launch. It costs 0.5 us; clearing the mailboxes with a memset before the kernel cost 2.1 us (H200).
+__device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
+  const int step = gridDim.y;
+#pragma unroll 1  // an unrolled loop would begin with a division
+  for (int64_t row = blockIdx.y + threadIdx.x * step; row < rows; row += blockDim.x * step) {
+    *mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;
+  }
+  cooperative_groups::this_grid().sync();
+}
+
+// Writes a pair into a mailbox. Its floats must be results of arithmetic, see kEmptyMailbox.
+__device__ inline void publish(uint64_t* mailbox, float2 pair) {
+  *const_cast<volatile uint64_t*>(mailbox) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
+}
+
+// Reads the mailboxes of blocks first_peer, first_peer + 32, ... of a row into `pairs`. Returns false if any of them is
+// still empty. Blocks that do not exist, and all blocks if `mailboxes` is null, count as having published {0, 0}. All
+// loads are issued before any is used, because each needs a round trip to L2.
+__device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float2 (&pairs)[kPeers]) {
+  bool complete = true;
+  UNROLL(i, kPeers) {
+    const int block = first_peer + i * 32;
+    const bool exists = mailboxes != nullptr && block < gridDim.x;
+    const uint64_t bits = exists ? *const_cast<const volatile uint64_t*>(mailboxes + block) : 0;
+    complete &= bits != kEmptyMailbox;
+    pairs[i] = bit_cast<float2>(bits);
+  }
+  return complete;
+}
+"""
+
+_PIPELINED = r"""
+// ==== Pipelined kernels: long rows, forward and backward (sm_80 and newer) ====
+// Uses: architectures, elements, memory, statistics, launch, weight gradients, asynchronous copies, exchange.
+//
+// Supported rows: every row of every tensor starts on a 16-byte boundary, there is no epilogue, and a row has at most
+// 8192 columns per SM of the GPU (at most 160 SMs count). The limit is lower where three stages of that length would
+// not fit into shared memory: for float32, 6816 columns per SM in backward with 163 KB of shared memory per block
+// (A100), 7904 in forward and 4096 in backward with 99 KB (sm_86, sm_120).
+//
+// Idea. A row may be too long for one SM, so a group of blocks on different SMs shares it, and each block owns the same
+// slice of columns for the whole launch. It keeps the slice's weight and bias (forward), or weight and the sums for
+// grad_weight and grad_bias (backward), in registers. The slices of successive rows stream through a ring of stages in
+// shared memory. The statistics of a row are known only after all blocks of its group have measured their slices and
+// exchanged the results. Instead of waiting, a block first measures the slices of the next `delay` rows, and only then
+// applies the statistics: forward normalizes and writes the output, backward writes grad_input.
+//
+// Why it is fast. Loads continue while statistics travel between SMs. Input (and grad_output) is copied from global
+// memory into the ring once; measuring and applying both read it from there.
+//
+// There is one block per SM. Its 20 warps have four roles:
+//   role        warps      warps        work for row t of the group (t from 0). Each role counts its own rows: the
+//               sm_90 on   before       loader is ahead of the compute warps, and the publisher follows them
+//   compute     0 to 15    0 to 15      measure the slice of row t, then apply the statistics of row t - delay
+//   publisher   16         16           combines the parts that the compute warps measured, and fills the block's
+//                                       mailbox; if a block has the whole row, finishes the row's statistics instead
+//   gatherer    17, 18     17           polls the mailboxes of the group and finishes the row's statistics. Two
+//                                       gatherers take turns with the rows; in float32 backward with many blocks per
+//                                       row, only one works. If a block has the whole row, none does
+//   loader      19         18, 19       copies the slice into stage t % stages: one thread with bulk copies (sm_90 on),
+//                                       or 64 threads with 16-byte copies (cp.async)
+//
+// Timeline of one block with delay = 3, while two stages are in flight:
+//   compute iteration    3            4            5            6
+//   loader in flight     copy 4, 5    copy 5, 6    copy 6, 7    copy 7, 8
+//   compute, first       measure 3    measure 4    measure 5    measure 6
+//   publisher            publish 3    publish 4    publish 5    publish 6
+//   compute, then        apply 0      apply 1      apply 2      apply 3
+//   gatherers            |--- finish the statistics of row 3, before the end of this ---|
+//
+// Barriers of a stage. Each completes a phase once for each row that the stage holds:
+//   barrier       arrivals that complete a phase               who waits
+//   full          1 + kCopiers, and bytes (see below)          compute warps, before they measure; the loader, to bound
+//                                                              the stages in flight; gatherers in float32 forward,
+//                                                              before they read row_scalars
+//   measured      one per part, after measuring: 256 (16-bit   publisher, before it combines the parts
+//                 forward), 64 (float32 forward),
+//                 16 (backward)
+//   stats_ready   1: a gatherer, or the publisher of a block   compute warps, before they apply
+//                 that has the whole row
+//   empty         16: each compute warp, after applying        loader, before it reuses the stage
+//
+// The arrivals at `full`:
+//   - 1 by the first loader thread, in start_copies: before it starts bulk copies (sm_90 on), or after it has started
+//     its other copies.
+//   - kCopiers, one by each thread that uses cp.async, when its copies have landed. Before sm_90 these are the 64
+//     loader threads. From sm_90 on it is the one loader thread in float32 forward, where it copies row_scalars, and no
+//     thread otherwise.
+//   - From sm_90 on, the phase also waits for the bytes of the bulk copies.
+//
+// Bounds of `delay` (choose_delay applies them):
+//   - Lower bound, speed: a row's statistics must be complete within `delay` iterations, or compute warps wait for
+//     them. The exchange between blocks needs 3 to 6 iterations. A block that has whole rows waits only for its
+//     publisher, and 2 iterations are enough.
+//   - Upper bound, correctness: delay <= stages - 1. When iteration t begins, `delay` stages hold rows that are
+//     measured but not applied, and row t needs a stage of its own.
+//   - Upper bound, speed: normally delay <= stages - 2, so that another stage is loaded while row t is measured. If a
+//     slice is so long that only three stages fit, delay is 1 (2 in backward with many blocks per row, from sm_90 on).
+//
+// Why it cannot deadlock. Row t of a group needs the stage of row t - stages. That row is applied in iteration
+// t - stages + delay, which is before iteration t because delay < stages. Applying it needs its statistics, and these
+// need only that every block of the group measures row t - stages. So a row only ever waits for earlier rows, in all
+// blocks of the group, and the earliest unfinished row can always proceed. Four conditions must hold:
+//   - All blocks of the grid run at the same time. The launch is cooperative if blocks share rows, and the grid has at
+//     most one block per SM. If the device cannot run it, the launch fails and dispatch uses another family.
+//   - delay < stages. With delay = stages, iteration t would wait for row t to load into the stage that it frees later.
+//   - Every mailbox is filled with something other than kEmptyMailbox, and all blocks of a group have the same rows.
+//   - All mailboxes are empty before the first one is filled. The grid meets at a barrier after it has emptied them.
+//     Otherwise a gatherer could read a value that an earlier call left.
+//
+// Why stages and the arrays of Control can be reused. Rows t and t + stages of a group share a stage, its barriers, and
+// its elements of row_scalars, parts and row_results. Each of these steps waits for the one before:
+//   1. Compute warps wait for `full`. They measure row t: they read the stage and row_scalars, and write parts.
+//   2. The publisher waits for `measured`, reads parts, and fills the block's mailbox of row t.
+//   3. A gatherer waits for the mailboxes of all blocks of the group, including that of its own block. It reads
+//      row_scalars and writes row_results. If a block has the whole row, the publisher does that in step 2.
+//   4. Compute warps wait for `stats_ready`. They apply row t: they read the stage, row_scalars and row_results.
+//   5. The loader waits for `empty`. It overwrites row_scalars and the stage with those of row t + stages. Then step 1
+//      follows for row t + stages.
+// So nothing of row t is used any more when row t + stages overwrites it, and no barrier gets a whole round ahead of a
+// thread that waits for it. Threads only read the stage, therefore the bulk copies of step 5 need no fence after
+// `empty` (see writes_before_copies). A gatherer may poll rows that are more than `stages` ahead, because it uses only
+// rows whose mailboxes are all filled. One of these mailboxes is that of its own block. So the block has measured the
+// row, and by the steps above the row `stages` before it has been applied.
+//
+// Safe changes, and what guards them. "The tests" are the cases of test_values.py with "pipelined" in their names.
+// Emulated GPUs run them with warps in random order, and report deadlocks, values that are read before they are
+// written, and wrong results. They do not model the order of writes in memory, so a missing fence is not detected.
+//   - The values of Config affect only speed and the rounding of sums. Delays must be at least 0, and all other values
+//     at least 1. The tests must succeed with any such values. .tests/launches.py lists the launches that change.
+//   - choose_delay can return any delay with 0 <= delay < stages. Otherwise the kernel would deadlock. launch() returns
+//     cudaErrorInvalidValue in that case, and the tests fail.
+//   - kMaxStages can be 3 to 20, the number of warps, because each warp initializes the barriers of one stage. Control
+//     must fit into the 48 KB of static shared memory. Both are static_asserts. A larger Control leaves less for the
+//     ring, so that on GPUs with little shared memory fewer rows are supported. Then adapt `reserved` in cases.py.
+//   - stages_in_flight can be 1 to stages - 1 (std::clamp in choose_plan). With 0 the loader would wait for the slice
+//     that it is about to copy, and the tests would report a deadlock. `stages` would be as good as stages - 1, because
+//     the wait for `empty` implies it; more would give after() a negative number.
+//   - kCopiers can be 0 or kCopyThreads, and must be kCopyThreads before sm_90. row_scalars are copied if it is not 0,
+//     and otherwise loaded, for which a pass can have at most two scalars. So it must not be 0 in float32 forward.
+//     static_asserts guard both. If it is not 0, all kCopyThreads threads must call barrier_arrive_with_copies once per
+//     row. The tests detect a missing wait and a missing arrival (see the mutants with "row_scalars" and "last copies"
+//     in .tests/mutants.py; a mutant is a copy of this file with one bug).
+//   - kLanesPerPart can be any power of two up to 32. The number of arrivals at `measured` follows from it (kParts).
+//     With fewer lanes there are more parts, and Control is larger (see kMaxStages).
+//   - The number of gatherers can be 1 to kGatherers, and lanes_per_row any power of two up to 32 that is at least the
+//     number of blocks per row, or 32. The tests fail otherwise.
+//
+// Example: backward of 4096 rows of 12288 bf16 columns on an H100 (132 SMs, 227 KB of shared memory per block).
+//   Grid: a slice has 6144 columns, so two blocks share a row, and there are 66 groups with 62 or 63 rows each. Blocks
+//   (0, 34) and (1, 34) handle rows 34, 100, 166, ...; row 100 is their iteration 1 and uses stage 1.
+//   Ring: a stage has a slice of input and one of grad_output, 2 x (12288 + 128) bytes. Nine stages fit. Two are in
+//   flight (64 KB / 24 KB), and delay is 3: before an iteration measures, three of the nine stages hold measured rows.
+//   Threads: compute threads have two packs of 8 columns, those of warps 8 to 15 only one (512 x 8 = 4096 columns, then
+//   256 x 8 = 2048). A gatherer uses 4 lanes per row and polls 8 rows at once.
+//   Scratch memory: partial sums, 2 x 66 x 12288 floats (6.5 MB), then 16 mailboxes per row, 2 of them used (512 KB).
+
+namespace pipelined {
+
+// ---- Roles of warps, tuning constants, and the plan of a launch ----
+
+// Indices of the first warp of each role. Before sm_90 copies need two loader warps, and the second replaces a gatherer
+// (code for sm_80 on an H200, backward of bf16 rows of 8192: 17 points of copy bandwidth slower with one loader warp).
+constexpr int kComputeWarps = 16, kPublisher = kComputeWarps, kGatherer = kPublisher + 1,
+              kBlockThreads = 32 * (kGatherer + 3);
+constexpr int kGatherers = kCopyThreads > 32 ? 1 : 2, kLoader = kGatherer + kGatherers;
+constexpr int kThreadColumns = 16, kMaxStages = 10;  // columns of a compute thread; stages of a ring, at most
+constexpr int kMaxSlice = 32 * kComputeWarps * kThreadColumns;  // columns of a block, at most: 8192
+static_assert(kMaxStages >= 3, "to load, to measure, and to wait for statistics");
+static_assert(kMaxStages <= kBlockThreads / 32, "each warp initializes the barriers of one stage");
+static_assert(kGatherers >= 1 && 32 * kLoader + kCopyThreads <= kBlockThreads, "every role must have its warps");
+
+// Tuning. "Points" are percentage points of copy bandwidth.
+struct Config {
+  // Bytes that are in flight into a block's ring at a time. Float32 forward is slower with 32 KB (H200, rows of
+  // 262144: 0.9 points), and 16-bit forward is slower with 32 KB, too (H200, bf16 rows of 65536: 1 point). Backward is
+  // slower with 128 KB (H200, float32 rows of 8192: 2 points).
+  static constexpr int kBytesInFlight = 64 << 10, kForwardBytesInFlight16Bits = 48 << 10;
+  // Iterations from measuring a row to applying its statistics, if blocks share rows. With fewer, compute warps wait
+  // for the exchange. With more, fewer stages are left to load into.
+  static constexpr int kForwardDelay = 5, kBackwardDelay = 3;
+  // The same for a block that has whole rows and needs no exchange, only the publisher. In practice only backward has
+  // such blocks, because forward rows that fit into one slice run in the register kernels.
+  static constexpr int kDelayAlone = 2;
+  // From this many blocks per row on, the delay is one iteration longer, because the exchange is slower (H200, backward
+  // of bf16 rows of 1048576: 6 points faster). Forward follows the same rule. From sm_90 on, backward then also leaves
+  // only one stage to load into (see choose_delay), and in float32 it has one gatherer (see gather_rows).
+  static constexpr int kManyBlocks = 100;
+  // Backward prefetches a slice into L2 before its stage is free, if at least this many blocks share a row (H200,
+  // float32 rows of 1048576: 13 points faster). With fewer blocks a stage is free soon, and prefetching is slower
+  // (H200, float32 rows of 8192: 5 points). Forward always prefetches (see load_slices).
+  static constexpr int kBackwardPrefetchBlocks = 16;
+  // Bytes between two prefetches before sm_90: two 32-byte sectors, so that the loader warps issue half as many (code
+  // for sm_80 on an H200, float32 rows of 131072: 3 points faster than one sector).
+  static constexpr int kPrefetchStep = 64;
+  // The fixed time per row, expressed as the number of columns that a block moves in that time. It is also the shortest
+  // slice for which choose_blocks_per_row divides a row among more blocks than necessary.
+  static constexpr int64_t kMinSlice = 2048;
+};
+
+// Parameters of a launch, the same for all blocks. gridDim.x blocks form a group and share a row. The gridDim.y groups
+// handle rows blockIdx.y, blockIdx.y + gridDim.y, ...
+struct Plan {
+  int slice_columns;     // columns of a block; the last block of a group may have fewer
+  int slice_bytes;       // bytes of a stage per tensor: a slice and one line, a multiple of kLineBytes
+  int stages;            // of the ring, 3 to kMaxStages
+  int stages_in_flight;  // stages that are being copied at a time, at most: 1 to stages - 1
+  int delay;             // iterations from measuring a row to applying its statistics: 0 to stages - 1
+  int lanes_per_row;     // lanes of a gatherer that read one row's mailboxes: a power of two from 4 to 32
+  L2Priority priority;   // of input and grad_output in L2
+};
+
+// One block's slice of one row, in the ring. A compute thread has up to kPacks packs of V columns of it; the packs of
+// consecutive threads are adjacent.
 template <typename T>
 struct Slice {
   static constexpr int V = 16 / sizeof(T), kPacks = kThreadColumns / V;
-  const T *x, *dy;  // dy: grad_output, in backward
-  int64_t offset;   // in the tensors, in elements; of row 0: the slice's first column
-  int columns;
+  const T *x, *dy;  // input and grad_output (the same as x in forward), in shared memory
+  int64_t offset;   // of the slice in the tensors, in elements; for row 0 it is the slice's first column
+  int columns;      // of the slice
 
-  __device__ int at(int i) const { return (i * 32 * kWarps + threadIdx.x) * V; }
-  __device__ bool has(int i) const { return at(i) < columns; }
-  __device__ Vec<float, V> pack(const T* tensor, int i) const {  // zeros where it has none
-    return widened(has(i) ? load<T, V>(tensor + at(i)) : Pack<T, V>{});
+  __device__ int column(int i) const { return (i * 32 * kComputeWarps + threadIdx.x) * V; }  // of pack i, in the slice
+  __device__ bool has(int i) const { return column(i) < columns; }
+  // Returns pack i of x or dy, or zeros if this thread has no pack i.
+  __device__ Vec<float, V> pack(const T* tensor, int i) const {
+    return widened(has(i) ? load<T, V>(tensor + column(i)) : Pack<T, V>{});
   }
 };
 
-// ---- Pipeline: forward and backward, as the roles see them ----
-// A pass measures parts of a slice, as pairs of floats, makes a row's statistics of their total (finish), applies them.
+// ---- Forward and backward: the work of a compute thread ----
+// ForwardPass and BackwardPass have the same members, so that the warps' roles are written once:
+//   tensor, kTensors       the tensors that are copied into the ring
+//   scalar_at, kScalars    floats of a row that measuring needs; the loader puts them into row_scalars
+//   constructor            loads what a compute thread keeps in registers
+//   measure                returns the statistics of this thread's part of a slice, as a pair of floats; a part belongs
+//                          to kLanesPerPart neighbouring lanes, and all of them get the same pair
+//   finish                 turns the combined pair of a whole row into the RowResult that apply needs
+//   apply                  writes output or grad_input of a slice
 
-// Pairs are {mean, m2}; means of float32 are distances from the row's reference.
+// Pairs are {mean, m2}: the mean, and the sum of squared distances from it. The means of float32 rows are relative to a
+// reference element of the row.
 template <typename T>
 struct ForwardPass {
   using Call = Forward;
   using Element = T;
-  using ForRow = RowStats;
-  static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 1;
-  // Lanes that measure a part together (bf16 rows of 65536 with 32: 0.84 of copy speed, 2: 0.89; float32 has no room).
-  enum : int { kLanesPerPart = sizeof(T) == 2 ? 2 : 8, kScalars = sizeof(T) == 4 ? 3 : 0 };
+  using RowResult = RowStats;
   static constexpr bool kForward = true;
+  static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 1;
+  // Compute warps wait for the reduction over the lanes of a part in every iteration, and 16-bit rows leave little time
+  // for it. So their parts have 2 lanes: one step of shuffles per sum, instead of five with 32 lanes. float32 rows have
+  // more time per column, and use parts of 8 lanes, whose pairs need less shared memory.
+  enum : int { kLanesPerPart = sizeof(T) == 2 ? 2 : 8, kScalars = sizeof(T) == 4 ? 3 : 0 };
   Vec<float, V> weight[kPacks], bias[kPacks];
-  float count = 0, per_count;  // columns of this thread's part, and their inverse
+  float count = 0, per_count;  // columns of this thread's part, and 1 / count
 
   static __device__ const void* tensor(const Call& call, int) { return call.input; }
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
     return static_cast<const float*>(call.input) + row * call.cols + sampled_column(call.cols, i);
   }
-  // Float32 means count from it, as sums of 12 equal numbers already round; 16-bit numbers sum exactly in 24 bits.
+
+  // Returns the element from which the means of a float32 row are measured: the median of three. Without it a row of
+  // equal numbers could get a variance above 0, because even a sum of three equal float32 numbers may be rounded.
+  // 16-bit rows need no reference: the sum of a part, up to 32 equal 16-bit numbers, is exact in float's 24 bits.
   static __device__ float reference(const float4& x) { return kScalars > 0 ? reference_of(x.x, x.y, x.z) : 0; }
 
   __device__ ForwardPass(const Call& call, const Slice<T>& row_0) {
     with_same_dtype<T>(call, [&](auto same_dtype) {
       UNROLL(i, kPacks) {
-        // Always inside the slice, so that no condition delays loads (bf16 rows of 65536: 0.83 -> 0.87).
-        const int col = row_0.offset + min(row_0.at(i), row_0.columns - V);
+        // A thread without pack i loads the last pack of the slice instead. With a condition here the loads would wait
+        // for one another (H200, bf16 rows of 65536: 4 points of copy bandwidth slower).
+        const int col = row_0.offset + min(row_0.column(i), row_0.columns - V);
         load_affine_pair<T, V, false, decltype(same_dtype)::value>(weight[i], bias[i], call, col, 0);
       }
     });
@@ -3584,33 +5534,39 @@ struct ForwardPass {
     return measure_packs<T, kLanesPerPart, kPacks>(x, has, count, per_count);
   }
 
-  static __device__ ForRow finish(const Call& call, float2 total, const float4& row_scalars, int64_t row, bool saves) {
+  // Also saves the row's mean and rstd for backward, if `saves`.
+  static __device__ RowResult finish(const Call& call, float2 total, const float4& row_scalars, int64_t row,
+                                     bool saves) {
     const float from = reference(row_scalars), variance = total.y * (1 / float(call.cols)) + float(call.eps);
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance) : inverse_root(variance);
     if (saves) save_statistics(call, row, from + total.x, rstd);
     return row_stats_of(from, total.x, rstd);
   }
 
-  __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& stats, const float4&) const {
+  __device__ void apply(const Call& call, const Slice<T>& slice, const RowResult& stats, const float4&) const {
     T* output = static_cast<T*>(call.output) + slice.offset;
     UNROLL(i, kPacks) {
       const auto y = normalized<T>(slice.pack(slice.x, i), stats) * weight[i] + bias[i];
-      if (slice.has(i)) store<T, V>(output + slice.at(i), y);
+      if (slice.has(i)) store<T, V>(output + slice.column(i), y);
     }
   }
 };
 
-// Pairs are {sum(wdy), sum(wdy * xhat)}, row_scalars mean and rstd.
+// Pairs are {sum(wdy), sum(wdy * xhat)}, where wdy is weight * grad_output and xhat is the normalized input.
+// row_scalars are the row's mean and rstd, which forward saved.
 template <typename T>
 struct BackwardPass {
   using Call = Backward;
   using Element = T;
-  using ForRow = float2;  // the means of the two
-  static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 2;
+  using RowResult = GradSums;  // the pair divided by the number of columns
   static constexpr bool kForward = false;
-  enum : int { kLanesPerPart = 32, kScalars = 2 };  // 16 lanes: bf16 rows of 1048576 0.98 -> 0.96
+  static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 2;
+  // Backward moves more bytes per column than forward, so that the reduction is hidden behind the copies. With the
+  // largest parts, the publisher has the fewest pairs to combine (H200, bf16 rows of 1048576: 2 points of copy
+  // bandwidth slower with 16 lanes).
+  enum : int { kLanesPerPart = 32, kScalars = 2 };
   Vec<float, V> weight[kPacks], grad_weight[kPacks] = {}, grad_bias[kPacks] = {};
-  float count = 0;  // sums do without
+  float count = 0;  // not used: sums need no count
 
   static __device__ const void* tensor(const Call& call, int t) { return t == 0 ? call.input : call.grad_output; }
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
@@ -3619,136 +5575,166 @@ struct BackwardPass {
 
   __device__ BackwardPass(const Call& call, const Slice<T>& row_0) {
     UNROLL(i, kPacks) {
-      const int64_t col = row_0.offset + row_0.at(i);
+      const int64_t col = row_0.offset + row_0.column(i);
       if (row_0.has(i)) weight[i] = load_affine<T, V>(call.weight, call.affine_float32, col, 1);
     }
   }
 
+  // Also adds the row to this thread's sums for grad_weight and grad_bias.
   __device__ float2 measure(const Slice<T>& slice, const float4& row_scalars) {
     const float mean = row_scalars.x, rstd = row_scalars.y;
     float2 sums = {};
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto xhat = (slice.pack(slice.x, i) - mean) * rstd, dy = slice.pack(slice.dy, i);
-      const auto wdy = product(weight[i], dy);
+      const auto wdy = rounded_product(weight[i], dy);
       UNROLL(v, V) sums.x += wdy[v], sums.y += wdy[v] * xhat[v];
       grad_weight[i] = grad_weight[i] + dy * xhat, grad_bias[i] = grad_bias[i] + dy;
     }
     return combine_lanes(sums, kLanesPerPart);
   }
 
-  static __device__ ForRow finish(const Call& call, float2 total, const float4&, int64_t, bool) {
+  static __device__ RowResult finish(const Call& call, float2 total, const float4&, int64_t, bool) {
     const float per_col = fast_reciprocal(float(call.cols));
     return {total.x * per_col, total.y * per_col};
   }
 
-  __device__ void apply(const Call& call, const Slice<T>& slice, const ForRow& means, const float4& row_scalars) const {
+  // Writes grad_input = rstd * (weight * dy - mean(wdy) - (x - mean) * rstd * mean(wdy * xhat)). 16-bit rows compute it
+  // as rstd * (x * x_factor + (weight * dy + constant)): three instructions per element instead of six. The product
+  // with rstd comes last, because the square of rstd overflows for rows of numbers below 1e-19 (if eps is as small).
+  __device__ void apply(const Call& call, const Slice<T>& slice, const RowResult& means,
+                        const float4& row_scalars) const {
     if (call.grad_input == nullptr) return;
-    const float mean_wdy = means.x, mean_wdy_xhat = means.y, mean = row_scalars.x, rstd = row_scalars.y;
-    // 16 bits take three instructions instead of six. rstd comes last: squared, it overflows for numbers below 1e-19.
-    const float of_x = -rstd * mean_wdy_xhat, rest = -mean_wdy - mean * of_x;
+    const float mean = row_scalars.x, rstd = row_scalars.y;
+    const float x_factor = -rstd * means.wdy_xhat, constant = -means.wdy - mean * x_factor;
     UNROLL(i, kPacks) {
       if (!slice.has(i)) continue;
       const auto x = slice.pack(slice.x, i), dy = slice.pack(slice.dy, i);
-      const auto dx = sizeof(T) == 2 ? x * of_x + (weight[i] * dy + rest)
-                                     : product(weight[i], dy) - mean_wdy - (x - mean) * rstd * mean_wdy_xhat;
-      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.at(i), dx * rstd);
+      const auto dx = sizeof(T) == 2 ? (x * x_factor + (weight[i] * dy + constant)) * rstd
+                                     : grad_input_of<false>(weight[i], dy, (x - mean) * rstd, means, rstd);
+      store<T, V>(static_cast<T*>(call.grad_input) + slice.offset + slice.column(i), dx);
     }
   }
 
+  // Adds this thread's sums over rows to the block's partial sums in global memory, and starts new sums.
   __device__ void add_sums_of_rows(const Call& call, float* partials, const Slice<T>& row_0, bool is_first) {
     UNROLL(i, kPacks) {
       if (!row_0.has(i)) continue;
-      add_gradients<T>(call, partials, row_0.offset + row_0.at(i), grad_weight[i], grad_bias[i], is_first);
+      add_gradients<T>(call, partials, row_0.offset + row_0.column(i), grad_weight[i], grad_bias[i], is_first);
       grad_weight[i] = grad_bias[i] = {};
     }
   }
 };
 
-// ---- Pipeline: what the warps of a block share ----
+// ---- State that the warps of a block share ----
 
+// Shared memory beside the ring. Arrays have one element per stage.
 template <typename Pass>
 struct alignas(kLineBytes) Control {
-  static constexpr int kParts = 32 * kWarps / Pass::kLanesPerPart;
-  // Threads that copy in the background, and so arrive at `full` once more. From Hopper on only the one of float32's
-  // forward, whose scalars are far apart (rows of 28672 with loads: 0.96 of copy speed -> 0.93; backward gains 3%).
+  static constexpr int kParts = 32 * kComputeWarps / Pass::kLanesPerPart;  // of a slice
+  // Threads that copy with cp.async, and so arrive at `full` when their copies have landed.
+  //   - Before sm_90: all 64 loader threads.
+  //   - From sm_90 on, in float32 forward: the loader thread, which copies the row_scalars. They are far apart in the
+  //     row, so that loads would stall the loader.
+  //   - From sm_90 on, in backward: none. Its row_scalars are usually in L2, and loads are faster than copies (H200,
+  //     bf16 rows of 8192: 2.5 points of copy bandwidth).
   static constexpr int kCopiers = kCopyThreads > 1 || (Pass::kForward && Pass::kScalars > 0) ? kCopyThreads : 0;
-  // Barriers of a stage: the slice has landed (for the 16 warps), its parts are there (for the publisher), the row's
-  // statistics are there (for the 16 warps), it is applied (for the loader).
+  static_assert(kCopiers == kCopyThreads || (kCopiers == 0 && kArch.has_bulk_copy), "all loader threads, or none");
+  // Barriers, see the table above.
   uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];
-  float4 row_scalars[kMaxStages];
-  typename Pass::ForRow row_stats[kMaxStages];
-  float2 parts[kMaxStages][kParts];
-  float part_columns[kParts];
+  float4 row_scalars[kMaxStages];                    // Pass::kScalars floats; from the loader
+  typename Pass::RowResult row_results[kMaxStages];  // from a gatherer or the publisher
+  float2 parts[kMaxStages][kParts];                  // pairs, from the compute warps
+  float part_columns[kParts];                        // columns of each part, the same in all stages
 };
 
-// A block's share of the work: in each turn, its slice of the row that its group has.
+// The state that all warps of a block share. `iteration` counts the rows of the block's group.
 template <typename Pass>
-struct Block {
+struct BlockContext {
   using T = typename Pass::Element;
   const typename Pass::Call& call;
-  const Pipeline& pipe;
+  const Plan& plan;
   Control<Pass>& control;
   unsigned char* ring;
   uint64_t* mailboxes;
-  int rank = blockIdx.x, groups = gridDim.y, turns = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
-  int64_t first = int64_t(rank) * pipe.slice;  // column
-  int columns = columns_of_slice(call.cols, pipe.slice, rank);
+  int rank = blockIdx.x, groups = gridDim.y, iterations = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
+  int64_t first_col = int64_t(rank) * plan.slice_columns;               // column at which the block's slice begins
+  int columns = columns_of_slice(call.cols, plan.slice_columns, rank);  // of the block's slice
 
-  __device__ int row(int turn) const { return blockIdx.y + turn * groups; }
-  __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first; }
-  __device__ Copy copy(int stage, int t, int row) const {  // begins where the slice's first cache line does
+  __device__ int row(int iteration) const { return blockIdx.y + iteration * groups; }
+  // Returns the offset of the slice in the tensors, in elements.
+  __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first_col; }
+
+  // Returns the copy of tensor t's slice into a stage. It begins at the start of the 128-byte line in which the slice
+  // begins, because such bulk copies are faster (see bulk_copy). So the copy may include up to 112 bytes before the
+  // slice, which nobody uses. They may lie before the tensor, but a line is never divided between an accessible and an
+  // inaccessible part of memory. The slice and its copy end at the same byte.
+  __device__ Copy copy(int stage, int t, int row) const {
     const char* from = static_cast<const char*>(Pass::tensor(call, t)) + offset(row) * sizeof(T);
     const int before = reinterpret_cast<uintptr_t>(from) % kLineBytes;
-    return {ring + (stage * Pass::kTensors + t) * pipe.slice_bytes, from - before, before + columns * int(sizeof(T))};
+    return {ring + (stage * Pass::kTensors + t) * plan.slice_bytes, from - before, before + columns * int(sizeof(T))};
   }
+
+  // Returns the slice that a stage holds.
   __device__ Slice<T> slice(int stage, int row) const {
     const Copy x = copy(stage, 0, row), dy = copy(stage, Pass::kTensors - 1, row);
     const auto begin = [&](const Copy& c) { return reinterpret_cast<T*>(c.shared + c.bytes) - columns; };
     return {begin(x), begin(dy), offset(row), columns};
   }
+
+  // Hands the statistics of a row to the compute warps. `total` is the pair of the whole row. Only the first block of
+  // the group saves mean and rstd.
   __device__ void finish_row(int stage, float2 total, int row) const {
-    control.row_stats[stage] = Pass::finish(call, total, control.row_scalars[stage], row, rank == 0);
+    control.row_results[stage] = Pass::finish(call, total, control.row_scalars[stage], row, rank == 0);
     barrier_arrive(&control.stats_ready[stage]);
   }
 };
 
-// ---- Pipeline: roles of warps ----
+// ---- The roles of warps ----
 
-// The loading threads: a slice of row after row, as stages become free.
+// Loader threads: copy the block's slice of row after row, as stages become free.
 template <typename Pass>
-__device__ void load_slices(const Block<Pass>& block, int thread) {
-  constexpr int kLoaded = Control<Pass>::kCopiers > 0 ? 0 : Pass::kScalars;
-  const Pipeline& pipe = block.pipe;
+__device__ void load_slices(const BlockContext<Pass>& block, int thread) {
+  constexpr int kLoadedScalars = Control<Pass>::kCopiers > 0 ? 0 : Pass::kScalars;  // the others are copied
+  const Plan& plan = block.plan;
   auto& control = block.control;
-  const uint64_t policy = l2_policy(pipe.priority);
-  const bool prefetches = Pass::kForward || gridDim.x >= kBackwardPrefetchBlocks;
+  const uint64_t policy = l2_policy(plan.priority);
+  const bool prefetches = Pass::kForward || gridDim.x >= Config::kBackwardPrefetchBlocks;
   RingPosition stage;
-  for (int turn = 0; turn < block.turns; ++turn, stage.advance(pipe.stages)) {
-    const int row = block.row(turn);
+  for (int iteration = 0; iteration < block.iterations; ++iteration, stage.advance(plan.stages)) {
+    const int row = block.row(iteration);
     Copy copies[Pass::kTensors];
     UNROLL(t, Pass::kTensors) {
-      // While the row waits for a stage it comes to L2 (float32 rows of 262144: 0.89 of copy speed -> 0.95).
+      // Prefetches the slice into L2 while it waits for a stage (H200, forward of float32 rows of 262144: 6 points of
+      // copy bandwidth faster).
       const Copy& copy = copies[t] = block.copy(stage.index, t, row);
-      if (prefetches) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, kPrefetchStep);
+      if (prefetches) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, Config::kPrefetchStep);
     }
-    float scalars[2];  // in flight while this thread waits
-    UNROLL(i, kLoaded) scalars[i] = *Pass::scalar_at(block.call, row, i);
-    barrier_wait(&control.empty[stage.index], stage.parity ^ 1);  // at once in the first round
+    float scalars[2];  // loaded here, so that the loads overlap with the waits
+    static_assert(kLoadedScalars <= 2);
+    UNROLL(i, kLoadedScalars) scalars[i] = *Pass::scalar_at(block.call, row, i);
+
+    // Wait until the stage is free. In the first round this returns at once.
+    barrier_wait(&control.empty[stage.index], stage.parity ^ 1);
     float* row_scalars = &control.row_scalars[stage.index].x;
-    UNROLL(i, Pass::kScalars - kLoaded) {
+    UNROLL(i, Pass::kScalars - kLoadedScalars) {
       if (thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
     }
-    // Waits until the slice of `flight` turns ago has landed: more copies would delay what the group publishes.
-    const RingPosition landing = stage.after(pipe.stages - pipe.flight, pipe.stages);  // a round later
+    // Wait until the slice of row t - stages_in_flight has landed. More copies in flight would delay the mailboxes'
+    // traffic. after() only goes forward, so `landing` is the place of row t - stages_in_flight + stages. That row has
+    // the same stage, one round later, so it has the other parity. Example: t = 10, nine stages, two in flight. Row 8
+    // is in stage 8 in round 0 (parity 0). `landing` is the place of row 17: stage 8 in round 1 (parity 1).
+    const RingPosition landing = stage.after(plan.stages - plan.stages_in_flight, plan.stages);
     barrier_wait(&control.full[landing.index], landing.parity ^ 1);
-    UNROLL(i, kLoaded) row_scalars[i] = scalars[i];
+
+    UNROLL(i, kLoadedScalars) row_scalars[i] = scalars[i];
     start_copies(copies, &control.full[stage.index], thread, policy);
     if (control.kCopiers > 0) barrier_arrive_with_copies(&control.full[stage.index]);
   }
 }
 
-// Combines N pairs a lane, of counts[n] of the columns each, over `width` lanes.
+// Combines pairs over `width` neighbouring lanes with N pairs each. counts[n]: the columns behind pairs[n]. columns:
+// the sum of all counts.
 template <typename Pass, int N, int M>
 __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
   if constexpr (Pass::kForward) {
@@ -3758,95 +5744,111 @@ __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[
   return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
 }
 
-// A warp that combines the parts of a slice, and publishes the pair.
+// Publisher warp: combines the parts of the block's slice, and publishes the pair. If the block has the whole row,
+// finishes the row instead.
 template <typename Pass>
-__device__ void publish_slices(const Block<Pass>& block, int lane) {
-  constexpr int kParts = Control<Pass>::kParts, kWidth = kParts < 32 ? kParts : 32, kEach = kParts / kWidth;
+__device__ void publish_slices(const BlockContext<Pass>& block, int lane) {
+  constexpr int kParts = Control<Pass>::kParts, kLanes = kParts < 32 ? kParts : 32, kPartsPerLane = kParts / kLanes;
   auto& control = block.control;
-  float counts[kEach];
+  float counts[kPartsPerLane];
   RingPosition stage;
-  for (int turn = 0; turn < block.turns; ++turn, stage.advance(block.pipe.stages)) {
+  for (int iteration = 0; iteration < block.iterations; ++iteration, stage.advance(block.plan.stages)) {
     barrier_wait(&control.measured[stage.index], stage.parity);
-    float2 pairs[kEach];
-    UNROLL(i, kEach) {
-      const int part = i * kWidth + lane % kWidth;
+    float2 pairs[kPartsPerLane];
+    UNROLL(i, kPartsPerLane) {
+      const int part = i * kLanes + lane % kLanes;
       pairs[i] = control.parts[stage.index][part];
-      if (turn == 0) counts[i] = control.part_columns[part];
+      if (iteration == 0) counts[i] = control.part_columns[part];
     }
-    const float2 total = combine_pairs<Pass, kEach>(pairs, counts, block.columns, kWidth);
+    const float2 total = combine_pairs<Pass, kPartsPerLane>(pairs, counts, block.columns, kLanes);
     if (lane != 0) continue;
-    if (gridDim.x == 1) {  // row_scalars are there: who measured has waited for them
-      block.finish_row(stage.index, total, block.row(turn));
+    if (gridDim.x == 1) {
+      // In practice only backward gets here (see kDelayAlone), and its finish() does not read row_scalars. Forward
+      // could: they are visible, because the compute warps waited for `full` before they arrived at `measured`.
+      block.finish_row(stage.index, total, block.row(iteration));
     } else {
-      publish(mailbox_of(block.mailboxes, block.row(turn), block.rank), total);
+      publish(mailbox_of(block.mailboxes, block.row(iteration), block.rank), total);
     }
   }
 }
 
-// A warp that gathers what the group publishes, of 32 / lanes rows at once (bf16 rows of 50176: 0.68 -> 0.85).
+// Gatherer warp: waits for the mailboxes of row after row, and finishes the rows. It polls 32 / lanes_per_row rows at
+// once, because several may have been published since it last looked (H200, bf16 rows of 50176: 17 points of copy
+// bandwidth faster than with one row at once). With two gatherers, these may be up to 14 iterations ahead, which is
+// more than the ring has stages. That is safe: see "Why stages and the arrays of Control can be reused".
 template <typename Pass>
-__device__ void gather_rows(const Block<Pass>& block, int gatherer, int lane) {
-  const Pipeline& pipe = block.pipe;
-  const int peer = lane % pipe.lanes, ahead = lane / pipe.lanes, cols = block.call.cols;
-  // Two are slower in backward of float32 rows of many blocks (of 1048576: 0.86 of copy speed -> 0.78).
-  const int gatherers = !Pass::kForward && Pass::V == 4 && gridDim.x >= kManyBlocks ? 1 : kGatherers;
+__device__ void gather_rows(const BlockContext<Pass>& block, int gatherer, int lane) {
+  const Plan& plan = block.plan;
+  // This lane reads mailboxes peer, peer + 32, ... of the row that is `ahead` rows after the gatherer's next one.
+  const int peer = lane % plan.lanes_per_row, ahead = lane / plan.lanes_per_row, cols = block.call.cols;
+  // Backward of float32 rows with many blocks has one gatherer, because two are slower (H200, rows of 1048576: 8 points
+  // of copy bandwidth). For bf16, one is slower (H200, the same rows: 6 points).
+  const int gatherers = !Pass::kForward && Pass::V == 4 && gridDim.x >= Config::kManyBlocks ? 1 : kGatherers;
   if (gatherer >= gatherers) return;
   float2 pairs[kPeers];
   float counts[kPeers];
-  UNROLL(i, kPeers) counts[i] = columns_of_slice(cols, pipe.slice, peer + i * 32);
-  for (int next = gatherer; next < block.turns;) {
-    const int turn = next + ahead * gatherers, row = block.row(turn);
-    const uint64_t* mailboxes = turn < block.turns ? mailbox_of(block.mailboxes, row, 0) : nullptr;
+  UNROLL(i, kPeers) counts[i] = columns_of_slice(cols, plan.slice_columns, peer + i * 32);
+
+  // Gatherers share the iterations: with two of them, one has the even ones and the other the odd ones.
+  for (int next = gatherer; next < block.iterations;) {
+    const int iteration = next + ahead * gatherers, row = block.row(iteration);
+    const uint64_t* mailboxes = iteration < block.iterations ? mailbox_of(block.mailboxes, row, 0) : nullptr;
     const unsigned missing = __ballot_sync(~0u, !try_read(mailboxes, peer, pairs));
-    const int rows = (missing == 0 ? 32 : __ffs(missing) - 1) / pipe.lanes;  // complete ones
-    if (rows == 0) {  // polled all the time, mailboxes would fill late (backward of float32 rows of 1048576)
+    // The number of complete rows before the first incomplete one. `missing` has lanes_per_row bits per row, and the
+    // lowest bits belong to iteration `next`.
+    const int rows = (missing == 0 ? 32 : __ffs(missing) - 1) / plan.lanes_per_row;
+    if (rows == 0) {
+      // A pause, because gatherers poll most of the time, and their reads compete with the stores to the mailboxes. It
+      // is not critical (H100, rows of 1048576: within 2% of the speed without it).
       __nanosleep(32);
       continue;
     }
-    const float2 total = gridDim.x <= 32 ? combine_pairs<Pass, 1>(pairs, counts, cols, pipe.lanes)
-                                         : combine_pairs<Pass, kPeers>(pairs, counts, cols, pipe.lanes);
-    if (peer == 0 && ahead < rows && turn < block.turns) {
-      const int stage = turn % pipe.stages;
-      // It was loaded long ago; so row_scalars are seen.
-      if (Pass::kForward && Pass::kScalars > 0) barrier_wait(&block.control.full[stage], turn / pipe.stages % 2);
+    const float2 total = gridDim.x <= 32 ? combine_pairs<Pass, 1>(pairs, counts, cols, plan.lanes_per_row)
+                                         : combine_pairs<Pass, kPeers>(pairs, counts, cols, plan.lanes_per_row);
+    if (peer == 0 && ahead < rows && iteration < block.iterations) {
+      const int stage = iteration % plan.stages;
+      // In float32 forward, finish_row reads row_scalars. This wait makes them visible to this warp. It returns at
+      // once, because the block has already measured the row.
+      if (Pass::kForward && Pass::kScalars > 0) barrier_wait(&block.control.full[stage], iteration / plan.stages % 2);
       block.finish_row(stage, total, row);
     }
     next += rows * gatherers;
   }
 }
 
-// The other warps: measure slices as they arrive, and apply the row of `delay` turns before.
+// Compute warps: measure the slice of a row when it has landed, then apply the statistics of the row `delay` iterations
+// before. The last `delay` iterations only apply.
 template <typename Pass>
-__device__ void measure_and_apply(const Block<Pass>& block, float* partials, int lane) {
-  const int turns = block.turns, delay = block.pipe.delay, stages = block.pipe.stages;
+__device__ void measure_and_apply(const BlockContext<Pass>& block, float* partials, int lane) {
+  const int iterations = block.iterations, delay = block.plan.delay, stages = block.plan.stages;
   const int part = threadIdx.x / Pass::kLanesPerPart;
   const bool leads_part = lane % Pass::kLanesPerPart == 0;
   auto& control = block.control;
-  const auto row_0 = block.slice(0, 0);
-  Pass job(block.call, row_0);
-  if (leads_part) control.part_columns[part] = job.count;
+  const auto row_0 = block.slice(0, 0);  // only for its columns
+  Pass thread_pass(block.call, row_0);
+  if (leads_part) control.part_columns[part] = thread_pass.count;
   RingPosition measuring, applying;
-  ROLLED(turn, turns + delay) {
-    if (turn < turns) {
+  ROLLED(iteration, iterations + delay) {
+    if (iteration < iterations) {
       const int stage = measuring.index;
-      const auto slice = block.slice(stage, block.row(turn));
+      const auto slice = block.slice(stage, block.row(iteration));
       barrier_wait(&control.full[stage], measuring.parity);
-      const float2 stats = job.measure(slice, control.row_scalars[stage]);
+      const float2 stats = thread_pass.measure(slice, control.row_scalars[stage]);
       if (leads_part) {
         control.parts[stage][part] = stats;
         barrier_arrive(&control.measured[stage]);
       }
       measuring.advance(stages);
       if constexpr (!Pass::kForward) {
-        if (turn % kRowsPerSum == kRowsPerSum - 1 || turn + 1 == turns)
-          job.add_sums_of_rows(block.call, partials, row_0, turn < kRowsPerSum);
+        if (iteration % kRowsPerSum == kRowsPerSum - 1 || iteration + 1 == iterations)
+          thread_pass.add_sums_of_rows(block.call, partials, row_0, iteration < kRowsPerSum);
       }
     }
-    if (turn >= delay) {
+    if (iteration >= delay) {
       const int stage = applying.index;
-      const auto slice = block.slice(stage, block.row(turn - delay));
+      const auto slice = block.slice(stage, block.row(iteration - delay));
       barrier_wait(&control.stats_ready[stage], applying.parity);
-      job.apply(block.call, slice, control.row_stats[stage], control.row_scalars[stage]);
+      thread_pass.apply(block.call, slice, control.row_results[stage], control.row_scalars[stage]);
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.empty[stage]);
       applying.advance(stages);
@@ -3854,28 +5856,34 @@ __device__ void measure_and_apply(const Block<Pass>& block, float* partials, int
   }
 }
 
+// ---- The kernel ----
+// Grid: (blocks per row, groups). mailboxes: (rows, mailboxes_per_row), or not used if a block has whole rows.
+// partials: (2, groups, cols) partial sums for grad_weight and grad_bias; if null, the sums are the gradients.
+
 template <typename Pass>
-__global__ void __launch_bounds__(kThreads, 1)
-    layer_norm_pipeline(typename Pass::Call call, Pipeline pipe, uint64_t* mailboxes, float* partials) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    layer_norm_pipelined_rows(typename Pass::Call call, Plan plan, uint64_t* mailboxes, float* partials) {
+  if constexpr (!kArch.has_async_copy) return __trap();  // supports() keeps calls away from such code
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Control<Pass> control;
-  const Block<Pass> block = {call, pipe, control, ring, mailboxes};
+  static_assert(sizeof(Control<Pass>) <= 48 << 10, "the limit of static shared memory");
+  const BlockContext<Pass> block = {call, plan, control, ring, mailboxes};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if constexpr (!Pass::kForward) let_next_start();  // sum_partials (2048 x 8192 bf16: 35.6 us -> 34.6)
+  if constexpr (!Pass::kForward) let_next_start();  // sum_partials starts early, and waits for this kernel's end
 
-  // A warp for each stage, as lanes would take turns, 1 us in all (bf16 rows of 32768: 0.925 -> 0.935).
-  if (lane == 0 && warp < pipe.stages) {
+  // Each warp initializes the barriers of one stage. The lanes of a single warp would do so one after the other, which
+  // takes 1 us in all (H200, bf16 rows of 32768: 1 point of copy bandwidth slower).
+  if (lane == 0 && warp < plan.stages) {
     barrier_init(&control.full[warp], 1 + control.kCopiers);
     barrier_init(&control.measured[warp], control.kParts);
     barrier_init(&control.stats_ready[warp], 1);
-    barrier_init(&control.empty[warp], kWarps);
+    barrier_init(&control.empty[warp], kComputeWarps);
     barriers_initialized();
   }
   __syncthreads();
   if (gridDim.x > 1) empty_mailboxes(mailboxes, call.rows);
 
-  if (warp < kWarps) {
+  if (warp < kComputeWarps) {
     measure_and_apply(block, partials, lane);
   } else if (warp == kPublisher) {
     publish_slices(block, lane);
@@ -3885,161 +5893,332 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (gridDim.x > 1) {
     gather_rows(block, warp - kGatherer, lane);
   }
-#else
-  __trap();  // takes() keeps calls away from such code
-#endif
 }
 
-// ---- Pipeline: host side ----
+// ---- Host side ----
 
 template <typename T, typename Call>
 using PassOf = std::conditional_t<std::is_same_v<Call, Forward>, ForwardPass<T>, BackwardPass<T>>;
 
-// The longest slice that threads can take and of which three stages fit: to load, to measure, to wait.
+// Returns the number of columns of the longest possible slice: at most what the compute threads can hold, and three
+// stages must fit into shared memory (one to load, one to measure, one that waits for its statistics).
 template <typename Pass>
 int64_t longest_slice(const Device& device) {
   const int bytes = (device.shared_bytes - int(sizeof(Control<Pass>))) / (3 * Pass::kTensors);
   return std::min(kMaxSlice, (bytes / kLineBytes - 1) * kLineBytes / int(sizeof(typename Pass::Element)));
 }
 
+// Returns true if the kernels support a call with aligned rows and no epilogue.
 template <typename T, typename Call>
-bool takes(const Call& call, const Device& device) {
-  return device.code >= 80 &&
+bool supports(const Call& call, const Device& device) {
+  return device.arch.has_async_copy &&
          call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
-// As few as hold a row, one an SM; more if that leaves fewer SMs idle: where rows are few, and in backward, where two
-// tensors' bytes hide the exchange (rows of 262144: 33 blocks use 132 SMs, 32 only 128).
+// Returns the number of blocks that share a row: the one with the shortest estimated time, from the fewest that can
+// hold a row up to `most`. The time is estimated as the rows of a group times the columns of a slice plus the fixed
+// time per row. More blocks than the fewest are worth trying in two cases:
+//   - There are fewer rows than SMs, so that SMs would be idle.
+//   - In backward, up to twice as many, because fewer SMs may then be idle: if 32 blocks share a row of 262144, four
+//     groups use 128 of 132 SMs; if 33 share it, they use all. Forward moves half the bytes per row, which do not hide
+//     a longer exchange (H200, bf16 rows of 1048576: 14 points of copy bandwidth slower with 132 blocks per row than
+//     with 128).
 template <typename Pass>
-int64_t blocks_of_row(const typename Pass::Call& call, const Device& device) {
+int64_t choose_blocks_per_row(const typename Pass::Call& call, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
   const int64_t fewest = ceil_div(cols, longest_slice<Pass>(device));
-  const int64_t worth_trying = std::max(Pass::kTensors * fewest, sms / std::min(rows, sms));
-  const int64_t most = std::min({worth_trying, sms, int64_t(kMaxBlocksPerRow), cols / kMinSlice});
+  const int64_t worth_trying = std::max((Pass::kForward ? 1 : 2) * fewest, sms / std::min(rows, sms));
+  const int64_t most = std::min({worth_trying, sms, int64_t(kMaxBlocksPerRow), cols / Config::kMinSlice});
   int64_t fastest = fewest, min_time = INT64_MAX;
   for (int64_t blocks = fewest; blocks <= most; ++blocks) {
-    const int64_t time = ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + kMinSlice);
+    const int64_t time = ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + Config::kMinSlice);
     if (time < min_time) fastest = blocks, min_time = time;
   }
   return fastest;
 }
 
-template <typename T, typename Call>
-cudaError_t launch(const Call& call, const Context& context) {
-  using Pass = PassOf<T, Call>;
-  constexpr bool kForward = Pass::kForward;
-  constexpr int kBytes = Pass::kTensors * sizeof(T);    // of a column
-  constexpr int kLineColumns = kLineBytes / sizeof(T);  // slices start on lines where rows do
-  const Device& device = context.device;
-  Pipeline p = {};
-  p.slice = ceil_div(ceil_div(call.cols, blocks_of_row<Pass>(call, device)), kLineColumns) * kLineColumns;
-  p.slice_bytes = p.slice * sizeof(T) + kLineBytes;  // it may begin inside of a line
-  const int blocks_per_row = ceil_div(call.cols, p.slice);
-  const int64_t groups = std::min<int64_t>(call.rows, device.sms / blocks_per_row);
-  const int ring_bytes = device.shared_bytes - int(sizeof(Control<Pass>));
-  p.stages = std::min(ring_bytes / (Pass::kTensors * p.slice_bytes), kMaxStages);  // at least three, see longest_slice
-  const int flight_bytes = kForward && sizeof(T) == 2 ? kForwardFlightBytes16Bits : kFlightBytes;
-  p.flight = std::clamp(flight_bytes / (kBytes * p.slice), 1, p.stages - 1);
-  // Leaves two stages to load into, one where the exchange is slower (float32 rows of 1048576: 0.78 -> 0.90).
-  const bool many = blocks_per_row >= kManyBlocks;
-  const int delay = blocks_per_row == 1 ? kDelayAlone : (kForward ? kForwardDelay : kBackwardDelay) + many;
-  p.delay = std::min(p.stages - (!kForward && many && device.code >= 90 ? 1 : 2), delay);
-  p.lanes = std::clamp(row_threads(blocks_per_row, 1), 4, 32);
-  p.priority = input_priority(call, device);
+// Returns the delay: the iterations that the exchange needs, at most as many as the ring allows. Two stages remain for
+// loading, so that one lands while the other is measured. One remains in backward with many blocks per row, where the
+// exchange is slower than loading (sm_90 and newer).
+template <typename Pass>
+int choose_delay(int stages, int blocks_per_row, const Device& device) {
+  const bool has_many_blocks = blocks_per_row >= Config::kManyBlocks;
+  const int exchange = (Pass::kForward ? Config::kForwardDelay : Config::kBackwardDelay) + has_many_blocks;
+  const int stages_to_load = !Pass::kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
+  return std::min(stages - stages_to_load, blocks_per_row == 1 ? Config::kDelayAlone : exchange);
+}
 
-  const int64_t partial_rows = !kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
-  const int64_t sums = ceil_div(2 * partial_rows * call.cols, 32) * 32;  // mailboxes begin on a line
-  const int64_t bytes = 4 * sums + 8 * call.rows * mailboxes_per_row(blocks_per_row);
+// Divides a row among blocks, and shared memory among stages.
+template <typename Pass>
+Plan choose_plan(const typename Pass::Call& call, const Device& device) {
+  constexpr int kElementBytes = sizeof(typename Pass::Element);
+  constexpr int kLineColumns = kLineBytes / kElementBytes;  // slices start on lines if rows do
+  Plan plan = {};
+  const int64_t columns = ceil_div(call.cols, choose_blocks_per_row<Pass>(call, device));
+  plan.slice_columns = ceil_div(columns, kLineColumns) * kLineColumns;
+  // One more line, because a slice may begin inside of one.
+  plan.slice_bytes = plan.slice_columns * kElementBytes + kLineBytes;
+  const int ring_bytes = device.shared_bytes - int(sizeof(Control<Pass>));
+  plan.stages = std::min(ring_bytes / (Pass::kTensors * plan.slice_bytes), kMaxStages);  // at least 3: longest_slice
+  const int bytes_in_flight =
+      Pass::kForward && kElementBytes == 2 ? Config::kForwardBytesInFlight16Bits : Config::kBytesInFlight;
+  plan.stages_in_flight =
+      std::clamp(bytes_in_flight / (Pass::kTensors * kElementBytes * plan.slice_columns), 1, plan.stages - 1);
+  const int blocks_per_row = ceil_div(call.cols, plan.slice_columns);
+  plan.delay = choose_delay<Pass>(plan.stages, blocks_per_row, device);
+  plan.lanes_per_row = std::clamp(row_threads(blocks_per_row, 1), 4, 32);
+  plan.priority = input_priority(call, device);
+  return plan;
+}
+
+// Launches the kernel, and in backward sum_partials if there are partial sums.
+template <typename T, typename Call>
+cudaError_t launch(const Call& call, const LaunchContext& context) {
+  using Pass = PassOf<T, Call>;
+  const Plan plan = choose_plan<Pass>(call, context.device);
+  if (plan.delay < 0 || plan.delay >= plan.stages) return cudaErrorInvalidValue;  // the kernel would deadlock
+  const int blocks_per_row = ceil_div(call.cols, plan.slice_columns);
+  const int64_t groups = std::min<int64_t>(call.rows, context.device.sms / blocks_per_row);
+
+  // Scratch memory: the partial sums of each group, then the mailboxes, which begin on a line. A single group with at
+  // most kRowsPerSum rows adds to its sums only once, so that they are the gradients.
+  const int64_t partial_rows = !Pass::kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
+  const int64_t partial_floats = ceil_div(2 * partial_rows * call.cols, 32) * 32;
+  const int64_t bytes = 4 * partial_floats + 8 * call.rows * mailboxes_per_row(blocks_per_row);
   auto* scratch = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
-  auto* mailboxes = reinterpret_cast<uint64_t*>(scratch + sums);
+  auto* mailboxes = reinterpret_cast<uint64_t*>(scratch + partial_floats);
   float* partials = partial_rows > 0 ? scratch : nullptr;
-  const Launch launch = {dim3(blocks_per_row, groups), kThreads, blocks_per_row > 1 ? kCooperative : kPlain,
-                         p.stages * Pass::kTensors * p.slice_bytes};
-  const cudaError_t error = launch_kernel(layer_norm_pipeline<Pass>, launch, context, call, p, mailboxes, partials);
-  if constexpr (!kForward) {
+
+  const Launch launch = {dim3(blocks_per_row, groups), kBlockThreads, blocks_per_row > 1 ? kCooperative : kPlain,
+                         plan.stages * Pass::kTensors * plan.slice_bytes};
+  const cudaError_t error =
+      launch_kernel(layer_norm_pipelined_rows<Pass>, launch, context, call, plan, mailboxes, partials);
+  if constexpr (!Pass::kForward) {
     if (error == cudaSuccess) return launch_sum_partials(call, partials, partial_rows, context);
   }
   return error;
 }
 
-}  // namespace pipeline
+}  // namespace pipelined
 """
 
-_JOINT = r"""
-namespace joint {
+_GRID_RESIDENT = r"""
+// ==== Grid-resident kernel: the longest float32 rows, forward (sm_90 to sm_110) ====
+// Uses: architectures, elements, memory, statistics, launch, asynchronous copies, exchange.
 
-// ---- Rows that many SMs hold together, forward, float32 (sm_90 to sm_110) ----
-// Takes aligned rows of 8192 to 32768 columns for each SM, four and more of them to a group of blocks. A group, a block
-// on each SM, shares a row; each block keeps its slice in shared memory until the group knows the row's statistics, so
-// that each byte moves once (16 rows of 4194304: 0.176 ms, spread 0.216; bf16 this way would be slower: 0.146, 0.118).
-// A slice moves in stages through a ring. Warps apply a stage and measure the one a slice and kAhead stages further on:
-// the next row's exchange is under way before this row is done.
-// Example: those 16 rows on 132 SMs. One group; a slice of 31776 columns is 16 stages of 8 KB; a ring has 22. A thread
-// has 31 packs of weight and 20 of bias in registers; shared memory has the other 44 KB.
+namespace grid_resident {
 
-// Stages that are measured ahead (2: 0.184 ms, 3: 0.177, 4: 0.182), and on their way to L2 (4: 2 us more).
-constexpr int kAhead = 3, kPrefetch = 3;
-constexpr int kThreads = 256, kWarps = kThreads / 32;  // of 255 registers each, as weight and bias need them
-// V: floats of a 16-byte pack. Packs of a stage (a thread's, a block's); stages of a slice and of the ring, at most.
-constexpr int V = 4, kStagePacks = 2, kStageSize = kStagePacks * kThreads, kStages = 16, kRing = 28;
-constexpr int kStageBytes = 16 * kStageSize, kStageColumns = kStageSize * V;
-constexpr int kWeights = 31, kBiases = 20;  // packs in a thread's registers; the rest are in shared memory
-constexpr int kLeastRows = 4;               // of a group (three rows of 4194304: 0.73 of copy speed, spread 0.74)
+// Supported rows: aligned float32 rows without epilogue, of up to 32768 columns per SM, and at least four rows per
+// group of blocks. (Rows of up to 8192 columns per SM run in the pipelined kernels, which dispatch tries first.) 16-bit
+// rows run in the two-pass kernels: only few warps have enough registers for weight and bias, and for 16 bits, with
+// twice as many elements per byte, they are too slow (H200, 16 bf16 rows of 4194304: 24% slower than the two-pass
+// kernels).
+//
+// ---- How it works ----
+//
+// A group of blocks, one per SM, shares a row. Each block owns the same slice of columns for the whole launch, and
+// keeps the slice's weight and bias on chip: most in registers, the rest in shared memory. The slices of row after row
+// move through a ring in shared memory, in stages of 8 KB. A slice stays in the ring until every block of the group has
+// measured its own slice and published the result, because only then are the row's statistics known. While a block
+// normalizes the stages of one row ("applies" them), it also measures stages of the next row. So the next row's
+// statistics are exchanged before this row is finished.
+//
+// Why it is fast. Input is read from global memory once, and weight and bias once per group, not once per row. The
+// exchange between blocks overlaps with the work on kStagesAhead stages. (H200, 16 rows of 4194304: the two-pass
+// kernels are 23% slower. Reading from L2, for every row, the weight and bias that registers cannot hold would make the
+// ring longer, but was more than 50% slower.)
+//
+// Example: 16 rows of 4194304 on 132 SMs with 227 KB of shared memory per block. There is one group of 132 blocks. A
+// slice has 31776 columns, which is 16 stages; the last stage is about half full. A thread keeps 31 packs of weight and
+// 20 packs of bias in registers. 44 KB of shared memory hold the rest of the slice's weight and bias. The ring has 22
+// stages.
+//
+// Timeline of one block in this example ("0.12" is stage 12 of row 0). Each iteration applies one stage:
+//   apply   measure  load   prefetch   once per row
+//   0.0     1.3      1.5    1.8        before: gather the statistics of row 0 from all blocks
+//   ...     ...      ...    ...
+//   0.12    1.15     2.1    2.4        after: publish this block's part of row 1, which is now measured completely
+//   0.13    2.0      2.2    2.5
+//   0.14    2.1      2.3    2.6
+//   0.15    2.2      2.4    2.7
+//   1.0     2.3      2.5    2.8        before: gather the statistics of row 1 from all blocks
+// The 22 slots of the ring while 0.12 is applied:
+//   | 0.12    | 0.13 to 0.15, 1.0 to 1.14 | 1.15      | 2.0      | 2.1         |
+//   | applied | measured, must wait (18)  | measured  | landing  | load begins |
+//
+// The steps of an iteration, in this order:
+//   load      Thread 0 waits until all warps have applied the stage of the previous iteration (`empty`), and starts to
+//             copy another stage into that slot. Thread 32 starts a prefetch, kPrefetchStages further ahead.
+//   wait      Every thread waits until the stage that it will measure has landed (`full`). It need not wait for the
+//             stage that it will apply, because it has waited for that one before it measured it.
+//   apply     Every thread normalizes its two packs of a stage and writes them.
+//   measure   Every thread adds its two packs of the other stage to its moments. After the last stage of a row, the
+//             warps combine their moments (`measured`), and the last warp publishes the result.
+//   release   Every warp arrives at `empty` of the stage that it has applied.
+//
+// ---- Rules that keep it correct ----
+//
+// S is the number of stages of the block's slice, R that of the ring, and A is kStagesAhead. Number the stages that a
+// block handles 0, 1, 2, ...: stage n belongs to row n / S of the group. It is in slot n % R of the ring. Iteration n
+// applies stage n, measures stage n + S + A, and loads stage n + R - 1.
+//
+//   1. R >= S + A + 2. The stage that iteration n measures was then loaded in the iteration before, or earlier. With
+//      R = S + A + 1, each iteration would wait for its own load. With less, it would wait for a load that has not
+//      begun, and hang. choose_plan checks this rule. With 227 KB of shared memory per block it holds for all supported
+//      rows, as a static_assert below checks for the longest.
+//   2. S <= kSliceStages = 16. Registers cannot be indexed by a variable. So the loop over a slice is unrolled, with 16
+//      places, and place p uses packs 2 p and 2 p + 1 of weight and bias. A shorter slice skips the *first* 16 - S
+//      places. A skipped place neither loads, measures nor applies, and does not advance in the ring. Two things
+//      follow. Place 15 is always the last stage, so it is the only one that can be incomplete, and the only one that
+//      checks for it. And how much weight and bias a block keeps in shared memory depends on how full its last stage
+//      is, not on S.
+//   3. S > A. Place 15 - A measures the last stage of the next row, and publishes it. If that place were skipped, the
+//      row would never be published, and its group would hang. choose_plan checks the first and the last block, because
+//      only the last block of a group can have a shorter slice than the others. Today the check never fails:
+//      choose_plan makes slices of more than 10000 columns, which is five stages.
+//   4. All blocks run at once (cooperative launch), and a block publishes its part of a row before it waits for the
+//      other parts of that row. Without either, the blocks could wait for each other forever.
+//   5. Control is reused from row to row. Warps write the moments of row r + 1 while they apply row r, after the
+//      __syncthreads() that precedes it. The last warp reaches that only when it has read the moments of row r.
+//      `row_stats` has two entries, because the last warp may write the statistics of row r + 1 while slow warps still
+//      read those of row r. It writes those of row r + 2 after one more __syncthreads().
+//   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_copies(). A thread
+//      reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is needed.
+//
+// ---- Registers ----
+//
+// A block has 256 threads and an SM to itself, so a thread can have 255 registers. Weight and bias need 204 of them, as
+// (31 + 20) packs x 4 floats. The other 51 hold two stages (16 floats), the moments, the statistics, and addresses. The
+// compiler uses all 255 (nvcc 13.0, sm_90a), so even a small change of the loop can make it spill. A spill does not
+// change results, but it costs time, because each thread reads the spilled word again and again (one word: 4% slower,
+// see measure_stage). After a change, run
+//   python .tests/machine_code.py HEAD --arch sm_90a sm_100
+// It prints every kernel whose machine code has changed, with the numbers before and after the change. For this kernel,
+// the line must end with "255 registers, 0 B local". "8 B local" would be a spill of two words per thread. If it
+// spills, hide a value from the compiler with opaque(), as measure_stage and gather_row do, or keep one pack less of
+// weight or bias in registers: that frees four registers, and needs 4 KB more of shared memory.
+//
+// ---- Safe changes ----
+//
+//   kPrefetchStages            Any number from 0 on is correct.
+//   kMinRows                   Any number from 1 on is correct; it only chooses between this kernel and the two-pass
+//                              kernels. has_grid_resident_kernel in .tests/cases.py must say the same.
+//   kStagesAhead, kWeightPacks, kBiasPacks
+//                              Any numbers with which the static_asserts below hold. Then look for spills.
+//   kBlockThreads, kPacksPerThread
+//                              Not without changing measure_stage and BlockContext::load, which are written for two
+//                              packs, and the register budget.
+//
+// To test a change: `python -m pytest --full .tests/test_values.py .tests/test_device.py -k grid_resident`. Run it with
+// emulated GPUs first, which report a hang as a deadlock (for example, if the ring is too short for rule 1); on a real
+// GPU the test itself would hang. They do not detect spills or missing fences, and they can miss a race: test_device.py
+// does not fail on them if row_stats has one entry instead of two (rule 5). If rows that should run here no longer do,
+// .tests/test_dispatch.py fails.
 
-struct Plan {
-  int blocks_per_row, groups;  // blocks_per_row 0: another room takes the call
-  int slice;                   // columns of a block; the last one of a group may have fewer
-  int ring, shared_bytes;      // ring: stages
+struct Config {
+  // Stages that a block applies between publishing a row and needing the row's statistics: the time that the exchange
+  // has. With more of them, fewer slots are left to load into (H200, 16 rows of 4194304: 4% slower with 2 stages than
+  // with 3, 3% slower with 4).
+  static constexpr int kStagesAhead = 3;
+  // Stages by which prefetches into L2 are ahead of loads into the ring (H200, 16 rows of 4194304: 1% slower with 4
+  // stages than with 3, 5% slower with 6).
+  static constexpr int kPrefetchStages = 3;
+  // Packs of weight and of bias per thread that are in registers. The rest of a slice's are in shared memory.
+  static constexpr int kWeightPacks = 31, kBiasPacks = 20;
+  // Rows per group, at least. With fewer, there are too few rows to load one while another is applied (H200, rows of
+  // 4194304: with one row this kernel is 10% slower than the two-pass kernels, and with three rows 1% slower. With 16
+  // rows, the two-pass kernels are 23% slower).
+  static constexpr int kMinRows = 4;
 };
 
-__host__ __device__ inline int stages_of(int packs) { return (packs + kStageSize - 1) / kStageSize; }
+// Few threads, so that each can have 255 registers: weight and bias need 204 of them.
+constexpr int kBlockThreads = 256, kWarps = kBlockThreads / 32;
+constexpr int V = 4;                // floats of a 16-byte pack
+constexpr int kPacksPerThread = 2;  // of a stage
+static_assert(kPacksPerThread == 2, "measure_stage and BlockContext::load are written for two packs.");
+static_assert(kWarps <= 32 && (kWarps & (kWarps - 1)) == 0, "combine_lanes needs a power of two up to 32.");
+static_assert(kBlockThreads > 32, "Thread 32 prefetches, see Fetch.");
+constexpr int kStagePacks = kPacksPerThread * kBlockThreads;
+constexpr int kStageColumns = kStagePacks * V, kStageBytes = 16 * kStagePacks;
+constexpr int kSliceStages = 16, kMaxRingStages = 28;  // stages of a slice and of the ring, at most
+static_assert(Config::kStagesAhead >= 0 && Config::kStagesAhead < kSliceStages, "See rule 3.");
+static_assert(Config::kPrefetchStages >= 0, "A prefetch must not be later than the load.");
+using FloatPack = Pack<float, V>;
+using ThreadStage = Vec<FloatPack, kPacksPerThread>;  // the packs of a stage that one thread handles
 
-// Packs of weight, or bias, of a slice that have no room in registers.
+// How a call is divided, chosen on the host.
+struct Plan {
+  int blocks_per_row;  // blocks of a group (gridDim.x); 0 if this kernel does not support the call
+  int groups;          // gridDim.y; group g handles rows g, g + groups, g + 2 * groups, ...
+  int slice;           // columns per block; the last block of a group may have fewer
+  int ring;            // stages of the ring
+  int shared_bytes;    // dynamic shared memory: the ring, then bias and weight that registers do not hold
+};
+
+// Stages of a slice of `packs` packs. The last one may be incomplete.
+__host__ __device__ inline int stages_of(int packs) { return (packs + kStagePacks - 1) / kStagePacks; }
+
+// Packs of weight (or bias) of a slice of `packs` packs that are kept in shared memory, if each thread keeps
+// `in_registers` of its packs in registers. Skipped places count as full stages, see rule 2.
 __host__ __device__ inline int shared_packs(int packs, int in_registers) {
-  return max(0, packs + (kStages - stages_of(packs)) * kStageSize - in_registers * kThreads);
+  return max(0, packs + (kSliceStages - stages_of(packs)) * kStagePacks - in_registers * kBlockThreads);
 }
 
 struct alignas(kLineBytes) Control {
-  uint64_t full[kRing], empty[kRing], measured;  // barriers
-  Moments moments[kWarps];
-  RowStats row_stats[2];  // of rows in turns
+  uint64_t full[kMaxRingStages];   // barriers of the slots: the stage in this slot has landed
+  uint64_t empty[kMaxRingStages];  // barriers of the slots: all warps have applied the stage in this slot
+  uint64_t measured;               // barrier: all warps have written their moments of a row
+  Moments moments[kWarps];         // of each warp's columns of the row that is measured
+  RowStats row_stats[2];           // of the row that is applied; consecutive rows of the group use them alternately
 };
+static_assert(int(sizeof(Control)) + (kSliceStages + Config::kStagesAhead + 2) * kStageBytes +
+                      16 * (2 * kSliceStages * kPacksPerThread - Config::kWeightPacks - Config::kBiasPacks) *
+                          kBlockThreads <=
+                  227 << 10,
+              "The longest slice, with a ring as in rule 1, must fit into the 227 KB of shared memory of a block. "
+              "Otherwise rows of 32768 columns per SM would not run in this kernel.");
+static_assert(Config::kWeightPacks <= kSliceStages * kPacksPerThread &&
+                  Config::kBiasPacks <= kSliceStages * kPacksPerThread,
+              "A thread has no more packs than these.");
 
-using Packed = Pack<float, V>;
-using StagePart = Vec<Packed, kStagePacks>;  // of a thread
-
-// A block's slice of its group's rows.
-struct Block {
+// The arguments of the kernel, a block's shared memory, and its slice.
+struct BlockContext {
   const Forward& call;
   const RowConstants& constants;
   const Plan& plan;
   unsigned char* ring;
   Control& control;
   uint64_t* mailboxes;
-  int rank = blockIdx.x, thread = threadIdx.x;
+  int rank = blockIdx.x, thread = threadIdx.x;  // rank: of the block in its group
   int first_col = rank * plan.slice, packs = columns_of_slice(call.cols, plan.slice, rank) / V;
-  int stages = stages_of(packs), last_packs = packs - (stages - 1) * kStageSize;
+  int stages = stages_of(packs), last_packs = packs - (stages - 1) * kStagePacks;  // last_packs: of the last stage
   uint64_t policy = l2_policy(constants.priority);
 
+  // Returns where a stage of the slice begins in input and output, in elements.
   __device__ int64_t offset(int row, int stage) const { return row * call.cols + first_col + stage * kStageColumns; }
-  __device__ StagePart load(int slot) const {
-    const auto* from = reinterpret_cast<const Packed*>(ring + slot * kStageBytes) + thread;
-    return {from[0], from[kThreads]};
+  // Reads this thread's packs of the stage in a slot of the ring.
+  __device__ ThreadStage load(int slot) const {
+    const auto* from = reinterpret_cast<const FloatPack*>(ring + slot * kStageBytes) + thread;
+    return {from[0], from[kBlockThreads]};
   }
 };
 
-// Brings stages: thread 0 to the ring, thread 32 to L2, kPrefetch stages earlier (warps in turns: 1.3 times slower).
+// Brings stage after stage on chip. Thread 0 copies stages to the ring, and thread 32 prefetches stages into L2,
+// kPrefetchStages earlier. Each of them counts rows and stages of its own. It is always thread 0 that copies. That
+// makes its warp the slowest of the block, so that the other warps have already emptied the slot when it waits for them
+// (H200, 16 rows of 4194304: 33% slower if the warps copy in turn).
 struct Fetch {
-  const Block& block;
+  const BlockContext& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
   int row = blockIdx.y, stage = 0;
 
+  // Copies the next stage to a slot as soon as that is empty, or prefetches it. Does nothing past the last row.
   __device__ void next(RingPosition slot) {
     if (row < block.call.rows) {
       const float* from = static_cast<const float*>(block.call.input) + block.offset(row, stage);
-      const int bytes = 16 * (stage == block.stages - 1 ? block.last_packs : kStageSize);
+      const int bytes = 16 * (stage == block.stages - 1 ? block.last_packs : kStagePacks);
       if (loads) {
-        barrier_wait(&block.control.empty[slot.index], slot.parity ^ 1);  // at once in the first round
+        barrier_wait(&block.control.empty[slot.index], slot.parity ^ 1);  // returns at once in the first round
         barrier_arrive_expecting(&block.control.full[slot.index], bytes);
         bulk_copy(block.ring + slot.index * kStageBytes, from, bytes, &block.control.full[slot.index], block.policy);
       } else {
@@ -4048,51 +6227,60 @@ struct Fetch {
     }
     if (++stage == block.stages) stage = 0, row += gridDim.y;
   }
+  // Copies the first stages, to all slots but the last. Advances the prefetches to the first stage that they bring.
   __device__ void begin() {
-    const int ring = block.plan.ring, first = ring + kPrefetch - 1;  // of those to L2
-    if (prefetches) row += first / block.stages * gridDim.y, stage = first % block.stages;
+    const int ring = block.plan.ring, first_prefetch = ring - 1 + Config::kPrefetchStages;
+    if (prefetches) row += first_prefetch / block.stages * gridDim.y, stage = first_prefetch % block.stages;
     for (int slot = 0; loads && slot < ring - 1; ++slot) next({slot});
   }
 };
 
-// weight or bias of a slice, whose stages take the last of kStages places, so that only the last can be incomplete.
+// The packs of weight or bias that one thread needs. Pack i belongs to place i / kPacksPerThread of the slice (see rule
+// 2). The first N packs are in registers, the others in shared memory.
 template <int N>
-struct Affine {
+struct SliceAffine {
   Vec<float, V> packs[N];
-  Packed* shared;
+  FloatPack* shared;  // this thread's first pack in shared memory
 
-  __device__ Affine(const Block& block, const void* tensor, float fallback, Packed* first) {
-    shared = first + block.thread;
-    UNROLL(i, kStages * kStagePacks) {
-      const int pack = i * kThreads - (kStages - block.stages) * kStageSize + block.thread;
+  // tensor: weight or bias of all columns, or null. from_shared: the slice's packs in shared memory.
+  __device__ SliceAffine(const BlockContext& block, const void* tensor, float fallback, FloatPack* from_shared) {
+    shared = from_shared + block.thread;
+    UNROLL(i, kSliceStages * kPacksPerThread) {
+      const int pack = i * kBlockThreads - (kSliceStages - block.stages) * kStagePacks + block.thread;
       if (pack < 0 || pack >= block.packs) continue;
       const auto values = load_affine<float, V>(tensor, true, block.first_col + pack * V, fallback);
       if (i < N) {
         packs[i < N ? i : 0] = values;
       } else {
-        shared[(i - N) * kThreads] = packed<float>(values);
+        shared[(i - N) * kBlockThreads] = packed<float>(values);
       }
     }
   }
+  // Returns pack i. If the slice does not have it (`exists` is false), shared memory is not read.
   __device__ Vec<float, V> at(int i, bool exists) const {
     if (i < N) return packs[i < N ? i : 0];
-    return exists ? widened(shared[(i - N) * kThreads]) : Vec<float, V>();
+    return exists ? widened(shared[(i - N) * kBlockThreads]) : Vec<float, V>();
   }
 };
 
-// Adds a stage to this thread's moments of a row.
-__device__ void measure_stage(Moments& moments, const StagePart& x, bool is_last, const Block& block) {
-  const int last_packs = opaque(block.last_packs);  // else one spilled word a thread: 0.179 ms -> 0.187
-  auto exists = [&](int i) { return !is_last || i * kThreads + block.thread < last_packs; };
+// ---- Statistics ----
+
+// Adds a stage to this thread's moments of a row. is_last: it is the last stage of the slice and may be incomplete.
+__device__ void measure_stage(Moments& moments, const ThreadStage& x, bool is_last, const BlockContext& block) {
+  // Without opaque(), each thread spills one word (H200, 16 rows of 4194304: 4% slower).
+  const int last_packs = opaque(block.last_packs);
+  auto exists = [&](int i) { return !is_last || i * kBlockThreads + block.thread < last_packs; };
   const float count = exists(1) ? 2 * V : exists(0) ? V : 0;
   const auto pack = [&](int i) { return widened(x[i]); };
   const float per_count = exists(1) ? 0.5f / V : 1.f / V;
-  const float2 stage = measure_packs<float, 1, kStagePacks>(pack, exists, count, per_count);
+  const float2 stage = measure_packs<float, 1, kPacksPerThread>(pack, exists, count, per_count);
   if (!is_last || count > 0) moments = combine(moments, {count, stage.x, stage.y});
 }
 
-// A row is measured: the last warp tells the group what this block has of it.
-__device__ void publish_row(Moments& moments, int row, int parity, const Block& block) {
+// Combines the moments of all threads after the last stage of a row, and publishes them to the group. Sets this
+// thread's moments to 0 for the next row. Only the last warp waits for the others. parity: of this row, which is 0 for
+// the group's first row, then 1, 0, ...
+__device__ void publish_row(Moments& moments, int row, int parity, const BlockContext& block) {
   const int warp = block.thread / 32, lane = block.thread % 32;
   Moments total = combine_lanes(moments, 32);
   moments = {};
@@ -4107,9 +6295,12 @@ __device__ void publish_row(Moments& moments, int row, int parity, const Block& 
   __syncwarp();
 }
 
-// The last warp makes statistics of what the group has published. Others may still read the row's before.
-__device__ void gather_row(int row, int parity, const Block& block) {
+// In the last warp: waits until all blocks of the group have published a row, and writes its statistics to
+// row_stats[parity]. The other warps return at once.
+__device__ void gather_row(int row, int parity, const BlockContext& block) {
   if (block.thread / 32 != kWarps - 1) return;
+  // This lane reads the mailboxes of blocks first_peer, first_peer + 32, ... opaque() keeps the compiler from computing
+  // `counts` once for all rows, which would need registers during the whole kernel.
   const int first_peer = opaque(block.thread % 32);
   float2 pairs[kPeers];
   float counts[kPeers];
@@ -4123,47 +6314,89 @@ __device__ void gather_row(int row, int parity, const Block& block) {
   if (block.rank == 0) save_statistics(block.call, row, total.x + total.y, rstd);
 }
 
-// `stage` is one of the kStages places.
-__device__ void apply_stage(float* output, const StagePart& x, int stage, const RowStats& row_stats,
-                            const Affine<kWeights>& weight, const Affine<kBiases>& bias, const Block& block) {
-  UNROLL(j, kStagePacks) {
-    const int i = stage * kStagePacks + j;
-    const bool exists = stage < kStages - 1 || j * kThreads + block.thread < block.last_packs;
+// ---- Output ----
+
+using Weight = SliceAffine<Config::kWeightPacks>;
+using Bias = SliceAffine<Config::kBiasPacks>;
+
+// Normalizes this thread's packs of a stage and writes them. place: of the stage, 0 to kSliceStages - 1, see rule 2.
+// output: where this thread's first pack of the stage belongs.
+__device__ void apply_stage(float* output, const ThreadStage& x, int place, const RowStats& row_stats,
+                            const Weight& weight, const Bias& bias, const BlockContext& block) {
+  UNROLL(j, kPacksPerThread) {
+    const int i = place * kPacksPerThread + j;
+    const bool exists = place < kSliceStages - 1 || j * kBlockThreads + block.thread < block.last_packs;
     const auto y = normalized<float>(widened(x[j]), row_stats) * weight.at(i, exists) + bias.at(i, exists);
-    if (exists) store<float, V, true>(output + j * kThreads * V, y);
+    if (exists) store<float, V, true>(output + j * kBlockThreads * V, y);
   }
 }
 
-template <typename T>  // float: as a template it is compiled only where it is launched
-__global__ void __launch_bounds__(kThreads, 1)
-    layer_norm_joint_rows(Forward call, RowConstants constants, Plan plan, uint64_t* mailboxes) {
-#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
-  extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ Control control;
-  const Block block = {call, constants, plan, ring, control, mailboxes};
-  const int rows = int(call.rows), groups = gridDim.y, skipped = kStages - block.stages;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < plan.ring; ++i) barrier_init(&control.full[i], 1);
-    for (int i = 0; i < plan.ring; ++i) barrier_init(&control.empty[i], kWarps);
-    barrier_init(&control.measured, kWarps);
+// ---- The kernel ----
+
+__device__ void init_barriers(const BlockContext& block) {
+  if (block.thread == 0) {
+    for (int i = 0; i < block.plan.ring; ++i) barrier_init(&block.control.full[i], 1);
+    for (int i = 0; i < block.plan.ring; ++i) barrier_init(&block.control.empty[i], kWarps);
+    barrier_init(&block.control.measured, kWarps);
     barriers_initialized();
   }
   __syncthreads();
+}
+
+// Measures the slice of the group's first row, publishes it, and measures the first kStagesAhead stages of the second
+// row. `moments`, 0 on entry, are then this thread's moments of the second row.
+__device__ void measure_first_row(Moments& moments, const BlockContext& block) {
+  const int rows = int(block.call.rows), groups = gridDim.y;
+  ROLLED(i, block.stages + Config::kStagesAhead) {
+    const bool is_last = i == block.stages - 1;
+    if (i >= block.stages && blockIdx.y + groups >= rows) break;  // there is no second row
+    barrier_wait(&block.control.full[i], 0);
+    measure_stage(moments, block.load(i), is_last, block);
+    if (is_last) publish_row(moments, blockIdx.y, 0, block);
+  }
+}
+
+// Applies the stage in `slot`, and measures the one that is a slice and kStagesAhead stages further on. That one
+// belongs to the group's next row or, in the last kStagesAhead places, to the row after it. If it is the last stage of
+// a row, publishes that row. place: as in apply_stage. parity: of `row`.
+__device__ void apply_and_measure(RingPosition slot, int row, int place, int parity, float* output, Moments& moments,
+                                  const RowStats& row_stats, const Weight& weight, const Bias& bias,
+                                  const BlockContext& block) {
+  const int rows = int(block.call.rows), groups = gridDim.y;
+  const int ahead = place + Config::kStagesAhead, next_row = row + groups;
+  // False past the group's last row.
+  const bool is_measured = row + (ahead < kSliceStages ? 1 : 2) * groups < rows;
+  const bool is_last = ahead % kSliceStages == kSliceStages - 1;
+  const RingPosition measuring = slot.after(block.stages + Config::kStagesAhead, block.plan.ring);
+  const ThreadStage x = block.load(slot.index);
+  if (is_measured) barrier_wait(&block.control.full[measuring.index], measuring.parity);
+  const ThreadStage x_ahead = block.load(measuring.index);
+  apply_stage(output, x, place, row_stats, weight, bias, block);
+  // Past the last row, these are the moments of whatever is in the ring. They are never published.
+  if (is_measured || !is_last) measure_stage(moments, x_ahead, is_last, block);
+  if (is_measured && is_last) publish_row(moments, next_row, parity ^ 1, block);
+}
+
+// Block (x, y) has slice x of the rows of group y. T is float. The kernel is a template so that it is only compiled
+// into a library that launches it.
+template <typename T>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    layer_norm_grid_resident_rows(Forward call, RowConstants constants, Plan plan, uint64_t* mailboxes) {
+  if constexpr (!kArch.has_large_shared) return __trap();  // never launched there: see choose_plan()
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Control control;
+  const BlockContext block = {call, constants, plan, ring, control, mailboxes};
+  const int rows = int(call.rows), groups = gridDim.y, skipped = kSliceStages - block.stages;
+  init_barriers(block);
 
   Fetch fetch = {block};
   fetch.begin();
   empty_mailboxes(mailboxes, rows);
-  Packed* affine = reinterpret_cast<Packed*>(ring + plan.ring * kStageBytes);
-  const Affine<kBiases> bias(block, call.bias, 0, affine);
-  const Affine<kWeights> weight(block, call.weight, 1, affine + shared_packs(block.packs, kBiases));
-  Moments moments = {};               // this thread's columns of the row that is measured
-  ROLLED(i, block.stages + kAhead) {  // of the group's first row, and the beginning of the second
-    const bool is_last = i == block.stages - 1;
-    if (i >= block.stages && blockIdx.y + groups >= rows) break;
-    barrier_wait(&control.full[i], 0);
-    measure_stage(moments, block.load(i), is_last, block);
-    if (is_last) publish_row(moments, blockIdx.y, 0, block);
-  }
+  FloatPack* affine = reinterpret_cast<FloatPack*>(ring + plan.ring * kStageBytes);
+  const Bias bias(block, call.bias, 0, affine);
+  const Weight weight(block, call.weight, 1, affine + shared_packs(block.packs, Config::kBiasPacks));
+  Moments moments = {};
+  measure_first_row(moments, block);
 
   RingPosition slot;
   int row = blockIdx.y;
@@ -4172,20 +6405,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     const RowStats row_stats = control.row_stats[parity];
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
-    UNROLL(stage, kStages) {
-      if (stage >= skipped) {
-        // Into the slot before this one, which all warps have applied, or are about to.
+    UNROLL(place, kSliceStages) {
+      if (place >= skipped) {
+        // Loads into the slot before this one, whose stage was applied in the iteration before.
         if (fetch.loads || fetch.prefetches) fetch.next(slot.after(plan.ring - 1, plan.ring));
-        const int ahead = stage + kAhead;
-        const bool measures = row + (ahead < kStages ? 1 : 2) * groups < rows;
-        const bool measures_last = ahead % kStages == kStages - 1;
-        const RingPosition measuring = slot.after(block.stages + kAhead, plan.ring);
-        const StagePart x = block.load(slot.index);
-        if (measures) barrier_wait(&control.full[measuring.index], measuring.parity);
-        const StagePart x_ahead = block.load(measuring.index);
-        apply_stage(output, x, stage, row_stats, weight, bias, block);
-        if (measures || !measures_last) measure_stage(moments, x_ahead, measures_last, block);
-        if (measures && measures_last) publish_row(moments, row + groups, parity ^ 1, block);
+        apply_and_measure(slot, row, place, parity, output, moments, row_stats, weight, bias, block);
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(&control.empty[slot.index]);
         slot.advance(plan.ring);
@@ -4193,382 +6417,382 @@ __global__ void __launch_bounds__(kThreads, 1)
       output += kStageColumns;
     }
   }
-#else
-  __trap();  // plan() keeps calls away from such code
-#endif
 }
 
-// As many groups as can each hold a row, with all blocks in them.
-Plan plan(const Forward& call, const Device& device) {
-  const int64_t least_group = ceil_div(call.cols / V, kStages * kStageSize);
-  const int64_t groups = std::min(call.rows, device.sms / least_group);
-  if (device.code < 90 || device.code >= 120 || groups == 0 || call.rows < kLeastRows * groups) return {};
-  const int64_t most_blocks = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
-  const int slice = ceil_div(ceil_div(call.cols, most_blocks), 32) * 32;  // slices start on lines where rows do
+// ---- Host side ----
+
+// Chooses as many groups as possible such that each can hold a row, and then as many blocks per group as there are SMs
+// for. Returns a plan with blocks_per_row = 0 if this kernel does not support the call.
+Plan choose_plan(const Forward& call, const Device& device) {
+  const int64_t min_blocks = ceil_div(call.cols / V, kSliceStages * kStagePacks);  // that can hold a row
+  const int64_t groups = std::min(call.rows, device.sms / min_blocks);
+  if (!device.arch.has_large_shared || groups == 0 || call.rows < Config::kMinRows * groups) return {};
+  const int64_t max_blocks = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
+  // A multiple of 32 columns: slices start on cache lines if rows do.
+  const int slice = ceil_div(ceil_div(call.cols, max_blocks), 32) * 32;
   Plan p = {int(ceil_div(call.cols, slice)), int(groups), slice};
+  // Checks the slices of the first and of the last block: only the last one may be shorter. The shorter slice can need
+  // more packs in shared memory, if its last stage is fuller (rule 2).
   int affine_packs = 0;
   for (const int rank : {0, p.blocks_per_row - 1}) {
     const int packs = columns_of_slice(call.cols, slice, rank) / V, stages = stages_of(packs);
-    if (stages <= kAhead || stages > kStages) return {};
-    affine_packs = std::max(affine_packs, shared_packs(packs, kBiases) + shared_packs(packs, kWeights));
+    if (stages <= Config::kStagesAhead || stages > kSliceStages) return {};  // rules 3 and 2
+    affine_packs =
+        std::max(affine_packs, shared_packs(packs, Config::kBiasPacks) + shared_packs(packs, Config::kWeightPacks));
   }
-  p.ring = std::min(kRing, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
+  p.ring = std::min(kMaxRingStages, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
   p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
-  return p.blocks_per_row > 1 && p.ring >= stages_of(slice / V) + kAhead + 2 ? p : Plan();
+  // Rule 1: slots for a slice, for kStagesAhead measured stages, for one that lands and for one that is loaded.
+  return p.blocks_per_row > 1 && p.ring >= stages_of(slice / V) + Config::kStagesAhead + 2 ? p : Plan();
 }
 
 template <typename T>
-cudaError_t launch(const Forward& call, const Plan& p, const Context& context) {
-  const Launch launch = {dim3(p.blocks_per_row, p.groups), kThreads, kCooperative, p.shared_bytes};
+cudaError_t launch(const Forward& call, const Plan& p, const LaunchContext& context) {
+  const Launch launch = {dim3(p.blocks_per_row, p.groups), kBlockThreads, kCooperative, p.shared_bytes};
   auto* mailboxes = static_cast<uint64_t*>(context.allocate(8 * call.rows * mailboxes_per_row(p.blocks_per_row)));
-  return launch_kernel(layer_norm_joint_rows<T>, launch, context, call, row_constants(call, context.device), p,
+  return launch_kernel(layer_norm_grid_resident_rows<T>, launch, context, call, row_constants(call, context.device), p,
                        mailboxes);
 }
 
-}  // namespace joint
-"""
-
-_SPREAD = r"""
-namespace spread {
-
-// ---- Rows spread over the GPU, forward and backward ----
-// Takes every row that no other room takes, on every GPU. A first kernel reads input and measures each piece of a row
-// (of what a block loads at once every `pieces`-th); a second combines a row's pieces; a third goes down the rows with
-// weight and bias of its columns in registers: read for each row they would cost as much as it. Input is read twice.
-// Example: 16 bf16 rows of 4194304 on 132 SMs. 33 blocks measure a row, 8192 columns at once; one more makes its
-// statistics; 2048 blocks normalize 2048 columns each, of all rows.
-
-constexpr int kThreads = 256;                     // of the first two kernels
-constexpr int kMeasuringBlocks = 4;               // of the first kernel, on an SM at once: a second wave would cost 1%
-constexpr int kUnalignedBlocks = 2 * kRowBlocks;  // the same, forward: loads of single elements leave registers
-constexpr int64_t kLeastPiece = 8192;             // columns: in shorter pieces a block's fixed cost shows
-constexpr int kTileColumns = 2048;                // of the third kernel's blocks: one 16-byte load a thread
-constexpr int64_t kBlocksPerSm = 8;               // of the third kernel: blocks share rows to have so many
-
-// A thread's columns of those that a block loads at once: a pack of V or, where V = 1, four; none if first >= cols.
-template <typename T, int V, int THREADS = kTileColumns / std::max(V, 4)>
-struct Columns {
-  static constexpr int kThreads = THREADS, kPacks = std::max(1, 4 / V), kStep = kPacks * V * THREADS;
-  using Numbers = Vec<float, kPacks * V>;
-  int64_t first, cols;
-
-  __device__ Columns(int64_t step, int64_t cols) : first(step * kStep + threadIdx.x * V), cols(cols) {}
-  __device__ int64_t at(int i) const { return first + i * V * THREADS; }
-  __device__ bool has(int i) const { return i == 0 || at(i) < cols; }
-  static __device__ Vec<float, V>& pack(Numbers& x, int i) { return reinterpret_cast<Vec<float, V>&>(x[i * V]); }
-  template <typename F>
-  __device__ Numbers load_packs(F load_pack) const {  // load_pack(column)
-    Numbers x = {};
-    UNROLL(i, kPacks) {
-      if (has(i)) pack(x, i) = load_pack(at(i));
-    }
-    return x;
-  }
-  __device__ Numbers load_row(const void* tensor, int64_t row) const {
-    const T* from = static_cast<const T*>(tensor) + row * cols;
-    return load_packs([&](int64_t col) { return widened(load<T, V>(from + col)); });
-  }
-  __device__ Numbers load_parameter(const LayerNormCall& call, const void* affine, float fallback) const {
-    return load_packs([&](int64_t col) { return load_affine<T, V>(affine, call.affine_float32, col, fallback); });
-  }
-  // grad_output, or what the epilogue's derivative makes of it.
-  __device__ Numbers load_gradient(const Backward& call, int64_t row, const Numbers& xhat,
-                                   const Numbers& weight) const {
-    const Numbers grad = load_row(call.grad_output, row);
-    if constexpr (!kFused) return grad;
-    auto pack = packed<T>(grad);
-    apply_derivative<T>(pack, xhat, weight, load_parameter(call, call.bias, 0), call);
-    return widened(pack);
-  }
-  __device__ void store_row(void* tensor, int64_t row, Numbers x) const {
-    T* to = static_cast<T*>(tensor) + row * cols;
-    UNROLL(i, kPacks) {
-      if (has(i)) store<T, V, true>(to + at(i), pack(x, i));
-    }
-  }
-};
-
-// ---- Spread: first kernel ----
-
-// Combines a block's parts; the first thread's is empty only if all are.
-template <typename Part>
-__device__ Part combine_block(Part part) {
-  constexpr int kWarps = kThreads / 32;
-  __shared__ Part of_warps[kWarps];
-  part = combine_lanes(part, 32);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = part;
-  __syncthreads();
-  return combine_lanes(of_warps[threadIdx.x % kWarps], kWarps);
-}
-
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, V == 1 ? kUnalignedBlocks : kMeasuringBlocks)
-    measure_pieces(Forward call, int pieces, Moments* moments_of_pieces, RowStats* row_stats) {
-  let_next_start();
-  constexpr int kPacks = V == 1 ? 8 : 4;
-  const int64_t row = blockIdx.x % call.rows, cols = call.cols, step = kPacks * V * kThreads;
-  const int piece = blockIdx.x / call.rows;
-  const T* input = static_cast<const T*>(call.input) + row * cols;
-  auto sampled = [&](int i) { return widen(input[sampled_column(cols, i)]); };
-  const float reference = sizeof(T) == 2 ? 0 : reference_of(sampled(0), sampled(1), sampled(2));
-  if (piece == 0 && threadIdx.x == 0) row_stats[row].mean = reference;  // until finish()
-  Moments moments = {};
-  for (int64_t first = piece * step + threadIdx.x * V; first < cols; first += pieces * step) {
-    Pack<T, V> packs[kPacks];
-    int count = 0;
-    UNROLL(i, kPacks) {
-      const int64_t col = first + i * V * kThreads;
-      if (i == 0 || col < cols) packs[i] = load<T, V>(input + col), count += V;
-    }
-    const auto x = [&](int i) { return widened(packs[i]) - reference; };
-    const auto has = [&](int i) { return i * V < count; };
-    const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(count));
-    moments = combine(moments, {float(count), part.x, part.y});
-  }
-  moments = combine_block(moments);
-  if (threadIdx.x == 0) moments_of_pieces[row * pieces + piece] = moments;
-}
-
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kMeasuringBlocks)
-    measure_pieces(Backward call, int pieces, Sums* sums_of_pieces, Sums*) {
-  let_next_start();
-  const int64_t row = blockIdx.x % call.rows;
-  const int piece = blockIdx.x / call.rows;
-  const float mean = call.mean[row], rstd = call.rstd[row];
-  Sums sums = {};
-  Columns<T, V, kThreads> columns(piece, call.cols);
-  for (; columns.first < call.cols; columns.first += pieces * columns.kStep) {
-    const auto weight = columns.load_parameter(call, call.weight, 1);
-    const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
-    const auto wdy = product(weight, columns.load_gradient(call, row, xhat, weight));
-    Sums here = {};  // short sums first: thousands of terms one by one would lose digits
-    UNROLL(v, wdy.kSize) {
-      if (columns.has(v / V)) here.wdy += wdy[v], here.wdy_xhat += wdy[v] * xhat[v];
-    }
-    sums = combine(sums, here);
-  }
-  sums = combine_block(sums);
-  if (threadIdx.x == 0) sums_of_pieces[row * pieces + piece] = sums;
-}
-
-// ---- Spread: second kernel ----
-
-__device__ inline void finish(const Forward& call, int64_t row, const Moments& moments, RowStats& stats) {
-  const float reference = stats.mean, rstd = inverse_root(moments.m2 / float(call.cols) + float(call.eps));
-  stats = row_stats_of(reference, moments.mean, rstd);
-  save_statistics(call, row, reference + moments.mean, rstd);
-}
-__device__ inline void finish(const Backward& call, int64_t, const Sums& sums, Sums& means) {
-  means = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
-}
-
-template <typename Call, typename Part, typename ForRow>
-__global__ void __launch_bounds__(kThreads) finish_rows(Call call, int pieces, const Part* parts, ForRow* for_rows) {
-  let_next_start();
-  wait_for_previous();
-  const int64_t row = blockIdx.x;
-  Part part = {};
-  for (int i = threadIdx.x; i < pieces; i += kThreads) part = combine(part, parts[row * pieces + i]);
-  part = combine_block(part);
-  if (threadIdx.x == 0) finish(call, row, part, for_rows[row]);
-}
-
-// ---- Spread: third kernel ----
-
-template <typename T, int V>
-__global__ void __launch_bounds__(512)
-    normalize_columns(Forward call, const RowStats* row_stats, int64_t rows_per_block) {
-  const Columns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);  // from the last back, which L2 still holds
-  if (columns.first >= call.cols) return;
-  const auto weight = columns.load_parameter(call, call.weight, 1), bias = columns.load_parameter(call, call.bias, 0);
-  wait_for_previous();
-  const int64_t first_row = blockIdx.y * rows_per_block;
-  ROLLED(r, min(rows_per_block, call.rows - first_row)) {  // unrolled, fewer blocks fit an SM
-    const int64_t row = first_row + r;
-    const RowStats stats = row_stats[row];
-    auto y = normalized<T>(columns.load_row(call.input, row), stats) * weight + bias;
-    apply_epilogue<T>(y, opaque_activation<kFused>(Epilogue{call.activation, float(call.scale)}));
-    columns.store_row(call.output, row, y);
-  }
-}
-
-// The bounds let a third block of 512 threads fit an SM (of 256: a fourth); with an activation a third would spill.
-template <typename T, int V>
-__global__ void __launch_bounds__(Columns<T, V>::kThreads, V == 8 ? 4 : kRowBlocks - kFused)
-    backward_columns(Backward call, const Sums* row_means, int64_t rows_per_block, float* partials) {
-  const Columns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);  // from the last back, which L2 still holds
-  if (columns.first >= call.cols) return;
-  wait_for_previous();  // also for weight: where grad_input is not wanted, its writer may be the previous kernel
-  const auto weight = columns.load_parameter(call, call.weight, 1);
-  const int64_t first_row = blockIdx.y * rows_per_block;
-  const int rows_here = min(rows_per_block, call.rows - first_row);  // 0 or less: this block's sums are 0
-  int r = 0;
-  do {
-    typename Columns<T, V>::Numbers grad_weight = {}, grad_bias = {};
-    const bool is_first = r == 0;
-#pragma unroll 1
-    for (const int end = min(r + kRowsPerSum, rows_here); r < end; ++r) {
-      const int64_t row = first_row + r;
-      const float mean = call.mean[row], rstd = call.rstd[row];
-      const Sums means = call.grad_input != nullptr ? row_means[row] : Sums{};
-      const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
-      const auto grad = columns.load_gradient(call, row, xhat, weight);
-      const auto dx = (product(weight, grad) - means.wdy - xhat * means.wdy_xhat) * rstd;
-      grad_weight = grad_weight + grad * xhat, grad_bias = grad_bias + grad;
-      if (call.grad_input != nullptr) columns.store_row(call.grad_input, row, dx);
-    }
-    UNROLL(i, columns.kPacks) {
-      if (!columns.has(i)) continue;
-      add_gradients<T>(call, partials, columns.at(i), columns.pack(grad_weight, i), columns.pack(grad_bias, i),
-                       is_first);
-    }
-  } while (r < rows_here);
-}
-
-// ---- Spread: host side ----
-
-template <typename T, int V, typename Call>
-cudaError_t launch(const Call& call, const Context& context) {
-  constexpr bool kForward = std::is_same_v<Call, Forward>;
-  using Part = std::conditional_t<kForward, Moments, Sums>;
-  using ForRow = std::conditional_t<kForward, RowStats, Sums>;
-  const int64_t rows = call.rows, cols = call.cols, places = kMeasuringBlocks * context.device.sms;
-  const int64_t waves = ceil_div(8 * rows, places);  // whole ones, for 8 pieces a row: at most 1/9 idle
-  const int pieces = std::min(ceil_div(cols, kLeastPiece), std::max<int64_t>(1, waves * places / rows));
-  const int64_t tiles = ceil_div(cols, kTileColumns);
-  const int64_t wanted = std::min(rows, kBlocksPerSm * context.device.sms / tiles);
-  const int64_t row_blocks = std::max<int64_t>({1, wanted, rows / kRowsPerSum});
-  const int64_t rows_per_block = ceil_div(rows, row_blocks);
-  // With a single sum per column, that is the gradient.
-  const int64_t partial_rows = kForward || (row_blocks == 1 && rows <= kRowsPerSum) ? 0 : row_blocks;
-  const int64_t sums_of_columns = 2 * partial_rows * cols;
-  auto* partials = static_cast<float*>(
-      context.allocate(sums_of_columns * sizeof(float) + rows * (sizeof(ForRow) + pieces * sizeof(Part))));
-  auto* for_rows = reinterpret_cast<ForRow*>(partials + sums_of_columns);
-  auto* parts = reinterpret_cast<Part*>(for_rows + rows);
-  bool is_measured = true;
-  if constexpr (!kForward) is_measured = call.grad_input != nullptr;
-  if (is_measured) {
-    measure_pieces<T, V><<<rows * pieces, kThreads, 0, context.stream>>>(call, pieces, parts, for_rows);
-    launch_kernel(finish_rows<Call, Part, ForRow>, {rows, kThreads, kProgrammatic}, context, call, pieces, parts,
-                  for_rows);
-  }
-  const Launch by_columns = {dim3(tiles, row_blocks), Columns<T, V>::kThreads, kProgrammatic};
-  if constexpr (kForward) {
-    launch_kernel(normalize_columns<T, V>, by_columns, context, call, for_rows, rows_per_block);
-  } else {
-    launch_kernel(backward_columns<T, V>, by_columns, context, call, for_rows, rows_per_block,
-                  partial_rows > 0 ? partials : nullptr);
-    launch_sum_partials(call, partials, partial_rows, context);
-  }
-  return cudaGetLastError();  // that of any of these launches
-}
-
-}  // namespace spread
+}  // namespace grid_resident
 """
 
 _CONVOLUTION = r"""
-#ifdef LAYERNORM_WITH_EPILOGUE
+// ==== Convolution: ConvTranspose3d, LayerNorm, GELU and scaling in one kernel ====
+// Uses: architectures, elements, memory, statistics, launch, epilogue, asynchronous copies.
+
+#ifdef LAYERNORM_HAS_EPILOGUE
 namespace convolution {
 
-// ---- Convolution: ConvTranspose3d, then LayerNorm, GELU and scaling (sm_80 and up) ----
-// With kernel 4, stride 2 and padding 1, output 2 q + p of a dimension is, over taps t = 0 and 1, the sum of input q +
-// p - t times weight 1 - p + 2 t: output 5 reads inputs 3 and 2, with weights 0 and 2. So outputs of one parity p in
-// each dimension are a dense convolution, and one line of them, all columns of 64 channels, is a product of matrices:
-// channels x (taps, input channels) x columns. A block keeps the weights of one parity of depth and of height on chip.
-// Its two groups of four warps take four lines a round, two apart in height, and in the next round those at the next
-// depth: one of the two depths that they read is there already. Four lanes hold a row of LayerNorm, 64 columns of one
-// channel, in registers. T is of 16 bits or float; float is rounded to TF32 or, if SPLIT, keeps its digits.
+// The introduction has seven parts. Each goes deeper than the one before, and you can stop after any of them: 1 what
+// the kernel computes, 2 how the work is divided, 3 why it is fast, 4 how a block works over time, 5 where elements
+// lie, 6 an example that follows one product, 7 what can be changed.
+//
+// ---- 1. What the kernel computes ----
+//
+// Supported shapes: input (batch, 32, depth, height, 32), kernel 4, stride 2, padding 1 and 64 output channels. The
+// output is (batch, 64, 2 depth, 2 height, 64). LayerNorm normalizes its last dimension, the 64 columns of the width.
+// GELU and a multiplication by `scale` follow. In backward, the kernel runs once more, and then writes the distances
+// from the mean and rstd instead, because forward saves only its input. All tensors are float16, bfloat16 or float32;
+// weight and bias of LayerNorm may be float32 beside 16-bit tensors. d, h and w stand for depth, height and width.
+//
+// The transposed convolution becomes matrix products. Consider one dimension. With stride 2, padding 1 and kernel 4,
+// input i adds to output o = 2 i - 1 + k through weight k (k = 0 to 3). Write an output position as o = 2 q + p, where
+// p = 0 or 1 is its parity. Two weights reach it, and each of them is called a tap, t = 0 or 1:
+//
+//   weight k = 1 - p + 2 t multiplies input i = q + p - t. Inputs outside the tensor are 0.
+//
+//   output          tap 0                    tap 1
+//   2 q      (p=0)  input q,     weight 1    input q - 1, weight 3
+//   2 q + 1  (p=1)  input q + 1, weight 0    input q,     weight 2
+//
+// Example: output 5 (q = 2, p = 1) is input 3 times weight 0 plus input 2 times weight 2. In three dimensions an output
+// has 2 x 2 x 2 taps. All outputs with the same parities of d, h and w use the same weights. So for each of the eight
+// combinations of parities, the convolution is a matrix product C = A B:
+//
+//   A   weights   64 output channels x (8 taps x 32 input channels)
+//   B   input     (8 taps x 32 input channels) x positions q; each tap shifts the input by p - t in each dimension
+//   C   output    64 output channels x positions q
+//
+// ---- 2. How the work is divided ----
+//
+//   part      what it is                                                               how many
+//   line      all channels and columns at one (batch, depth, height)                   input 32 x 32, output 64 x 64
+//   row       one channel of an output line: what LayerNorm normalizes                 64 rows of 64 columns per line
+//   block     computes outputs with one parity of d and one of h, and both parities    one per SM, rounded down to a
+//             of w; keeps their weights on chip: 64 KB (16 bits) or 128 KB (float32)   multiple of 4
+//   group     four warps of a block that compute together, 128 threads                 2 per block
+//   strip     four neighbouring output lines of a block's parity (their q of h are     height / 4 per sample,
+//             4 j to 4 j + 3), at all depths                                           rounded up
+//   round     what a group computes at once: a strip at one q of d                     depth per strip
+//   product   C = A B for one parity of w: 64 output channels x 256 (taps and input    2 per round
+//             channels) x 128 positions (4 lines x 32 columns)
+//   step      the part of both products for one tap of d, one tap of h and one chunk   8 (16 bits) or 16 (float32)
+//             of 16 (16 bits) or 8 (float32) input channels                            per round
+//   fragment  the part of A for one step, one parity of w and one tap of w:            4 per step
+//             64 output channels x a chunk
+//
+// Steps are numbered (2 * (tap of d) + (tap of h)) * kChunks + chunk. Layout::tap_d, tap_h and chunk return the three
+// parts of a step's number.
+//
+// The rounds of one parity are numbered strip by strip, and by depth within a strip. Each block computes a contiguous
+// range of them: group 0 the first half, group 1 the second. So a group usually goes from one depth to the next. The
+// round at q = d needs input at the depths d + p (tap 0) and d + p - 1 (tap 1). The second of these was tap 0 of the
+// round before, so only one depth must be loaded per round. The first round of a group, and each round with d = 0,
+// loads both. The four blocks 4 k to 4 k + 3 compute the same rounds, for the four parities of (d, h). So they read the
+// same input, give or take one depth and height, at about the same time, and most of it comes from L2.
+//
+// There are two versions. Code for sm_90a uses wgmma, Hopper's asynchronous matrix products, and has four additional
+// warps that load input (Layout::kAsync). All other code, and float32 without TF32 (SPLIT), uses mma.sync, and each
+// group loads its own input.
+//
+// ---- 3. Why it is fast ----
+//
+// Four lanes of a warp together hold all 64 columns of a row in the registers to which the products are added.
+// LayerNorm therefore needs two shuffles per sum and no memory, and neither the convolution's output nor LayerNorm's is
+// written. Weights are read from global memory once per block. While one group multiplies, the other one normalizes and
+// writes, so tensor cores and memory work at the same time.
+//
+// All measurements are of problem 34, which has input (32, 32, 16, 32, 32) and needs 137 GFLOP (2 x 268 million outputs
+// x 256 products). They are of forward. The first one is that of README; each of the others compares two versions that
+// differ only in the point named:
+//
+//   this kernel, TF32, H200                                 0.598 ms; eager PyTorch 9.29 ms, torch.compile 1.85 ms
+//   the mma.sync version instead of wgmma, TF32, H200       53% slower
+//   wgmma, but groups load their own input, TF32, H200      5% slower
+//   scale applied only where a line exists, 16 bits, H100   9% slower, see write_rows
+//
+// ---- 4. How a block works over time ----
+//
+// With wgmma. A and B are the rounds of groups 0 and 1. Time runs from left to right. A group multiplies (mult), and
+// then normalizes, applies GELU and scale, and writes (write):
+//
+//   loading warps   load A0   load B0   load A1    load B1    load A2    load B2
+//   group 0                   mult A0   write A0   mult A1    write A1   mult A2
+//   group 1                             mult B0    write B0   mult B1    write B1
+//
+//   barrier            who arrives                            who waits
+//   kFull + g          loading warps, after a load            group g, before it multiplies
+//   kEmpty + g         group g, after multiplying             loading warps, before they load for group g again
+//   kMayMultiply + g   the other group, after multiplying     group g, before it multiplies
+//
+// Each wait needs an arrival of the other side, or the block hangs. This holds because group 0 has as many rounds as
+// group 1, or one more. The first load for a group does not wait at kEmpty, and the group does not arrive there after
+// its last round. Group 0 does not wait at kMayMultiply before its first round, and no group arrives there if the other
+// one has no round left, so that every arrival has its wait.
+//
+// With mma.sync, the groups do not wait for each other. A group starts the copies of its next round after multiplying,
+// and they arrive while it normalizes and writes. Only its own 128 threads meet at kFull + g (the input of a round is
+// ready) and at kEmpty + g (all warps have multiplied).
+//
+// ---- 5. Where elements lie ----
+//
+// Shared memory. A fragment has 2 KB. A slab is the input of a round at one depth. A group has two slabs. The input for
+// tap t of d in its round number `index` is in slab (index + t) % 2, so the slab of tap 0 becomes that of tap 1:
+//
+//   fragments | LayerNorm's weight, bias | slab 0, slab 1 of group 0 | slab 0, slab 1 of group 1
+//
+//                                  wgmma, 16 bits   wgmma, TF32   mma.sync, 16 bits   mma.sync, float32
+//   fragments (in shared memory)   32 (32)          64 (63)       32 (32)             64 (64)
+//   units, bytes of a slab         804, 12864       1608, 25728   684, 10944          1368, 21888
+//   bytes of shared memory         117504           232448        109824              219136
+//
+// Input in a slab. The smallest part is a unit: 16 bytes with neighbouring input channels of one position, 8 channels
+// in 16 bits and 4 in float32. A plane holds the same channels of all positions; two planes are a chunk. A plane has 5
+// lines: tap t of h reads slab line (output line + 1 - t). The units of one line of a plane ("-" is zero) are:
+//
+//   mma.sync  unit    0   1 ... 32  33
+//             column  -   0 ... 31   -
+//   wgmma     unit    0   1 ... 8  9  |  10  11 ... 18  19  |  20  21 ... 28  29  |  30  31 ... 38  39
+//             column  -   0 ... 7  8  |   7   8 ... 15  16  |  15  16 ... 23  24  |  23  24 ... 31   -
+//
+// A product reads sets of eight neighbouring columns, shifted by p - t of w: by -1, 0 or 1. For wgmma, the columns of a
+// set must be consecutive units, and the distance from set to set must be constant over all 16 sets of a round (4 lines
+// x 4 sets). So each set has copies of its two neighbours, and a line has 40 units. Layout::unit_at computes a
+// position.
+//
+// Weights in a fragment. Fragment 4 * step + 2 * (parity of w) + (tap of w) of a block has 128 units:
+//
+//   wgmma     unit    0 ... 63                                     |  64 ... 127
+//             holds   plane 0 of the chunk, output channels 0-63   |  plane 1, output channels 0-63
+//   mma.sync  unit    0 ... 31                       |  32 ... 63               |  64 ... 95      |  96 ... 127
+//             holds   output channels 0-15 for       |  output channels 16-31   |  32-47          |  48-63
+//                     lanes 0-31: the lane's four registers of the instruction
+//
+// Sums in registers. A tile is 16 output channels of one line, and a warp has 4 tiles: with wgmma the same 16 channels
+// in all four lines, with mma.sync 32 channels in two lines. In a tile, lanes 4 l to 4 l + 3 share two rows: channel l,
+// the threads' even row, and channel l + 8, their odd row. So a thread has a quarter of 8 rows. An instruction gives
+// lane 4 l + j the positions 2 j and 2 j + 1 of each set of eight. With both parities of w, these are four neighbouring
+// output columns, 16 bytes of float32:
+//
+//   column    0-3   4-7   8-11   12-15  |  16-19   20-23   24-27   28-31  |  32-35 ...
+//   lane % 4   0     1     2       3    |    0       1       2       3    |    0   ...
+//   number    0-3   0-3   0-3     0-3   |   4-7     4-7     4-7     4-7   |   8-11 ...   of the thread's 16 of the row
+//
+// ---- 6. Example: one product of problem 34 in TF32, on 132 SMs with wgmma ----
+//
+// There are 132 blocks, 33 per parity of (d, h). Each parity has 32 samples x 8 strips x 16 depths = 4096 rounds. The
+// example follows the output at (batch 0, channel 21, depth 9, height 27, column 37), and one of its 256 products: tap
+// 0 in each dimension, input channel 13. Numbers are counted from 0.
+//
+//   The output, and who computes it
+//     q, p of depth              9 = 2 * 4 + 1              q = 4,  p = 1
+//     q, p of height            27 = 2 * 13 + 1             q = 13, p = 1
+//     q, p of column            37 = 2 * 18 + 1             q = 18, p = 1
+//     strip, line in the strip  13 / 4, 13 % 4            = 3, 1
+//     round                     strip * 16 + q of depth   = 3 * 16 + 4 = 52
+//     block                     4 * 0 + 2 * 1 + 1         = 3     it has rounds 0 to 123
+//     group                     52 < 124 / 2              = 0     so `index`, counted in the group, is also 52
+//   The input
+//     depth, height, column     q + p - t                 = 4 + 1, 13 + 1, 18 + 1 = 5, 14, 19
+//     slab                      (index + t) % 2           = (52 + 0) % 2 = 0
+//     line of the slab          line + 1 - t              = 1 + 1 - 0 = 2
+//     plane, element of unit    13 / 4, 13 % 4            = 3, 1
+//     unit of the slab          plane * 201 + line * 40 + column / 8 * 10 + column % 8 + 1
+//                                                         = 603 + 80 + 20 + 3 + 1 = 707
+//   The weight
+//     d, h and w                1 - p + 2 t               = 0, 0, 0
+//     chunk, plane in chunk     3 / 2, 3 % 2              = 1, 1
+//     step                      (2 * 0 + 0) * 4 + chunk   = 1
+//     fragment                  4 * step + 2 * 1 + 0      = 6
+//     unit of the fragment      64 * plane + channel      = 64 * 1 + 21 = 85     element 1, as in the input
+//   The sum
+//     set, position in the set  18 / 8, 18 % 8            = 2, 2
+//     warp of the group         21 / 16                   = 1     each has 16 channels
+//     lane                      4 * (21 % 8) + 2 / 2      = 21
+//     tile                      line                      = 1     with wgmma
+//     row of the thread         2 * tile + 0              = 2     channel 21 % 16 = 5 < 8 is in the tile's even row
+//     register                  16 * tile + 4 * set + 2 % 2 = 24   in data[p of column] = data[1]
+//     number in the row         37 / 16 * 4 + 37 % 4      = 9     column 16 * (9 / 4) + 4 * (21 % 4) + 9 % 4 = 37
+//
+// ---- 7. Safe changes ----
+//
+//   GELU and scale          To any function of one element, in the second half of write_rows. Backward and
+//                           composed_convolution (both in the binding) and the last line of
+//                           ConvTranspose3dLayerNormGELUScaling.forward (Python) must compute the same function;
+//                           otherwise test_conv_values fails.
+//   kComputeRegisters,      To numbers with which the static_asserts below hold. Afterwards run .tests/machine_code.py:
+//   kLoadRegisters          every kernel must have 0 B of local memory.
+//   Number of blocks        To any multiple of 4 (`blocks` in launch).
+//   Order of taps, rounding The results stay accurate, but are no longer close enough to PyTorch's:
+//                           test_conv_rounds_like_pytorch fails (it needs a Hopper GPU).
+//   Layout                  unit_at and input_at must fit the writes in fetch and transpose, and the order in
+//                           arrange_weights must fit the reads in multiply and multiply_async. test_conv_values fails
+//                           otherwise, also on emulated GPUs. These do not check instructions and fences, so test on
+//                           a Hopper GPU, too.
+//   Barriers, slabs         On emulated GPUs, test_conv_blocks_that_compute_many_lines finds missing waits and arrivals
+//                           (wrong results, or a deadlock). It does not find a superfluous arrival at the end.
+//   Sizes                   Not by changing a constant: the instructions need groups of 128 threads, 64 output channels
+//                           and 128 positions, and loading warps split 32 channels x 32 columns. static_asserts say so.
+//
+// All these tests need `python -m pytest --full .tests/test_convolution.py`.
+
+// ---- Sizes and layout ----
 
 constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
-constexpr int kLines = 4;                                                           // of a round
-constexpr int kGroups = 2, kGroupThreads = 128;                                     // of a block
-constexpr int kTileChannels = 16;                                                   // a tile has them of one line
-constexpr int kTiles = kLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // of a warp
-constexpr int kRows = 2 * kTiles;                                                   // of a lane: a quarter of each
-constexpr int kFragment = 2 * kOutChannels;  // units: a product's weights for one tap of w
+constexpr int kRoundLines = 4;                   // output lines per round
+constexpr int kGroups = 2, kGroupThreads = 128;  // groups per block, threads per group
+constexpr int kTileChannels = 16;                // output channels per tile, all of one line
+constexpr int kWarpTiles = kRoundLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // tiles per warp: 4
+constexpr int kThreadRows = 2 * kWarpTiles;       // rows of which a thread holds a quarter: 8
+constexpr int kFragmentUnits = 2 * kOutChannels;  // units per fragment
 using Unit = Pack<uint32_t, 4>;
+static_assert(kOutChannels == 64 && kRoundLines * kInWidth == 128 && kGroupThreads == 128,
+              "The instruction of multiply_add_async multiplies 64 output channels by 128 columns in 128 threads.");
+static_assert(kInChannels == 32 && kInWidth == 32, "for_each_patch divides 32 channels and 32 columns among threads.");
+static_assert(kGroups == 2, "The groups take turns: the other one of group g is group 1 - g.");
 
-// Products of sm_90a (wgmma) read shared memory themselves; four more warps load for them (TF32: 0.61 ms -> 0.58).
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool kHasAsyncProducts = true;
-#else
-constexpr bool kHasAsyncProducts = false;
-#endif
-constexpr int kComputingRegisters = 224, kLoadingRegisters = 56;
-static_assert(kGroupThreads * (kGroups * kComputingRegisters + kLoadingRegisters) <= 65536, "an SM's");
+struct Config {
+  // Registers per thread after setmaxnreg, with wgmma: of the groups, and of the warps that load input. The groups hold
+  // 128 sums per thread.
+  static constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
+};
+// A block begins with equally many registers for each thread, a multiple of 8: 168. setmaxnreg only moves them from the
+// loading warps to the groups. It waits until there are enough.
+constexpr int kInitialRegisters = 65536 / (kGroupThreads * (kGroups + 1)) / 8 * 8;
+static_assert(kGroups * Config::kComputeRegisters + Config::kLoadRegisters <= (kGroups + 1) * kInitialRegisters,
+              "With more registers than the block has, setmaxnreg would wait forever.");
+static_assert(Config::kComputeRegisters % 8 == 0 && Config::kLoadRegisters % 8 == 0 &&
+                  Config::kComputeRegisters <= 256 && Config::kLoadRegisters >= 24,
+              "setmaxnreg needs a multiple of 8 from 24 to 256.");
 
-// A slab is a round's input of one depth: units of kUnit channels, and zeros beside the first and last column.
+// The layout of shared memory and the division of work, as parts 2 and 5 of the introduction describe. T: float, __half
+// or __nv_bfloat16. SPLIT: float32 operands keep their digits, as sums of two TF32 numbers; otherwise they are rounded
+// to TF32. ASYNC: wgmma and loading warps.
 template <typename T, bool SPLIT, bool ASYNC = !SPLIT && kHasAsyncProducts>
 struct Layout {
   using Element = T;
   static constexpr bool kSplit = SPLIT, kAsync = ASYNC;
-  static constexpr int kThreads = kGroupThreads * (kGroups + ASYNC), kSlabLines = kLines + 1;
-  static constexpr int kUnit = 16 / sizeof(T), kPlanes = kInChannels / kUnit, kChunks = kPlanes / 2;
-  static constexpr int kSteps = 4 * kChunks;         // of four fragments: a tap of d, a tap of h, two planes
-  static constexpr int kEightStep = ASYNC ? 10 : 8;  // units from 8 columns to the next; 10 with copies of neighbours
-  static constexpr int kLineStep = ASYNC ? 4 * kEightStep : kInWidth + 2;
-  static constexpr int kPlaneStep = kSlabLines * kLineStep | 1;       // odd: four planes are spread over the banks
-  static constexpr int kRegisterFragments = ASYNC && sizeof(T) == 4;  // no room in shared memory
-  static constexpr int kUnits = kPlanes * kPlaneStep, kSharedFragments = 4 * kSteps - kRegisterFragments;
-  static constexpr int kBytes = 16 * (kSharedFragments * kFragment + kGroups * 2 * kUnits) + 4 * 2 * kOutWidth;
-  static constexpr int kWarpsAcross = ASYNC ? 4 : 2;  // share a line, each with kTilesAcross of its tiles
-  static constexpr int kTilesAcross = kOutChannels / kTileChannels / kWarpsAcross;
+  static constexpr int kThreads = kGroupThreads * (kGroups + ASYNC);  // per block
+  static constexpr int kSlabLines = kRoundLines + 1;                  // input lines per slab
+  static constexpr int kUnitElements = 16 / sizeof(T);                // channels per unit
+  static constexpr int kPlanes = kInChannels / kUnitElements;         // planes per slab
+  static constexpr int kChunks = kPlanes / 2;                         // chunks of input channels, two planes each
+  static constexpr int kSteps = 4 * kChunks;                          // steps: (tap of d, tap of h, chunk)
+  // Units from a column to the one 8 further on in its line. 10 leaves space for copies of both neighbours.
+  static constexpr int kEightStride = ASYNC ? 10 : 8;
+  static constexpr int kLineStride = ASYNC ? 4 * kEightStride : kInWidth + 2;  // units from line to line of a plane
+  // Units from plane to plane of a slab. It is odd, so that the same columns of four planes, which four neighbouring
+  // threads write, are spread over the banks.
+  static constexpr int kPlaneStride = kSlabLines * kLineStride | 1;
+  static constexpr int kSlabUnits = kPlanes * kPlaneStride;
+  // Fragments kept in registers: one where the shared memory of a block cannot hold all 64 and the slabs (TF32).
+  static constexpr int kRegisterFragments = ASYNC && sizeof(T) == 4;
+  static constexpr int kSharedFragments = 4 * kSteps - kRegisterFragments;
+  // Bytes of shared memory: fragments and slabs, and weight and bias of LayerNorm in float32.
+  static constexpr int kBytes = 16 * (kSharedFragments * kFragmentUnits + kGroups * 2 * kSlabUnits) + 4 * 2 * kOutWidth;
+  static constexpr int kWarpsPerLine = ASYNC ? 4 : 2;  // warps that share the channels of a line
+  static constexpr int kLineTiles = kOutChannels / kTileChannels / kWarpsPerLine;  // tiles of a line per warp
 
+  // Returns the unit of an input column in its slab.
   static __device__ int unit_at(int plane, int line, int column) {
-    return plane * kPlaneStep + line * kLineStep + column / 8 * kEightStep + column % 8 + 1;
+    return plane * kPlaneStride + line * kLineStride + column / 8 * kEightStride + column % 8 + 1;
   }
-  // What a step's product with tap 0 of w, parity 0, takes for an output line: its first unit.
+  // Return the parts of a step's number, (2 * tap_d + tap_h) * kChunks + chunk.
+  static __device__ int tap_d(int step) { return step / (2 * kChunks); }
+  static __device__ int tap_h(int step) { return step / kChunks % 2; }
+  static __device__ int chunk(int step) { return step % kChunks; }
+  // Returns the unit that a step multiplies for line `line` of the round and q of w = `column`, if p - t of w is 0. If
+  // p - t is -1 or 1, the unit is the one before or after it. This is the unit in the first plane of the step's chunk;
+  // the one in the second plane is kPlaneStride units later.
   static __device__ int input_at(int step, int line, int column) {
-    return unit_at(step % kChunks * 2, line + 1 - step / kChunks % 2, column);
+    return unit_at(chunk(step) * 2, line + 1 - tap_h(step), column);
   }
-  // Channel and line of a thread's row, from those of its first row.
-  static __device__ int channel_of(int row) { return row / 2 % kTilesAcross * kTileChannels + row % 2 * 8; }
-  static __device__ int line_of(int row) { return row / 2 / kTilesAcross; }
+  // Return the channel and the line of a thread's row 0 to 7, relative to its first_channel and first_line.
+  static __device__ int channel_of(int row) { return row / 2 % kLineTiles * kTileChannels + row % 2 * 8; }
+  static __device__ int line_of(int row) { return row / 2 / kLineTiles; }
 };
-static_assert(Layout<float, false, true>::kBytes <= 227 << 10, "Hopper's");
+static_assert(Layout<float, false, true>::kBytes <= 227 << 10,
+              "The largest layout must fit into the 227 KB of shared memory that a block has on Hopper.");
 
-// Tensor cores take 10 bits of mantissa. Ties go to even, as in cuDNN: up, one output of 850 would be off by > 1e-4.
-__device__ inline uint32_t factor_of(uint32_t x, bool rounded) {
-  if (isnan(__uint_as_float(x))) return 0x7fc00000;  // arithmetic's, 0x7fffffff, would carry into the sign
+// Returns x as an operand of tensor cores, which ignore the last 13 bits of a float32 number. If `rounded`, rounds x to
+// the 10 bits of mantissa of TF32, ties to even. That is cuDNN's rounding; if ties were rounded up instead, one output
+// in 850 would differ from PyTorch's by more than 1e-4.
+__device__ inline uint32_t tf32_operand(uint32_t x, bool rounded) {
+  // GPU arithmetic returns 0x7fffffff for NaN. Rounding that would carry into the sign bit and make it a number.
+  if (isnan(__uint_as_float(x))) return 0x7fc00000;
   return rounded ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
-// Weights as products take them: (parity of d, of h, tap of d, of h, chunk of two planes, parity of w, tap of w, i).
+// Writes the weights of the convolution as fragments, in the order (parity of d, parity of h, tap of d, tap of h,
+// chunk, parity of w, tap of w). A block of threads writes one fragment, and each thread one element of it.
 template <typename T>
-__global__ void __launch_bounds__(kFragment * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
+__global__ void __launch_bounds__(kFragmentUnits * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
   using L = Layout<T, false>;
-  constexpr int kUnit = L::kUnit, kWord = 4 / sizeof(T);  // channels in a unit, in a register
-  const int i = threadIdx.x, fragment = blockIdx.x, taps = fragment / 4 / L::kChunks;
+  constexpr int kUnitElements = L::kUnitElements, kWordElements = 4 / sizeof(T);  // elements per unit, per register
+  const int i = threadIdx.x, fragment = blockIdx.x;
+  const int d_and_h = fragment / 4 / L::kChunks;  // four bits: parity of d, parity of h, tap of d, tap of h
   const bool rounded = sizeof(T) == 2 || call.tf32;
-  const int word = i / kWord, lane = word / 4 % 32;  // of mma.sync's (16 output channels, lane, register)
+  // For mma.sync, the order is (tile of 16 output channels, lane, register, element).
+  const int word = i / kWordElements, lane = word / 4 % 32;
   int out = word / 128 * kTileChannels + word % 2 * 8 + lane / 4;
-  int in = word / 2 % 2 * kUnit + lane % 4 * kWord + i % kWord;
-  if (kHasAsyncProducts && rounded) {  // wgmma's (unit, output channel, input channel in the unit)
-    out = i / kUnit % kOutChannels, in = i / kUnit / kOutChannels * kUnit + i % kUnit;
+  int in = word / 2 % 2 * kUnitElements + lane % 4 * kWordElements + i % kWordElements;
+  if (kHasAsyncProducts && rounded) {  // for wgmma, it is (unit, output channel, element)
+    out = i / kUnitElements % kOutChannels, in = i / kUnitElements / kOutChannels * kUnitElements + i % kUnitElements;
   }
-  in += fragment / 4 % L::kChunks * 2 * kUnit;
-  auto weight_at = [](int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); };
-  const int d = weight_at(taps / 8, taps / 2), h = weight_at(taps / 4, taps);
+  in += fragment / 4 % L::kChunks * 2 * kUnitElements;
+  auto weight_at = [](int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); };  // uses their last bits
+  const int d = weight_at(d_and_h / 8, d_and_h / 2), h = weight_at(d_and_h / 4, d_and_h);
   const int w = weight_at(fragment / 2, fragment);
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
+    // The bias of the convolution is constant in a row, so subtracting the row's mean removes it, unless it is NaN or
+    // infinite. `bias - bias` is 0 for finite numbers, and NaN otherwise, which makes the whole row NaN.
     const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
-    weight += bias - bias;  // leaves with the mean of a row, unless it is NaN or infinite
-    weight = __uint_as_float(factor_of(__float_as_uint(weight), rounded));
+    weight += bias - bias;
+    weight = __uint_as_float(tf32_operand(__float_as_uint(weight), rounded));
   }
   arranged[fragment * blockDim.x + i] = weight;
 }
 
-// ---- Convolution: instructions ----
+// ---- Instructions ----
 
 #define LAYERNORM_MULTIPLY_ADD_SYNC(types)                                                        \
   asm volatile("mma.sync.aligned." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 
-// c += a * b, of 16 rows, two units and 8 columns.
+// Computes c += a * b in one warp: 16 output channels x a chunk, times a chunk x 8 columns.
 template <typename T>
 __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -4583,16 +6807,17 @@ __device__ inline void multiply_add(float* c, const uint32_t (&a)[4], const uint
 #define LAYERNORM_SUMS_4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define LAYERNORM_SUMS_16(i) \
   LAYERNORM_SUMS_4(i), LAYERNORM_SUMS_4(i + 4), LAYERNORM_SUMS_4(i + 8), LAYERNORM_SUMS_4(i + 12)
-#define LAYERNORM_MULTIPLY_ADD(types, factors, transposed, ...)                                                      \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned." types                            \
-               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"    \
-               "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"        \
-               "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " factors ", p, 1, 1" transposed "; }" \
-               : LAYERNORM_SUMS_16(0), LAYERNORM_SUMS_16(16), LAYERNORM_SUMS_16(32), LAYERNORM_SUMS_16(48)           \
-               : __VA_ARGS__                                                                                         \
+#define LAYERNORM_MULTIPLY_ADD(types, operands, transposed, ...)                                                      \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned." types                             \
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"     \
+               "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"         \
+               "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " operands ", p, 1, 1" transposed "; }" \
+               : LAYERNORM_SUMS_16(0), LAYERNORM_SUMS_16(16), LAYERNORM_SUMS_16(32), LAYERNORM_SUMS_16(48)            \
+               : __VA_ARGS__                                                                                          \
                : "memory")
 
-// c += a * b: 64 rows, 16 a warp, of two units by two units of 128 columns. A: registers or a matrix in shared memory.
+// Starts c += a * b in one group: 64 output channels (16 per warp) x a chunk, times a chunk x 128 columns. a is the
+// descriptor of a matrix in shared memory, or an array of registers. b is a descriptor.
 template <typename T, typename A>
 __device__ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
   if constexpr (std::is_array_v<A>) {
@@ -4607,155 +6832,179 @@ __device__ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
   }
 }
 
-// A barrier of some warps: `threads` threads wait at it, or only arrive.
+// A named barrier of some warps. It opens when `threads` threads have called one of the two functions. Callers of
+// named_barrier_arrive do not wait for that.
 __device__ inline void named_barrier_wait(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 __device__ inline void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
-// Of group 0, and the next of group 1: may multiply, input is there, input was read. 0 is __syncthreads.
-enum : int { kTurn = 1, kFull = kTurn + kGroups, kEmpty = kFull + kGroups };
+// Names of barriers. Add the group's number, 0 or 1. Name 0 belongs to __syncthreads.
+//   kMayMultiply   the tensor cores are free for this group
+//   kFull          the group's input is in its slabs
+//   kEmpty         the group has read its slabs
+enum : int { kMayMultiply = 1, kFull = kMayMultiply + kGroups, kEmpty = kFull + kGroups };
 
-// ---- Convolution: what the steps share ----
+// ---- Blocks, rounds and accumulators ----
 
-// Outputs of one parity of d and of h, in a range of rounds, through depths first; group 0 takes its first half.
+// A block's parities, its rounds and its shared memory. The number of a round is (sample * strips + strip) * depth + q
+// of d. Each block computes a contiguous range of rounds: group 0 the first half, group 1 the rest.
 template <typename L>
-struct Block {
+struct BlockContext {
   const Convolution& call;
-  const Unit* fragments;  // of its weights
-  Unit* weights;          // in shared memory, as the next two
-  float* affine = reinterpret_cast<float*>(weights + L::kSharedFragments * kFragment);
-  Unit* slabs = reinterpret_cast<Unit*>(affine + 2 * kOutWidth);
+  const Unit* fragments;  // weights of this block's parities, in global memory
+  Unit* weights;          // in shared memory: the fragments that are kept there
+  float* affine = reinterpret_cast<float*>(weights + L::kSharedFragments * kFragmentUnits);  // weight, then bias
+  Unit* slabs = reinterpret_cast<Unit*>(affine + 2 * kOutWidth);                             // two per group
   int parity_d = blockIdx.x % 4 / 2, parity_h = blockIdx.x % 2;
-  int line_groups = (call.height + kLines - 1) / kLines;
+  int strips = (call.height + kRoundLines - 1) / kRoundLines;  // strips per sample
   int first_round = rounds_before(blockIdx.x / 4);
   int all_rounds = rounds_before(blockIdx.x / 4 + 1) - first_round;
-  int warp = threadIdx.x % kGroupThreads / 32;
-  int first_line = warp / L::kWarpsAcross * (kTiles / L::kTilesAcross);  // of this thread's rows, as first_channel
-  int first_channel = warp % L::kWarpsAcross * L::kTilesAcross * kTileChannels + threadIdx.x % 32 / 4;
+  int warp = threadIdx.x % kGroupThreads / 32;                              // in its group
+  int first_line = warp / L::kWarpsPerLine * (kWarpTiles / L::kLineTiles);  // line of this thread's row 0
+  int first_channel = warp % L::kWarpsPerLine * L::kLineTiles * kTileChannels + threadIdx.x % 32 / 4;  // its channel
 
-  __device__ int rounds_before(int block) const {
-    return call.batch * line_groups * call.depth * block / (gridDim.x / 4);
-  }
+  __device__ int rounds_before(int block) const { return call.batch * strips * call.depth * block / (gridDim.x / 4); }
   __device__ int rounds(int group) const { return group == 0 ? all_rounds - all_rounds / 2 : all_rounds / 2; }
 };
 
-// A round of a group: its outputs are at q = d of depth, and from q = h of height on.
+// A round of a group. Its outputs have q = d in depth, and q = h to h + 3 in height. Lines with q >= call.height do not
+// exist, and are not written.
 template <typename L>
 struct Round {
-  const Block<L>& block;
-  int group, index;
-  int place = block.first_round + group * block.rounds(0) + index, lines = place / block.call.depth;
-  int batch = lines / block.line_groups, d = place % block.call.depth, h = lines % block.line_groups * kLines;
+  const BlockContext<L>& block;
+  int group, index;  // index: counts the rounds of the group
+  int number = block.first_round + group * block.rounds(0) + index;
+  int strip = number / block.call.depth;  // counted over all samples
+  int batch = strip / block.strips, d = number % block.call.depth;
+  int h = strip % block.strips * kRoundLines;
 
-  // Of d. The second tap's slab is the first tap's of the round before, but for the first depth.
+  // Returns for how many taps of d a slab must be loaded. The second tap's slab was the first tap's in the round
+  // before, except in a group's first round and at the first depth.
   __device__ int new_taps() const { return index == 0 || d == 0 ? 2 : 1; }
-  __device__ Unit* slab(int tap) const { return block.slabs + (2 * group + (index + tap) % 2) * L::kUnits; }
+  __device__ Unit* slab(int tap) const { return block.slabs + (2 * group + (index + tap) % 2) * L::kSlabUnits; }
 };
 
-// A thread's sums, of kRows rows: (parity of w, tile, 8 columns of a parity, register).
-struct Sums {
-  float at[2][16 * kTiles];
+// The sums of a thread for its kThreadRows rows, in the order in which the instructions return them: (parity of w,
+// tile, set of eight columns, register). Registers 0 and 1 belong to the tile's even row, 2 and 3 to its odd row.
+struct Accumulators {
+  float data[2][16 * kWarpTiles];
+  static_assert(16 * kWarpTiles == 64, "multiply_add_async returns 64 sums per thread.");
 
-  // Number i of 16 of a row: column 16 (i / 4) + 4 (lane % 4) + i % 4.
-  __device__ float& operator()(int row, int i) { return at[i % 2][row / 2 * 16 + i / 4 * 4 + row % 2 * 2 + i / 2 % 2]; }
-  __device__ Vec<float, 4> four(int row, int i) {  // from number i on
+  // Returns number i (0 to 15) of this thread in a row, which is column 16 * (i / 4) + 4 * (lane % 4) + i % 4.
+  __device__ float& operator()(int row, int i) {
+    return data[i % 2][row / 2 * 16 + i / 4 * 4 + row % 2 * 2 + i / 2 % 2];
+  }
+  // Returns numbers i to i + 3 of a row.
+  __device__ Vec<float, 4> four(int row, int i) {
     return {(*this)(row, i), (*this)(row, i + 1), (*this)(row, i + 2), (*this)(row, i + 3)};
   }
 };
 
-// ---- Convolution: input ----
+// ---- Input ----
 
-// Calls f for what this thread brings of a round's input: kUnit channels of a plane, kUnit columns, of some lines.
+// Calls f for each patch of a round's new slabs that this thread loads: kUnitElements channels of a plane, times
+// kUnitElements columns of a line. In 16 bits, the 16 patches of a line are 4 planes x 4 sets of eight columns; in
+// float32, the 64 patches are 8 planes x 4 sets x 2 halves of a set.
 template <typename L, typename F>
-__device__ void for_share(const Round<L>& round, F f) {
-  constexpr int kHalves = 8 / L::kUnit;  // of 8 columns, and of planes
-  constexpr int kLineThreads = 16 * kHalves * kHalves, kSweep = kGroupThreads / kLineThreads;
+__device__ void for_each_patch(const Round<L>& round, F f) {
+  constexpr int kHalves = 8 / L::kUnitElements;  // patches side by side in eight columns; also planes / 4
+  constexpr int kLineThreads = 16 * kHalves * kHalves, kSweepLines = kGroupThreads / kLineThreads;
   const int thread = threadIdx.x % kGroupThreads, i = thread / kHalves;
-  const int plane = i % 4 + i / 16 % kHalves * 4, column = i / 4 % 4 * 8 + thread % kHalves * L::kUnit;
+  const int plane = i % 4 + i / 16 % kHalves * 4, column = i / 4 % 4 * 8 + thread % kHalves * L::kUnitElements;
   ROLLED(tap, round.new_taps()) {
-    UNROLL(sweep, (L::kSlabLines + kSweep - 1) / kSweep) {
-      const int line = thread / kLineThreads + sweep * kSweep;
+    UNROLL(sweep, (L::kSlabLines + kSweepLines - 1) / kSweepLines) {
+      const int line = thread / kLineThreads + sweep * kSweepLines;
       if (line < L::kSlabLines) f(round.slab(tap) + L::unit_at(plane, line, column), tap, plane, line, column);
     }
   }
 }
 
-// Starts copies of a round's input; kUnit columns of a channel go where kUnit channels of a column will be.
+// Starts the copies of a round's input. In global memory 16 bytes are kUnitElements columns of one channel, but a unit
+// needs kUnitElements channels of one column. So the channels of a patch are copied to where its columns belong, and
+// transpose() exchanges them there.
 template <typename L>
 __device__ void fetch(const Round<L>& round) {
   const Convolution& call = round.block.call;
   const auto* input = static_cast<const typename L::Element*>(call.input);
-  const int64_t channel_step = int64_t(call.depth) * call.height * kInWidth;
-  for_share(round, [&](Unit* units, int tap, int plane, int line, int column) {
+  const int64_t channel_stride = int64_t(call.depth) * call.height * kInWidth;
+  for_each_patch(round, [&](Unit* units, int tap, int plane, int line, int column) {
     const int d = round.d + round.block.parity_d - tap, h = round.h + round.block.parity_h - 1 + line;
     const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
-    const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnit) * channel_step + column +
-                       (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
-    UNROLL(i, L::kUnit) copy_or_zero(units + i, from + i * channel_step, exists);
+    const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnitElements) * channel_stride +
+                       column + (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
+    UNROLL(i, L::kUnitElements) copy_or_zero(units + i, from + i * channel_stride, exists);
   });
 }
 
-// Transposes what this thread has fetched, and rounds it.
+// Waits for this thread's copies, transposes its patches, and rounds float32 to TF32 unless L::kSplit. A thread only
+// touches patches that it has copied itself, so no barrier is needed in between.
 template <typename L>
-__device__ void arrange(const Round<L>& round) {
+__device__ void transpose(const Round<L>& round) {
   using T = typename L::Element;
-  constexpr int kUnit = L::kUnit;
+  constexpr int kUnitElements = L::kUnitElements;
   wait_for_copies();
-  for_share(round, [&](Unit* units, int, int, int, int column) {
-    alignas(16) T channels[kUnit][kUnit], columns[kUnit][kUnit];
-    UNROLL(i, kUnit) reinterpret_cast<Unit&>(channels[i]) = units[i];
-    UNROLL(i, kUnit * kUnit) {
-      T& x = columns[i / kUnit][i % kUnit] = channels[i % kUnit][i / kUnit];
-      if constexpr (sizeof(T) == 4) x = __uint_as_float(factor_of(__float_as_uint(x), !L::kSplit));
+  for_each_patch(round, [&](Unit* units, int, int, int, int column) {
+    alignas(16) T channels[kUnitElements][kUnitElements], columns[kUnitElements][kUnitElements];
+    UNROLL(i, kUnitElements) reinterpret_cast<Unit&>(channels[i]) = units[i];
+    UNROLL(i, kUnitElements * kUnitElements) {
+      T& x = columns[i / kUnitElements][i % kUnitElements] = channels[i % kUnitElements][i / kUnitElements];
+      if constexpr (sizeof(T) == 4) x = __uint_as_float(tf32_operand(__float_as_uint(x), !L::kSplit));
     }
     auto write = [&](int to, int i) { units[to] = reinterpret_cast<const Unit&>(columns[i]); };
-    UNROLL(i, kUnit) write(i, i);
-    if (L::kAsync) {  // copies beside the 8 columns before, and the next 8
+    UNROLL(i, kUnitElements) write(i, i);
+    if (L::kAsync) {  // copies for the neighbouring sets: the first column of a set, and the last one
       if (column % 8 == 0 && column > 0) write(-2, 0);
-      if (column % 8 == 8 - kUnit && column < kInWidth - 8) write(kUnit + 1, kUnit - 1);
+      if (column % 8 == 8 - kUnitElements && column < kInWidth - 8) write(kUnitElements + 1, kUnitElements - 1);
     }
   });
-  if (L::kAsync) writes_before_copies();
+  if (L::kAsync) writes_before_copies();  // wgmma reads through the asynchronous proxy, as bulk copies do
 }
 
-// ---- Convolution: products ----
+// ---- Products ----
 
-// The compiler would wait for each async product if it could move the sums.
-__device__ inline void keep_in_registers(Sums& sums) {
-  UNROLL(i, 2 * 16 * kTiles) asm volatile("" : "+f"(sums.at[i / 64][i % 64])::"memory");
+// Keeps the compiler from moving the sums to other registers while products run. If it could, it would wait for each
+// asynchronous product.
+__device__ inline void keep_in_registers(Accumulators& accumulators) {
+  UNROLL(i, 2 * 16 * kWarpTiles) asm volatile("" : "+f"(accumulators.data[i / 64][i % 64])::"memory");
 }
 
-// Taps from last to first, channels in each: cuDNN's order on Hopper, which makes sums PyTorch's, bit for bit.
+// Computes a round's products with wgmma, and waits for them. Taps are added from last to first, and all chunks within
+// each tap. This is the order of cuDNN's kernel on Hopper (in PyTorch 2.11), so the sums are equal to PyTorch's, bit
+// for bit.
 template <typename L>
-__device__ void multiply_async(Sums& sums, const Round<L>& round, const uint32_t (&register_fragment)[4]) {
+__device__ void multiply_async(Accumulators& accumulators, const Round<L>& round,
+                               const uint32_t (&register_fragment)[4]) {
   using T = typename L::Element;
-  // Addresses are in units, and lane 0's: the compiler then knows that all lanes have the same.
+  // Addresses in units. All lanes use lane 0's, which shows the compiler that they are the same in the warp.
   auto address = [](const Unit* p) { return __shfl_sync(~0u, shared_address(p) / 16, 0); };
   const unsigned slabs[2] = {address(round.slab(0)), address(round.slab(1))};
   const unsigned weights = address(round.block.weights);
-  keep_in_registers(sums);
+  keep_in_registers(accumulators);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   UNROLL(i, 4 * L::kSteps) {
-    const int parity_w = i % 2, chunk = i / 2 % L::kChunks, taps = 7 - i / 2 / L::kChunks;
+    const int parity_w = i % 2, chunk = i / 2 % L::kChunks, taps = 7 - i / 2 / L::kChunks;  // taps: 4 d + 2 h + w
     const int step = taps / 2 * L::kChunks + chunk, tap_w = taps % 2;
-    const int fragment = 4 * step + 2 * parity_w + tap_w - L::kRegisterFragments;
-    const unsigned columns = slabs[step / L::kPlanes] + L::input_at(step, 0, 0) + parity_w - tap_w;
-    // A matrix: where it begins, the step to the next plane, that to the next 8 columns or channels.
-    const uint64_t b = uint64_t(L::kEightStep) << 32 | (columns + (L::kPlaneStep << 16));
-    const uint64_t a = uint64_t(8) << 32 | (weights + fragment * kFragment + (kOutChannels << 16));
+    const int fragment = 4 * step + 2 * parity_w + tap_w - L::kRegisterFragments;  // in shared memory; -1: in registers
+    const unsigned columns = slabs[L::tap_d(step)] + L::input_at(step, 0, 0) + parity_w - tap_w;
+    // Descriptors of matrices in shared memory without swizzling. All fields are in units. From bit 0 on: the address.
+    // From bit 16 on: the stride to the second plane. From bit 32 on: the stride to the next 8 columns or channels.
+    const uint64_t b = uint64_t(L::kEightStride) << 32 | (columns + (L::kPlaneStride << 16));
+    const uint64_t a = uint64_t(8) << 32 | (weights + fragment * kFragmentUnits + (kOutChannels << 16));
     if (fragment < 0) {
-      multiply_add_async<T>(sums.at[parity_w], register_fragment, b);
+      multiply_add_async<T>(accumulators.data[parity_w], register_fragment, b);
     } else {
-      multiply_add_async<T>(sums.at[parity_w], a, b);
+      multiply_add_async<T>(accumulators.data[parity_w], a, b);
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  keep_in_registers(sums);
+  keep_in_registers(accumulators);
 }
 
-// Float32 as the sum of two numbers of 10 bits, to 2^-22 of it. Volatile: no registers are left to keep all `second`.
+// Splits float32 numbers into sums of two TF32 numbers, up to 2^-22 of their size. Adding 0x1000 rounds, because tensor
+// cores ignore the last 13 bits. The asm is volatile so that `second` is computed where it is used: there are no
+// registers to keep all of them.
 template <int N>
 __device__ void split(const uint32_t (&x)[N], uint32_t (&first)[N], uint32_t (&second)[N]) {
   UNROLL(i, N) {
@@ -4766,7 +7015,8 @@ __device__ void split(const uint32_t (&x)[N], uint32_t (&first)[N], uint32_t (&s
   }
 }
 
-// c += a * b; if SPLIT, three products of parts (Ootomo, Yokota, 2022, arXiv:2203.03341).
+// Computes c += a * b. If L::kSplit, splits a and b and adds three of the four products of their parts; the product of
+// the two small parts is negligible (Ootomo, Yokota, 2022, arXiv:2203.03341).
 template <typename L>
 __device__ void multiply_add_parts(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   using T = typename L::Element;
@@ -4779,25 +7029,28 @@ __device__ void multiply_add_parts(float* c, const uint32_t (&a)[4], const uint3
   multiply_add<T>(c, a1, b1);
 }
 
-// A step at a time, with all weights of the step in registers.
+// Computes a round's products with mma.sync. Each warp holds the weights of one step for its 32 channels in registers,
+// and multiplies them by all columns of its two lines.
 template <typename L>
-__device__ void multiply(Sums& sums, const Round<L>& round) {
+__device__ void multiply(Accumulators& accumulators, const Round<L>& round) {
   const int lane = threadIdx.x % 32, first_line = round.block.first_line;
   const Unit* weights = round.block.weights + round.block.first_channel / kTileChannels * 32 + lane;
   ROLLED(step, L::kSteps) {
-    Unit a[2][2][2];  // parity of w, 16 of the channels, tap of w
-    UNROLL(i, 8) a[i / 4][i % 2][i / 2 % 2] = weights[(4 * step + i / 2) * kFragment + i % 2 * 32];
-    UNROLL(i, 8) {  // 8 columns of one of two lines
-      const Unit* units = round.slab(step / L::kPlanes) + L::input_at(step, first_line + i / 4, i % 4 * 8);
-      const auto* from = reinterpret_cast<const uint32_t*>(units - 1) + lane;
-      uint32_t b[3][2];  // shifted by -1, 0, 1
-      UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * L::kPlaneStep)];
+    Unit a[2][2][2];  // (parity of w, 16 of the 32 channels, tap of w)
+    UNROLL(i, 8) a[i / 4][i % 2][i / 2 % 2] = weights[(4 * step + i / 2) * kFragmentUnits + i % 2 * 32];
+    UNROLL(i, 8) {  // each time eight columns of one of the two lines
+      const Unit* units = round.slab(L::tap_d(step)) + L::input_at(step, first_line + i / 4, i % 4 * 8);
+      const auto* from = reinterpret_cast<const uint32_t*>(units - 1) + lane;  // a lane reads word `lane` of 8 units
+      uint32_t b[3][2];  // (p - t of w + 1, plane): the columns shifted by -1, 0 and 1
+      UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * L::kPlaneStride)];
       UNROLL(k, 4) {
         const int channels = k / 2, parity_w = k % 2;
-        float* c = sums.at[parity_w] + (i / 4 * 2 + channels) * 16 + i % 4 * 4;
-        float sum[4] = {};  // tensor cores truncate: no more than 6 products before a rounded addition
+        float* c = accumulators.data[parity_w] + (i / 4 * 2 + channels) * 16 + i % 4 * 4;
+        // Tensor cores truncate their sums. With SPLIT, at most 6 products (2 taps x 3 products of parts) are summed
+        // there, before an addition that rounds.
+        float sum[4] = {};
         UNROLL(tap, 2) {
-          multiply_add_parts<L>(L::kSplit ? sum : c, a[parity_w][channels][tap].at, b[1 + parity_w - tap]);
+          multiply_add_parts<L>(L::kSplit ? sum : c, a[parity_w][channels][tap].data, b[1 + parity_w - tap]);
         }
         UNROLL(n, L::kSplit ? 4 : 0) c[n] += sum[n];
       }
@@ -4805,73 +7058,81 @@ __device__ void multiply(Sums& sums, const Round<L>& round) {
   }
 }
 
-// ---- Convolution: from sums to output ----
+// ---- From sums to output ----
 
-// Rounds as PyTorch does, before and after adding the bias: unrounded, 0.07% of bfloat16 outputs would be too far off.
+// Adds the bias of the convolution, for 16 bits. Rounds to T before and after, as PyTorch does. Without this rounding,
+// 0.07% of bfloat16 outputs would differ from PyTorch's by more than KernelBench allows.
 template <typename T>
-__device__ void add_conv_bias(Sums& sums, const uint32_t (&conv_bias)[kRows]) {
-  UNROLL(i, 16 * kTiles) {
-    float* pair = &sums.at[i / 32][i % 32 * 2];  // of one row
+__device__ void add_conv_bias(Accumulators& accumulators, const uint32_t (&conv_bias)[kThreadRows]) {
+  UNROLL(i, 16 * kWarpTiles) {
+    float* pair = &accumulators.data[i / 32][i % 32 * 2];  // two numbers of one row
     const uint32_t bias = conv_bias[i % 32 / 8 * 2 + i % 2];
     const float2 sum = widen_pair<T>(add_pairs<T>(narrow_pair<T>(pair[0], pair[1]), bias));
     pair[0] = sum.x, pair[1] = sum.y;
   }
 }
 
-// A row becomes its distances from the mean, with which float32's conv_bias would leave. Returns rstd.
-__device__ inline float center_row(Sums& sums, int row, float eps) {
-  Vec<float, 4> sum_of_four;  // in a tree, which is exact for equal numbers
-  UNROLL(i, 4) sum_of_four[i] = sum_of<float>(sums.four(row, 4 * i));
+// Replaces a row by its distances from the mean, and returns rstd. (A finite bias of the convolution would be in the
+// mean, and so have no effect: in float32 it is never added.)
+__device__ inline float center_row(Accumulators& accumulators, int row, float eps) {
+  Vec<float, 4> sum_of_four;  // a tree of additions, which is exact for rows of equal numbers
+  UNROLL(i, 4) sum_of_four[i] = sum_of<float>(accumulators.four(row, 4 * i));
   float m2 = 0;
   const float mean = combine_lanes(sum_of<float>(sum_of_four), 4) * (1.0f / kOutWidth);
-  UNROLL(i, 16) sums(row, i) -= mean, m2 += sums(row, i) * sums(row, i);
+  UNROLL(i, 16) accumulators(row, i) -= mean, m2 += accumulators(row, i) * accumulators(row, i);
   return rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + eps);
 }
 
-// Distances and rstd where backward asks for them, else GELU of the layer norm, with the digits of products.
+// Writes a thread's rows: scale * GELU(LayerNorm). If call.rstd is set, for backward, it writes the distances from the
+// mean and rstd instead. The polynomial for GELU has as many digits as the products: see kTail.
 template <typename L>
-__device__ void write_rows(const Round<L>& round, Sums& sums, const float (&rstd)[kRows]) {
+__device__ void write_rows(const Round<L>& round, Accumulators& accumulators, const float (&rstd)[kThreadRows]) {
   using T = typename L::Element;
-  const Block<L>& block = round.block;
+  const BlockContext<L>& block = round.block;
   const Convolution& call = block.call;
-  const int quarter = threadIdx.x % 4 * 4, line = round.h + block.first_line;
-  const int64_t step = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;  // to the next channel
-  const int64_t first = (int64_t(round.batch) * kOutChannels + block.first_channel) * step +
+  const int first_column = threadIdx.x % 4 * 4, line = round.h + block.first_line;  // line: q of h of row 0
+  const int64_t channel_stride = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
+  const int64_t first = (int64_t(round.batch) * kOutChannels + block.first_channel) * channel_stride +
                         (int64_t(2 * round.d + block.parity_d) * call.height + line) * 2 * kOutWidth +
-                        block.parity_h * kOutWidth + quarter;
-  auto at = [&](int row) { return first + L::channel_of(row) * step + L::line_of(row) * 2 * kOutWidth; };
+                        block.parity_h * kOutWidth + first_column;
+  auto offset_of = [&](int row) {
+    return first + L::channel_of(row) * channel_stride + L::line_of(row) * 2 * kOutWidth;
+  };
   auto exists = [&](int row) { return L::line_of(row) < call.height - line; };
   T* output = static_cast<T*>(call.output);
   if (call.rstd != nullptr) {
-    UNROLL(row, kRows) {
+    UNROLL(row, kThreadRows) {
       if (!exists(row)) continue;
-      if (quarter == 0) call.rstd[at(row) / kOutWidth] = rstd[row];
-      UNROLL(i, 4) store<T, 4, true>(output + at(row) + 16 * i, sums.four(row, 4 * i));
+      if (first_column == 0) call.rstd[offset_of(row) / kOutWidth] = rstd[row];
+      UNROLL(i, 4) store<T, 4, true>(output + offset_of(row) + 16 * i, accumulators.four(row, 4 * i));
     }
     return;
   }
   constexpr auto kTail = L::kSplit ? normal_tail : sizeof(T) == 4 ? normal_tail_5_digits : normal_tail_16_bits;
   UNROLL(j, 4) {
-    const float* affine = block.affine + 16 * j + quarter;
+    const float* affine = block.affine + 16 * j + first_column;
     const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
-    UNROLL(row, kRows) {
-      auto z = sums.four(row, 4 * j) * rstd[row] * weight + bias;
+    UNROLL(row, kThreadRows) {
+      auto z = accumulators.four(row, 4 * j) * rstd[row] * weight + bias;
+      // Scale is applied outside of the condition below, so that the compiler predicates the stores. Applied inside, it
+      // made the compiler branch, which was 9% slower in 16 bits (see part 3).
       UNROLL(i, 4) z[i] = float(call.scale) * gelu_of_tail(z[i], kTail(fabsf(z[i])));
-      if (exists(row)) store<T, 4, true>(output + at(row) + 16 * j, z);
+      if (exists(row)) store<T, 4, true>(output + offset_of(row) + 16 * j, z);
     }
   }
 }
 
-// ---- Convolution: what warps do ----
+// ---- Roles of warps ----
 
-// All of a block, before its first round.
+// Fills the shared memory of a block before its first round: fragments, zeros in all slabs, weight and bias. The zeros
+// beside the lines of a slab are never overwritten.
 template <typename L>
-__device__ void fill_shared(const Block<L>& block) {
+__device__ void fill_shared(const BlockContext<L>& block) {
   const Convolution& call = block.call;
-  for (int i = threadIdx.x; i < L::kSharedFragments * kFragment; i += blockDim.x) {
-    block.weights[i] = block.fragments[L::kRegisterFragments * kFragment + i];
+  for (int i = threadIdx.x; i < L::kSharedFragments * kFragmentUnits; i += blockDim.x) {
+    block.weights[i] = block.fragments[L::kRegisterFragments * kFragmentUnits + i];
   }
-  for (int i = threadIdx.x; i < kGroups * 2 * L::kUnits; i += blockDim.x) block.slabs[i] = {};
+  for (int i = threadIdx.x; i < kGroups * 2 * L::kSlabUnits; i += blockDim.x) block.slabs[i] = {};
   if (threadIdx.x < 2 * kOutWidth) {
     const void* affine = threadIdx.x < kOutWidth ? call.weight : call.bias;
     block.affine[threadIdx.x] = load_affine<typename L::Element, 1>(
@@ -4879,83 +7140,84 @@ __device__ void fill_shared(const Block<L>& block) {
   }
 }
 
-// The loading warps: both groups' input, a round of each in turns.
+// Loads the input of both groups, in the loading warps: one round of group 0, then one of group 1, and so on.
 template <typename L>
-__device__ void load_rounds(const Block<L>& block) {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
+__device__ void load_rounds(const BlockContext<L>& block) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kLoadRegisters));
   ROLLED(i, block.all_rounds) {
     const Round<L> round = {block, i % kGroups, i / kGroups};
     if (round.index > 0) named_barrier_wait(kEmpty + round.group, 2 * kGroupThreads);
     fetch(round);
-    arrange(round);
+    transpose(round);
     named_barrier_arrive(kFull + round.group, 2 * kGroupThreads);
   }
 }
 
-// A group's warps: multiply, normalize, write.
+// Multiplies, normalizes and writes all rounds of a group, in the group's warps.
 template <typename L>
-__device__ void compute_rounds(const Block<L>& block, int group) {
+__device__ void compute_rounds(const BlockContext<L>& block, int group) {
   using T = typename L::Element;
   const Convolution& call = block.call;
-  uint32_t conv_bias[kRows] = {}, register_fragment[4] = {};  // conv_bias: of a row, twice
-  UNROLL(row, sizeof(T) == 2 ? kRows : 0) {
+  uint32_t conv_bias[kThreadRows] = {};  // each row's bias as a pair of equal 16-bit numbers; unused in float32
+  UNROLL(row, sizeof(T) == 2 ? kThreadRows : 0) {
     const float bias = load_affine<T, 1>(call.conv_bias, false, block.first_channel + L::channel_of(row), 0)[0];
     conv_bias[row] = narrow_pair<T>(bias, bias);
   }
+  uint32_t register_fragment[4] = {};  // the first fragment, if it is kept in registers
   UNROLL(i, 4 * L::kRegisterFragments) {
     const Unit* unit = block.fragments + i / 2 * kOutChannels + block.first_channel + L::channel_of(i % 2);
-    register_fragment[i] = unit->at[threadIdx.x % 4];
+    register_fragment[i] = unit->data[threadIdx.x % 4];
   }
   ROLLED(index, block.rounds(group)) {
     const Round<L> round = {block, group, index};
-    Sums sums = {};
-    if constexpr (L::kAsync) {  // while the other group normalizes and writes
+    Accumulators accumulators = {};
+    if constexpr (L::kAsync) {  // this group multiplies while the other one normalizes and writes
       named_barrier_wait(kFull + group, 2 * kGroupThreads);
-      if (group == 1 || index > 0) named_barrier_wait(kTurn + group, 2 * kGroupThreads);
-      multiply_async(sums, round, register_fragment);
-      // Where another turn follows. With 2 * index + group the compiler copies the loop (13% more code).
+      if (group == 1 || index > 0) named_barrier_wait(kMayMultiply + group, 2 * kGroupThreads);
+      multiply_async(accumulators, round, register_fragment);
+      // Lets the other group multiply if it has a round left. The shorter condition 2 * index + group + 1 < all_rounds
+      // makes the compiler duplicate the loop (13% more code).
       if (group == 0 ? index < block.rounds(1) : index + 1 < block.rounds(0)) {
-        named_barrier_arrive(kTurn + 1 - group, 2 * kGroupThreads);
+        named_barrier_arrive(kMayMultiply + 1 - group, 2 * kGroupThreads);
       }
       if (index + 1 < block.rounds(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
-    } else {  // the next round's input comes while this group normalizes and writes
+    } else {  // the next round's input arrives while this group normalizes and writes
       if (index == 0) fetch(round);
-      arrange(round);
+      transpose(round);
       named_barrier_wait(kFull + group, kGroupThreads);
-      multiply(sums, round);
+      multiply(accumulators, round);
       named_barrier_wait(kEmpty + group, kGroupThreads);
       if (index + 1 < block.rounds(group)) fetch(Round<L>{block, group, index + 1});
     }
-    if constexpr (sizeof(T) == 2) add_conv_bias<T>(sums, conv_bias);
-    float rstd[kRows];
-    UNROLL(row, kRows) rstd[row] = center_row(sums, row, call.eps);
-    write_rows(round, sums, rstd);
+    if constexpr (sizeof(T) == 2) add_conv_bias<T>(accumulators, conv_bias);
+    float rstd[kThreadRows];
+    UNROLL(row, kThreadRows) rstd[row] = center_row(accumulators, row, call.eps);
+    write_rows(round, accumulators, rstd);
   }
 }
 
+// The kernel. `arranged` are the fragments that arrange_weights has written. One block runs per SM.
 template <typename T, bool SPLIT>
 __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
     conv_transpose_layer_norm_gelu(Convolution call, const Unit* arranged) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (!kArch.has_async_copy) return __trap();  // never called there: supports() returns false
   extern __shared__ __align__(128) Unit conv_shared[];
   using L = Layout<T, SPLIT>;
-  const Block<L> block = {call, arranged + blockIdx.x % 4 * (4 * L::kSteps * kFragment), conv_shared};
+  const BlockContext<L> block = {call, arranged + blockIdx.x % 4 * (4 * L::kSteps * kFragmentUnits), conv_shared};
   const int group = threadIdx.x / kGroupThreads;
   fill_shared(block);
   __syncthreads();
   if constexpr (L::kAsync) {
     if (group == kGroups) return load_rounds(block);
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kComputeRegisters));
   }
   compute_rounds(block, group);
-#else
-  __trap();  // fits() keeps calls away from such code
-#endif
 }
 
-// ---- Convolution: host side ----
+// ---- Host side ----
 
-// Calls f with the layout of Hopper's code, which takes the most shared memory.
+// Calls f with a layout of the right element and precision, with wgmma where Hopper uses it. That layout needs the most
+// shared memory, so it is also enough for code with mma.sync.
 template <typename F>
 auto with_layout(DType dtype, bool tf32, F f) {
   if (dtype == DType::Float16) return f(Layout<__half, false, true>());
@@ -4963,23 +7225,27 @@ auto with_layout(DType dtype, bool tf32, F f) {
   return tf32 ? f(Layout<float, false, true>()) : f(Layout<float, true, false>());
 }
 
-bool fits(DType dtype, bool tf32, const Device& device) {
+bool supports(DType dtype, bool tf32, const Device& device) {
   const int shared_bytes = with_layout(dtype, tf32, [](auto layout) { return decltype(layout)::kBytes; });
-  return device.code >= 80 && device.shared_bytes >= shared_bytes;
+  return device.arch.has_async_copy && device.shared_bytes >= shared_bytes;
 }
 
-cudaError_t launch(const Convolution& call, const Context& context) {
+// Launches both kernels. Weights are arranged anew in each call.
+cudaError_t launch(const Convolution& call, const LaunchContext& context) {
   return with_layout(call.dtype, call.tf32, [&](auto layout) {
     using L = decltype(layout);
     using T = typename L::Element;
-    constexpr int kFragments = 4 * 4 * L::kSteps, kElements = kFragment * L::kUnit;  // kElements: of each
+    constexpr int kFragments = 4 * 4 * L::kSteps;                 // of all four parities of d and h
+    constexpr int kElements = kFragmentUnits * L::kUnitElements;  // elements per fragment
     T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kFragments * kElements));
-    arrange_weights<T><<<kFragments, kElements, 0, context.stream>>>(call, arranged);
-    const auto kernel = conv_transpose_layer_norm_gelu<T, L::kSplit>;
-    cudaFuncAttributes attributes = {};  // compiled with loading warps or without
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    cudaError_t error = launch_kernel(arrange_weights<T>, {kFragments, kElements}, context, call, arranged);
     if (error != cudaSuccess) return error;
-    const int blocks = std::max(1, context.device.sms / 4) * 4;  // as many of each parity
+    const auto kernel = conv_transpose_layer_norm_gelu<T, L::kSplit>;
+    // The launch bounds of the loaded code tell whether it has loading warps (384 threads) or not (256).
+    cudaFuncAttributes attributes = {};
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    const int blocks = std::max(1, context.device.sms / 4) * 4;  // the same number for each parity of d and h
     return launch_kernel(kernel, {blocks, attributes.maxThreadsPerBlock, kPlain, L::kBytes}, context, call,
                          reinterpret_cast<const Unit*>(arranged));
   });
@@ -4990,72 +7256,98 @@ cudaError_t launch(const Convolution& call, const Context& context) {
 """
 
 _DISPATCH = r"""
-// ---- Dispatch: the GPU ----
+// ==== Dispatch: which kernel family runs a call ====
+// Uses: all sections before.
+//
+// Safe changes, and what guards them:
+//   - The order of the families, and the conditions, decide which family runs a call. The two-pass kernels must be
+//     last, because only they support every call. .tests/cases.py states the family of each call (forward_family and
+//     backward_family). test_cases_launch_expected_kernels (test_dispatch.py) fails if another one runs, or if no case
+//     launches some compiled kernel. .tests/launches.py lists the calls that change.
+//   - After a family with cooperative launches, another one must be able to run the call (cannot_cooperate). The cases
+//     of the emulated GPU "mps" in test_values.py and test_dispatch.py test this.
+//   - `tensors` must list every tensor that kernels load or store in packs. test_values (test_values.py) moves each
+//     tensor by one element, and fails if one is missing (mutants with "pack size:" in their names).
+//   - Device::arch must describe the loaded code, which can be older than the GPU. Only tests on a GPU check this:
+//     test_ptx_of_an_older_architecture_runs (test_device.py) and test_code_for_an_older_architecture_runs
+//     (test_build.py). No test runs CUDA before 12.3, for which allows_programmatic is false.
+//   - Backward of no rows must write zeros: test_no_rows_give_empty_output_and_zero_gradients (test_binding.py).
 
+// ---- The device ----
+
+// Returns the current device. Its properties are read when it is first used, and not for all devices at once, because
+// cudaFuncGetAttributes describes a kernel on the current device.
 const Device& current_device() {
-  static Device devices[128];  // PyTorch numbers them in 8 bits
-  int d = 0;
-  cudaGetDevice(&d);
-  Device& device = devices[d];
-  std::call_once(device.asked, [&] {  // now: cudaFuncGetAttributes asks about the current device
-    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, d);
-    cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, d);
-    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, d);
+  static Device devices[128];  // PyTorch's device indices have 8 bits, with a sign
+  int index = 0;
+  cudaGetDevice(&index);
+  Device& device = devices[index];
+  std::call_once(device.initialized, [&] {
+    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, index);
+    cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, index);
+    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+    // The attributes of any kernel tell which architecture the loaded code was compiled for.
     cudaFuncAttributes attributes = {};
     cudaFuncGetAttributes(&attributes, sum_partials);
-    device.code = attributes.ptxVersion;
+    device.arch = arch_of(attributes.ptxVersion);
+    // CUDA graphs support programmatic dependent launches from CUDA 12.3 on, for both the runtime and the driver.
     int driver = 0;
     cudaDriverGetVersion(&driver);
-    device.allows_programmatic = std::min(CUDART_VERSION, driver) >= 12030 && device.code >= 90;
+    device.allows_programmatic = std::min(CUDART_VERSION, driver) >= 12030 && device.arch.has_bulk_copy;
   });
   return device;
 }
 
-// ---- Dispatch: which room takes a call ----
+// ---- The kernel family ----
+// V is the number of elements per load: 16 bytes of elements if every row of every tensor starts on a 16-byte boundary,
+// and otherwise 1. The kernel families are tried in the order of the table in the overview (with its note (1)). If a
+// device rejects a cooperative launch, the next family that supports the call runs it. The two-pass kernels support
+// every call.
 
-// Rows are spread where no other room takes them, or the device refuses blocks that wait for one another.
 template <typename T, int V>
-cudaError_t dispatch(const Forward& call, const Context& context) {
+cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   const Device& device = context.device;
   constexpr bool kAligned = V > 1;
-  if (registers::takes(call, !kAligned)) return registers::launch<T, !kAligned>(call, context);
-  if constexpr (kAligned && !kFused) {
-    if (shared::takes<T>(call, device)) return shared::launch<T>(call, context);
-    if (pipeline::takes<T>(call, device)) {
-      if (const cudaError_t error = pipeline::launch<T>(call, context); !cannot_cooperate(error)) return error;
+  if (registers::supports(call, kAligned)) return registers::launch<T, !kAligned>(call, context);
+  if constexpr (kAligned && !kHasEpilogue) {
+    if (shared_memory::supports<T>(call, device)) return shared_memory::launch<T>(call, context);
+    if (pipelined::supports<T>(call, device)) {
+      if (const cudaError_t error = pipelined::launch<T>(call, context); !cannot_cooperate(error)) return error;
     }
     if constexpr (std::is_same_v<T, float>) {
-      if (const joint::Plan plan = joint::plan(call, device); plan.blocks_per_row > 0) {
-        if (const cudaError_t error = joint::launch<T>(call, plan, context); !cannot_cooperate(error)) return error;
+      if (const grid_resident::Plan plan = grid_resident::choose_plan(call, device); plan.blocks_per_row > 0) {
+        if (const cudaError_t error = grid_resident::launch<T>(call, plan, context); !cannot_cooperate(error))
+          return error;
       }
     }
   }
-  return spread::launch<T, V>(call, context);
+  return two_pass::launch<T, V>(call, context);
 }
 
-// Long aligned rows go to the pipeline, where there is one, even if registers could hold them.
+// Unlike in forward, long aligned rows go to the pipelined kernels even if the register kernels support them.
 template <typename T, int V>
-cudaError_t dispatch(const Backward& call, const Context& context) {
+cudaError_t dispatch(const Backward& call, const LaunchContext& context) {
   constexpr bool kAligned = V > 1;
-  const bool in_registers = registers::takes(call, V);
-  if constexpr (kAligned && !kFused) {
+  const bool in_registers = registers::supports(call, kAligned);
+  if constexpr (kAligned && !kHasEpilogue) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
-    if ((is_long || !in_registers) && pipeline::takes<T>(call, context.device)) {
-      if (const cudaError_t error = pipeline::launch<T>(call, context); !cannot_cooperate(error)) return error;
+    if ((is_long || !in_registers) && pipelined::supports<T>(call, context.device)) {
+      if (const cudaError_t error = pipelined::launch<T>(call, context); !cannot_cooperate(error)) return error;
     }
   }
   if (in_registers) return registers::launch<T, V>(call, context);
-  return spread::launch<T, V>(call, context);
+  return two_pass::launch<T, V>(call, context);
 }
 
-// V elements a load: 16 bytes where every row of every tensor starts on a 16-byte boundary, else 1.
+// Chooses T from the call's dtype, and V from the addresses of `tensors` and the length of a row. Null pointers, of
+// tensors that are absent, count as aligned.
 template <typename Call>
-cudaError_t dispatch(const Call& call, const Context& context, std::initializer_list<const void*> tensors) {
-  uintptr_t bits = uintptr_t(call.cols) * size_of(call.dtype);
-  for (const void* p : tensors) bits |= reinterpret_cast<uintptr_t>(p);
+cudaError_t dispatch(const Call& call, const LaunchContext& context, std::initializer_list<const void*> tensors) {
+  uintptr_t address_bits = uintptr_t(call.cols) * size_of(call.dtype);
+  for (const void* p : tensors) address_bits |= reinterpret_cast<uintptr_t>(p);
   const auto dispatch_as = [&](auto element) {
     using T = decltype(element);
-    return bits % 16 == 0 ? dispatch<T, 16 / sizeof(T)>(call, context) : dispatch<T, 1>(call, context);
+    return address_bits % 16 == 0 ? dispatch<T, 16 / sizeof(T)>(call, context) : dispatch<T, 1>(call, context);
   };
   switch (call.dtype) {
     case DType::Float16: return dispatch_as(__half());
@@ -5066,40 +7358,64 @@ cudaError_t dispatch(const Call& call, const Context& context, std::initializer_
 
 }  // namespace
 
+// ---- Entry points, which the binding calls ----
+
 cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream) {
   return dispatch(call, {current_device(), allocate, stream}, {call.input, call.weight, call.bias, call.output});
 }
 
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream) {
-  const Context context = {current_device(), allocate, stream};
-  if (call.rows == 0) {  // the gradients of weight and bias are sums of nothing
+  const LaunchContext context = {current_device(), allocate, stream};
+  if (call.rows == 0) {  // the gradients of weight and bias are 0: sum_partials adds up no partial rows
     const Launch launch = {dim3(ceil_div(call.cols, kSumThreads), 2), kSumThreads};
     return launch_kernel(sum_partials, launch, context, call, nullptr, 0);
   }
   return dispatch(call, context, {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
 }
 
-#ifdef LAYERNORM_WITH_EPILOGUE
+#ifdef LAYERNORM_HAS_EPILOGUE
 cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream) {
   return convolution::launch(call, {current_device(), allocate, stream});
 }
 
-bool fits_convolution(DType dtype, bool tf32) { return convolution::fits(dtype, tf32, current_device()); }
+bool supports_convolution(DType dtype, bool tf32) { return convolution::supports(dtype, tf32, current_device()); }
 #endif
 
 }  // namespace TORCH_EXTENSION_NAME
 """
 
-_ROOMS = (_ELEMENTS, _STATISTICS, _EPILOGUE, _DEVICE, _ROWS, _REGISTERS, _SHARED, _PIPELINE, _JOINT, _SPREAD)
-CUDA_SOURCE = "".join((_INTERFACE, *_ROOMS, _CONVOLUTION, _DISPATCH))
+CUDA_SOURCE = "".join(
+    (
+        _INTERFACE,
+        _OVERVIEW,
+        _ARCH,
+        _ELEMENTS,
+        _MEMORY,
+        _STATISTICS,
+        _LAUNCH,
+        _EPILOGUE,
+        _WEIGHT_GRADIENTS,
+        _ROWS,
+        _REGISTERS,
+        _TWO_PASS,
+        _ASYNC,
+        _SHARED_MEMORY,
+        _EXCHANGE,
+        _PIPELINED,
+        _GRID_RESIDENT,
+        _CONVOLUTION,
+        _DISPATCH,
+    )
+)
 
 # ============================================================================
-# 6  Load: at the import
+# 6  Load: what the import runs
 # ============================================================================
 
-# Names the ops, after the sources alone: a program that was saved on one machine finds them on another.
+# The name of the library, and of its ops in torch.ops. It depends only on the sources, so that a program that was saved
+# on one machine finds the ops on another.
 _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 
-_epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # empty before _load_epilogue
-_ops, _why_not = _load(_NAME)
-_layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, because a small call takes only 16 us
+_epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # has no ops before _load_epilogue
+_ops, _why_not = _load(_NAME)  # _why_not is the reason if _ops is None
+_layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, to keep the host time of small calls short

@@ -5,17 +5,17 @@
 # ///
 """Verifies layernorm_inline.py against PyTorch, and times both.
 
-    python test_layernorm_inline.py                 KernelBench level 1, problem 40: one nn.LayerNorm, 16 rows of 4 million
+    python test_layernorm_inline.py                 KernelBench level 1, problem 40: LayerNorm, 16 rows of 4 million
     python test_layernorm_inline.py --problem 34    level 2, problem 34: ConvTranspose3d, LayerNorm, GELU, scaling
     python test_layernorm_inline.py --json FILE     also writes the times to FILE
     pytest test_layernorm_inline.py                 values, state_dict and errors for small shapes (needs pytest)
 
-verify() says what is asserted, milliseconds() how times are measured. The exit status is 0 if everything was verified and
-the new model is at least 1.2 times as fast as eager PyTorch. Otherwise it is 1, and a sentence that begins with FAILED says
-why. Without a GPU, nothing is timed: the script then verifies the file on the CPU, where it calls PyTorch's own
-operations, and the exit status is 0.
+The docstring of verify() says what is asserted, and that of milliseconds() how times are measured. The exit status is
+0 if everything was verified and the new model is at least 1.2 times as fast as eager PyTorch. Otherwise it is 1, and
+the script prints FAILED and the reason. Without a GPU, nothing is timed: the script verifies the file on the CPU, where
+layernorm_inline calls PyTorch's own operations. The exit status is then 0 if everything was verified.
 
-Contributors find all other tests in .tests, and all other benchmarks in .bench.
+All other tests are in the folder .tests, and all other benchmarks in .bench.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def get_init_inputs():
 
 
 class Model34(nn.Module):
-    """The reference of problem 34."""
+    """The reference of problem 34: ConvTranspose3d, LayerNorm over the last dimension, GELU and scaling."""
 
     def __init__(
         self, in_channels, out_channels, kernel_size, stride, padding, bias=True, eps=1e-5, scaling_factor=1.0
@@ -142,7 +142,7 @@ def settings_34(device):
         new.load_state_dict(original.state_dict(), strict=True)
         x = torch.rand(INPUT_34 if device == "cuda" else (2, 32, 2, 3, 32), device=device, dtype=dtype)
         torch.backends.cudnn.allow_tf32 = allow_tf32
-        rtol = atol if dtype.itemsize == 2 else 1e-5  # KernelBench's
+        rtol = atol if dtype.itemsize == 2 else 1e-5  # for 16 bits, KernelBench's tolerance
         yield Setting(name, original.to(x), new.to(x), x, atol, rtol, gradient, shift=-0.5, constant=0.0)
 
 
@@ -152,7 +152,7 @@ def settings_34(device):
 
 
 class Failed(Exception):
-    """The message says in a sentence what differs."""
+    """Raised if the verification fails. The message says in a sentence what differs."""
 
 
 def trials(setting):
@@ -188,7 +188,8 @@ def training_step(model, x, seed):
     y.backward(torch.randn_like(y))
     gradients = {"the input": x.grad, **{name.split("ln.")[-1]: p.grad for name, p in model.named_parameters()}}
     model.zero_grad(set_to_none=True)
-    # LayerNorm subtracts what this bias adds to a row, so its gradient is 0 except for rounding.
+    # Problem 34: this bias adds the same number to a whole row, and LayerNorm subtracts it again. The gradient of the
+    # bias is therefore 0 except for rounding, and is not compared.
     gradients.pop("conv_transpose.bias", None)
     return y.detach(), gradients
 
@@ -206,15 +207,16 @@ def compare_outputs(setting, what, output, expected):
 
 
 def verify(setting):
-    """Returns a line that says what was verified. Raises Failed if something differs.
+    """Returns a sentence about the verified results. Raises Failed if a result differs from the original's.
 
-    For six inputs, with and without gradients, the output must be close to the original's (torch.allclose), and in
-    training the gradients of the input and of each parameter, too. Outputs and gradients are written to memory that was
-    filled with NaN.
+    For six inputs, with and without gradients, the output must be close to the original's (torch.allclose). The
+    gradients of the input and of each parameter must also be close. Before each run, free memory is filled with NaN, so
+    that an element that is not written is noticed.
     """
     largest, largest_gradient = 0.0, 0.0
     for count, (what, x) in enumerate(trials(setting)):
-        # Problem 40's original runs in float64. In float32 it is itself off by up to 5e-5 if 5 is added to the input.
+        # The original of problem 40 runs in float64, because in float32 its own error is up to 5e-5 if 5 is added to
+        # the input.
         exact = setting.original.double() if isinstance(setting.original, Model) else setting.original
         expected, right = training_step(exact, x, seed=count)
         with torch.no_grad():
@@ -252,8 +254,8 @@ L2_BYTES = 256 << 20  # more than any GPU's L2 cache
 def milliseconds(runs, repeats=100):
     """Returns the median device time of each function in the dict `runs`, measured with CUDA events.
 
-    The functions run in rounds, each in another random order, so that clocks, temperature and what ran before favor none.
-    L2 is overwritten before each call.
+    The functions run in rounds, and in each round in another random order. So no function benefits from the GPU's clock
+    rate or temperature, or from the function that ran before it. The L2 cache is overwritten before each call.
     """
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
     for run in runs.values():  # warm up
@@ -263,7 +265,7 @@ def milliseconds(runs, repeats=100):
     for _ in range(repeats):
         for name in order.sample(list(runs), len(runs)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-            flush.zero_()  # also lets the host run ahead of the GPU
+            flush.zero_()  # lasts long enough that the host can launch the function before the GPU gets to it
             begin.record()
             runs[name]()
             end.record()
@@ -273,7 +275,10 @@ def milliseconds(runs, repeats=100):
 
 
 def time_forward(setting, modes):
-    """Returns the milliseconds of the original, torch.compile in its fastest mode, the new model and a device copy."""
+    """Returns a dict with the milliseconds of the original, torch.compile, the new model and a device copy of x.
+
+    For torch.compile, it contains the time and the name of the fastest of `modes`.
+    """
     torch._dynamo.reset()
     x, copy = setting.x, torch.empty_like(setting.x)
     models = {mode: torch.compile(setting.original, mode=mode) for mode in modes}
@@ -292,7 +297,10 @@ def time_forward(setting, modes):
 
 
 def time_training(setting):
-    """Returns the milliseconds of forward and backward, with gradients of the input and of all parameters."""
+    """Returns a dict with the milliseconds of forward and backward of the original, torch.compile and the new model.
+
+    Backward computes the gradients of the input and of all parameters.
+    """
     torch._dynamo.reset()
     with torch.no_grad():
         grad_output = torch.randn_like(setting.original(setting.x))
@@ -315,9 +323,12 @@ def versions():
 
 
 def verify_and_time(setting, problem):
-    """Prints what was verified and the times. Returns the times. Raises Failed."""
+    """Prints the verified results and the times. Returns the times.
+
+    Raises Failed if a result differs, or if the speedup is less than MINIMUM_SPEEDUP.
+    """
     print(verify(setting))
-    # Not "max-autotune": it has the same kernels, and its CUDA graphs copy x in every call.
+    # The mode "max-autotune" is left out. It uses the same kernels, but its CUDA graphs copy x in every call.
     modes = ("default", "max-autotune-no-cudagraphs") if problem == 40 else ("default",)
     ms, training = time_forward(setting, modes), time_training(setting)
     speedup = ms["original"] / ms["new"]
@@ -325,7 +336,9 @@ def verify_and_time(setting, problem):
     print(f"    torch.compile ({ms['mode']}): {ms['compile']:.3f} ms. New is {ms['compile'] / ms['new']:.2f}x as fast.")
     steps = ", ".join(f"{name} {training[name]:.3f} ms" for name in ("original", "compile", "new"))
     print(f"    Forward and backward: {steps}. Speedup: {training['original'] / training['new']:.2f}x")
-    if problem == 40:  # input in, output out; weight and bias are as long as a row
+    if problem == 40:
+        # The copy reads the input and writes the output. The kernel also reads weight and bias, which have the size of
+        # one row each.
         floor = ms["copy"] * (1 + 1 / len(setting.x))
         print(
             f"    A device copy of the same bytes: {floor:.3f} ms. New runs at {floor / ms['new']:.2f} of copy bandwidth."
@@ -341,7 +354,10 @@ def verify_and_time(setting, problem):
 
 
 def broken_driver():
-    """Returns why a GPU cannot be used, or "" if there is none, if it can be used, or if PyTorch has no CUDA."""
+    """Returns the reason why the GPU cannot be used.
+
+    Returns "" if the GPU can be used, if there is none, or if PyTorch was built without CUDA.
+    """
     if torch.version.cuda is None or torch.cuda.is_available():
         return ""
     try:
@@ -353,7 +369,7 @@ def broken_driver():
 
 
 def run(problem, file=None):
-    """Returns the exit status of the script."""
+    """Verifies and times a problem, and writes the times to `file` as JSON. Returns the exit status of the script."""
     if reason := broken_driver():
         print(f"FAILED: the GPU cannot be used: {reason}")
         return 1
@@ -368,11 +384,7 @@ def run(problem, file=None):
                 print(f"On the CPU, with PyTorch's own operations: {verify(setting)}")
             else:
                 results.append(verify_and_time(setting, problem))
-    except (
-        Failed,
-        RuntimeError,
-        OSError,
-    ) as error:  # RuntimeError, OSError: load_state_dict, kernels, the second library
+    except (Failed, RuntimeError, OSError) as error:  # load_state_dict, kernels and builds raise the last two
         print(f"FAILED: {error}")
         return 1
     about = versions() if device == "cuda" else "no GPU"
@@ -388,7 +400,7 @@ def main():
     parser.add_argument("--problem", type=int, choices=(40, 34), default=40, help="KernelBench's number (default: 40)")
     parser.add_argument("--json", metavar="FILE", help="write the times as JSON")
     arguments = parser.parse_args()
-    if arguments.json:  # checked now, not after a minute
+    if arguments.json:  # checked before the measurement, which needs a minute
         folder = os.path.dirname(os.path.abspath(arguments.json))
         if not os.access(folder, os.W_OK) or os.path.isdir(arguments.json):
             parser.error(f"cannot write to {arguments.json}")
@@ -399,7 +411,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 # ============================================================================
-# Tests. They need pytest; the script above has ended before this line
+# Tests for pytest. If this file runs as a script, it ends before this line
 # ============================================================================
 
 import pytest  # noqa: E402
@@ -408,12 +420,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers_in_every_run():
+def fixed_seed():
     torch.manual_seed(0)
 
 
 def results_of(function, tensors, grad_output, dtype):
-    """Returns the output and the gradients as float64."""
+    """Returns the output and the gradients of a layer norm function in this precision, converted to float64."""
     leaves = [t.to(dtype).requires_grad_() for t in tensors]
     y = function(leaves[0], leaves[0].shape[1:], *leaves[1:], 1e-5)
     return [t.double() for t in (y, *torch.autograd.grad(y, leaves, grad_output.to(dtype)))]
@@ -424,7 +436,7 @@ def results_of(function, tensors, grad_output, dtype):
     (1, 7), (5, 64), (513, 100), (64, 768), (300, 1000), (40, 2041), (33, 4096), (9, 3, 32, 64), (7, 20001), (200, 16384),
     (3, 262144), (4, 2200004),
 ], ids=str)  # fmt: skip
-def test_values(shape, dtype):
+def test_values_are_as_accurate_as_pytorchs(shape, dtype):
     """Output and gradients are about as close to float64 as those of nn.functional.layer_norm."""
     x, weight, bias = (torch.randn(s, device=DEVICE).to(dtype).double() for s in (shape, shape[1:], shape[1:]))
     tensors, grad_output = (x + 1, weight, bias), torch.randn(shape, device=DEVICE).to(dtype)
@@ -440,7 +452,7 @@ def test_values(shape, dtype):
 @pytest.mark.parametrize(
     "arguments", [dict(), dict(eps=0.1), dict(elementwise_affine=False), dict(dtype=torch.float64)], ids=str
 )
-def test_state_dict(arguments):
+def test_state_dict_can_be_exchanged_with_nn_layer_norm(arguments):
     original = randomize(nn.LayerNorm((3, 8), device=DEVICE, **arguments))
     new = LayerNorm((3, 8), device=DEVICE, **arguments)
     new.load_state_dict(original.state_dict(), strict=True)
@@ -452,22 +464,22 @@ def test_state_dict(arguments):
     torch.testing.assert_close(original(x), new(x), rtol=0, atol=0)
 
 
-def test_errors():
+def test_wrong_arguments_raise_errors():
     x = torch.zeros(2, 5, device=DEVICE)
-    for error, words, call in (
+    for error, message, call in (
         (RuntimeError, "normalized_shape", lambda: layer_norm(x, (4,))),
         (RuntimeError, "weight", lambda: layer_norm(x, (5,), x[0, :4])),
         (RuntimeError, "not implemented|Long", lambda: layer_norm(x.long(), (5,))),
         (TypeError, "normalized_shape", lambda: layer_norm(x, 5)),
         (ValueError, "activation", lambda: layer_norm(x, (5,), activation="relu")),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             call()
     assert (layer_norm(x, (5,)) == 0).all()
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
-def test_activation_and_scale(activation):
+def test_activation_and_scale_agree_with_pytorch(activation):
     x, weight, bias = (torch.randn(s, device=DEVICE) for s in ((200, 768), (768,), (768,)))
     expected = nn.functional.layer_norm(x, (768,), weight, bias)
     if activation:
@@ -477,11 +489,12 @@ def test_activation_and_scale(activation):
 
 
 @pytest.mark.parametrize("problem", [40, 34])
-def test_the_benchmark_problem(problem, monkeypatch):
-    """The script's own verification, with a small input."""
+def test_verification_of_the_benchmark_problems_succeeds(problem, monkeypatch):
+    """The script's verification succeeds for small inputs."""
     small = dict(BATCH_SIZE=2, FEATURES=4, DIM1=8, DIM2=16, INPUT_34=(2, 32, 2, 4, 32))
     for name, value in small.items():
         monkeypatch.setitem(globals(), name, value)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)  # restored at the end
+    # settings_34 changes this flag. Setting it here makes monkeypatch restore it after the test.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
     lines = [verify(setting) for setting in (settings_34 if problem == 34 else settings_40)(DEVICE)]
     assert lines and all(line.startswith("Verified") and "for 6 inputs" in line for line in lines)

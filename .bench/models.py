@@ -3,8 +3,8 @@
     python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md
     python .bench/models.py vit         only the models whose names contain "vit"; writes nothing
 
-A training step is forward and backward, without an optimizer. Five steps are timed in a row. Models have random weights.
-If a model needs a package that is not installed (transformers, timm), the script names it and goes on.
+A training step is forward and backward, without an optimizer. Five steps in a row are timed. Models have random weights.
+A model whose package (transformers, timm) is not installed is skipped with a message.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from test_layernorm_inline import milliseconds, versions  # noqa: E402
 
 
 class TriangleMultiplication(nn.Module):
-    """Every pair (i, j) from the pairs (i, k) and (j, k); not outgoing: (k, i) and (k, j)."""
+    """Updates each pair (i, j) from the pairs (i, k) and (j, k) or, if not outgoing, from (k, i) and (k, j)."""
 
     def __init__(self, c, outgoing):
         super().__init__()
@@ -42,7 +42,7 @@ class TriangleMultiplication(nn.Module):
 
 
 class TriangleAttention(nn.Module):
-    """Gated attention within each row of pairs; not starting: within each column."""
+    """Gated attention within each row of pairs or, if not starting, within each column."""
 
     def __init__(self, c, starting, heads=4):
         super().__init__()
@@ -59,7 +59,10 @@ class TriangleAttention(nn.Module):
 
 
 class PairStack(nn.Module):
-    """Blocks that update a pair tensor (n, n, c) as AlphaFold's do, without its biases and dropout: 7 layer norms each."""
+    """Blocks that update a pair tensor (n, n, c) like those of AlphaFold, without bias terms and dropout.
+
+    Each block has 7 layer norms.
+    """
 
     def __init__(self, blocks=2, c=128):
         super().__init__()
@@ -108,7 +111,7 @@ def timm_model(name, batch=128, device="cuda"):
     return model, loss
 
 
-# name: (the package that it needs, what makes the model and its loss), all with random weights
+# name: (required package, function that returns a model with random weights and its loss function)
 REAL_MODELS = {
     "pair stack 256 x 256 x 128, bf16": ("torch", functools.partial(pair_stack, 256)),
     "pair stack 512 x 512 x 128, bf16": ("torch", functools.partial(pair_stack, 512)),
@@ -131,13 +134,13 @@ REAL_MODELS = {
 
 
 def model_row(make):
-    """Returns (layer norms replaced, layer norms in all, milliseconds of each column of COLUMNS after the first two)."""
+    """Returns (number of replaced layer norms, number of all layer norms, milliseconds in the order of COLUMNS)."""
     torch.manual_seed(0)
     original, loss = make()
-    # nn.LayerNorm, and timm's class of that name, which computes the same function.
+    # nn.LayerNorm, and timm's subclass of that name, which computes the same function.
     types = {type(m) for m in original.modules() if type(m).__name__ == "LayerNorm"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the table says how many were replaced
+        warnings.simplefilter("ignore")  # the table shows how many were replaced
         replaced = replace_layer_norm(copy.deepcopy(original), types)
     norms = [type(m) is LayerNorm for m in replaced.modules() if isinstance(m, nn.LayerNorm)]
     torch.testing.assert_close(loss(replaced), loss(original), atol=1e-2, rtol=1e-2)
@@ -147,12 +150,14 @@ def model_row(make):
         for model in (original, replaced):
             network = torch.compile(model) if compiled else model
 
-            def train(model=model, network=network):  # five steps, so that the host may be ahead, as in training
+            def train(
+                model=model, network=network
+            ):  # several steps, so that the host runs ahead of the GPU, as in training
                 for _ in range(5):
                     value = loss(network)
                     value.backward()
                     model.zero_grad(set_to_none=True)
-                value.item()  # waits, so that the next run begins with an idle GPU
+                value.item()  # waits, so that the next run starts with an idle GPU
 
             def infer(network=network):
                 with torch.no_grad():
@@ -168,7 +173,7 @@ def model_row(make):
 
 
 def models_named(words):
-    """The names in REAL_MODELS that contain one of words, in whatever case; all of them where there are no words."""
+    """Returns the names in REAL_MODELS that contain one of `words`, ignoring case, or all names if `words` is empty."""
     return [name for name in REAL_MODELS if not words or any(word.lower() in name.lower() for word in words)]
 
 
@@ -177,21 +182,21 @@ COLUMNS = ["model", "norms", *(f"{what}: {kind}" for what in ("training", "infer
 
 
 def time_models(names):
-    """Prints a row for each model. Returns the table as Markdown."""
+    """Prints one row per model, and returns the table as Markdown."""
     print(versions())
     print(f"ms: {'; '.join(COLUMNS)}")
     rows = []
     for name in names:
         package, make = REAL_MODELS[name]
         if importlib.util.find_spec(package) is None:
-            print(f"{name:40} left out: {package} is not installed")
+            print(f"{name:40} skipped, because {package} is not installed")
             continue
         replaced, norms, times = model_row(make)
         torch.cuda.empty_cache()
         rows.append([name, f"{replaced}/{norms}", *(f"{ms:.2f}" for ms in times)])
         quotients = f"compiled, replaced / original: {times[3] / times[2]:.3f} {times[7] / times[6]:.3f}"
         print(f"{name:40} {rows[-1][1]:>7} " + " ".join(f"{ms:8.2f}" for ms in times), quotients, flush=True)
-    return f"{versions()}\n\nMilliseconds of one of five steps.\n\n{results.markdown_table(COLUMNS, rows)}"
+    return f'{versions()}\n\nMilliseconds per step. "Replaced" is the model after replace_layer_norm.\n\n{results.markdown_table(COLUMNS, rows)}'
 
 
 def main():
@@ -200,12 +205,12 @@ def main():
     words = parser.parse_args().names
     for word in words:
         if not models_named([word]):
-            parser.error(f"no name contains {word!r}; there are: {'; '.join(REAL_MODELS)}")
+            parser.error(f"no model name contains {word!r}. The names are: {'; '.join(REAL_MODELS)}")
     if not torch.cuda.is_available():
-        print("Nothing was timed: there is no CUDA GPU.")
+        print("Nothing was timed, because there is no CUDA GPU.")
         return 1
     table = time_models(models_named(words))
-    if not words:  # the whole table only
+    if not words:  # a partial table is not written
         results.write_section(f"Models, {torch.cuda.get_device_name()}", table)
     return 0
 

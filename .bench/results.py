@@ -1,29 +1,41 @@
-"""RESULTS.md: what the scripts of this folder have printed, each in a section of its own.
+"""Reads and writes RESULTS.md, in which each script of this folder has sections of its own.
 
-    python .bench/results.py        prints README's tables of the sweep and of the models from it
-
-README's first two rows are what test_layernorm_inline.py prints, without and with --problem 34.
+python .bench/results.py        prints README's tables from RESULTS.md
 """
 
+import math
 import re
 from pathlib import Path
 
 FILE = Path(__file__).parent / "RESULTS.md"
-TITLE = "# Results\n\nWritten by sweep.py, sizes.py and models.py of this folder; do not edit.\n"
+TITLE = "# Results\n\nWritten by sweep.py, sizes.py and models.py of this folder. Do not edit.\n"
 
-# Rows of README's tables: of the first GPU in milliseconds, and of all GPUs in fractions of copy speed.
-GAINS = [f"{what} | {n} x 1024 | bf16" for n in (8192, 65536) for what in ("forward", "training step")]
-GAINS += ["forward | 32768 x 2041 | bf16", "GPT-2 124M 8 x 1024, autocast", "pair stack 256 x 256 x 128, bf16"]
+# The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
+TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
+
+# README's first table: single operations, in milliseconds, on the first GPU of RESULTS.md.
+OPERATIONS = {
+    "problem 40, float32": "KernelBench level 1, problem 40: forward of 16 rows of 4 million, fp32",
+    "problem 34, float32, TF32 allowed for convolutions (the default)": "KernelBench level 2, problem 34: forward of "
+    "ConvTranspose3d, LayerNorm, GELU and scaling, fp32 (TF32)",
+    "forward | 8192 x 1024 | bf16": "forward, 8192 x 1024, bf16",
+    "training step | 8192 x 1024 | bf16": "forward and backward, 8192 x 1024, bf16",
+    "forward | 65536 x 1024 | bf16": "forward, 65536 x 1024, bf16",
+    "training step | 65536 x 1024 | bf16": "forward and backward, 65536 x 1024, bf16",
+    "forward | 32768 x 2041 | bf16": "forward, 32768 x 2041, bf16",
+}
+
+# README's table of fractions of copy bandwidth, on all GPUs.
 SPEED = {
     "forward": "8192 x 768 bf16, 8192 x 1024 bf16, 65536 x 1024 bf16, 65536 x 1024 fp32, 1048576 x 64 bf16, "
     "16384 x 4096 bf16, 32768 x 2041 bf16, 4096 x 16384 fp32, 256 x 262144 fp32",
     "backward": "8192 x 768 bf16, 65536 x 1024 bf16, 32768 x 320 bf16, 32768 x 2041 bf16, 8192 x 8192 bf16",
 }
-SPEED = [f"{what} | {' | '.join(case.rsplit(' ', 1))}" for what, cases in SPEED.items() for case in cases.split(", ")]
+SPEED = [f"{step} | {' | '.join(case.rsplit(' ', 1))}" for step, cases in SPEED.items() for case in cases.split(", ")]
 
 
 def write_section(heading, text, file=FILE):
-    """Replaces the section of this heading, or adds it at the end."""
+    """Replaces the section with this heading, or adds it at the end."""
     before = file.read_text() if file.exists() else TITLE
     section = f"\n## {heading}\n\n{text.strip()}\n"
     place = re.search(rf"\n## {re.escape(heading)}\n.*?(?=\n## |\Z)", before, re.S)
@@ -31,14 +43,16 @@ def write_section(heading, text, file=FILE):
 
 
 def markdown_table(names, rows):
-    """names: of the columns; rows: of words."""
+    """Returns a table. names: the column names; rows: lists of cells."""
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def tables_of(text, kind):
-    """{GPU: {first words of a row: a list of its other words}} of RESULTS.md's sections of this kind."""
-    keys = {"Sweep": 3, "Models": 1}[kind]  # cells that say what a row is
+    """Returns {GPU: {key: cells}} of the sections "kind, GPU" in RESULTS.md's text. A key is the row's first cells."""
+    keys = {"Sweep": 3, "KernelBench": 1, "Models": 1, "Other libraries": 3}[
+        kind
+    ]  # number of cells that identify a row
     tables = {}
     for section in text.split(f"\n## {kind}, ")[1:]:
         gpu, _, body = section.split("\n## ")[0].partition("\n")
@@ -47,31 +61,62 @@ def tables_of(text, kind):
     return tables
 
 
+def times_row(title, eager, compiled, new):
+    """Returns the cells of a row of README's first table. Times are in milliseconds."""
+    times = [f"{ms:#.3g}" for ms in (eager, compiled, new)]
+    return [title, *times, f"{eager / new:.3g}x", f"{compiled / new:.3g}x"]
+
+
+def tritonbench_row(sweep):
+    """Returns the row of README's first table that sums up TritonBench's shapes."""
+    times = [map(float, sweep[f"forward | {rows} x {cols} | fp16"][1:4]) for rows, cols in TRITONBENCH]
+    pairs = [(eager / new, compiled / new) for eager, compiled, new in times]
+    means = [f"{math.exp(sum(map(math.log, column)) / len(pairs)):.2f}x" for column in zip(*pairs)]
+    wins = sum(min(pair) > 1 for pair in pairs)
+    title = (
+        f"forward, TritonBench's {len(pairs)} shapes, fp16: geometric mean (faster than both in {wins} of {len(pairs)})"
+    )
+    return [title, "", "", "", *means]
+
+
+def short(gpu):
+    """Returns a GPU's name without its manufacturer and memory."""
+    return gpu.replace("NVIDIA ", "").split()[0]
+
+
 def readme_tables(text):
-    """What README's tables say of RESULTS.md's text: of the first GPU, how long, and of all, how near to copy speed."""
+    """Returns README's tables of results as Markdown, made from RESULTS.md's text."""
     sweeps, models = tables_of(text, "Sweep"), tables_of(text, "Models")
-    gpu, gains = next(iter(sweeps)), []
-    for key in GAINS:
-        row = sweeps[gpu].get(key) or models.get(gpu, {}).get(key)
-        if row:  # of a model: eager, replaced, torch.compile
-            eager, compiled, ours = row[1:4] if key in sweeps[gpu] else (row[1], row[3], row[2])
-            times = [f"{float(ms):#.3g}" for ms in (eager, compiled, ours)]
-            factors = [f"{float(ms) / float(ours):.3g}x" for ms in (eager, compiled)]
-            what = key.replace(" | ", ", ") if key in sweeps[gpu] else f"training step, {key}"
-            gains.append([what, *times[:2], f"**{times[2]}**", *factors])
+    gpu = next(iter(sweeps))
+    problems = tables_of(text, "KernelBench")[gpu]
+    operations = []
+    for key, title in OPERATIONS.items():
+        cells = problems[key] if key in problems else sweeps[gpu][key][1:4]
+        operations.append(times_row(title, *map(float, cells)))
+    operations.append(tritonbench_row(sweeps[gpu]))
+    header = [f"ms on an {gpu}", "eager", "torch.compile", "layernorm_inline", "over eager", "over torch.compile"]
+    tables = [markdown_table(header, operations)]
+    steps = [[name, *cells[1:5]] for name, cells in models[gpu].items() if name not in ("model", "---")]
+    header = [f"training step, ms on an {gpu}", "eager", "eager, replaced", "compiled", "compiled, replaced"]
+    tables.append(markdown_table(header, steps))
     speed = []
     for key in SPEED:
         row = [key.replace(" | ", ", ")]
         for table in sweeps.values():
-            eager, compiled, ours = (f"{float(share):.2f}" for share in table[key][4:7])
-            row += [eager, compiled, f"**{ours}**"]
+            row += [f"{float(share):.2f}" for share in table[key][4:7]]
         speed.append(row)
-    names = ["eager", "torch.compile", "**ours**"]
-    shares = ["fraction of copy speed"]
-    for gpu_of_columns in sweeps:
-        shares += [f"{gpu_of_columns.replace('NVIDIA ', '')}: {names[0]}", *names[1:]]
-    gains = markdown_table([f"ms on an {gpu}", *names, "faster than eager", "than torch.compile"], gains)
-    return gains + "\n\n" + markdown_table(shares, speed)
+    header = ["fraction of copy bandwidth"]
+    for name in sweeps:
+        header += [f"{short(name)}: eager", "torch.compile", "layernorm_inline"]
+    tables.append(markdown_table(header, speed))
+    problems = tables_of(text, "KernelBench")
+    header = ["forward, ms"]
+    for name in problems:
+        header += [f"{short(name)}: eager", "torch.compile", "layernorm_inline"]
+    keys = [key for key in problems[gpu] if key.startswith("problem")]
+    rows = [[key, *(f"{float(ms):#.3g}" for table in problems.values() for ms in table[key])] for key in keys]
+    tables.append(markdown_table(header, rows))
+    return "\n\n".join(tables)
 
 
 if __name__ == "__main__":

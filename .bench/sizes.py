@@ -1,11 +1,14 @@
-"""Times forward at the sizes that a model's step has, 1 to 16 million elements: eager, torch.compile and ours.
+"""Times forward at the sizes that norms have inside models: 1 to 16 million elements.
 
     python .bench/sizes.py           prints a table, and writes it to .bench/RESULTS.md
 
-Calls are replayed from CUDA graphs, so that the host does not count. "cold": calls take turns at so many tensors, each
-with a weight, a bias and an output of its own, that L2 holds none of them when it is used again. To overwrite L2 between
-calls is not enough: what a kernel reads with the priority evict_last, as some of torch.compile's do, survives that.
-"warm": 20 calls in a row on one tensor, which L2 has as long as it fits.
+Compares eager PyTorch, torch.compile and layernorm_inline. Calls are replayed from CUDA graphs, so that host time does not
+count.
+
+"cold": each call uses another input, weight, bias and output. There are enough of them that L2 holds none when it is used
+again. Overwriting L2 between calls would not be enough: data that a kernel reads with the priority evict_last, as some
+kernels of torch.compile do, stays in L2.
+"warm": 20 calls in a row use the same tensors, which stay in L2 if they fit.
 """
 
 import functools
@@ -26,12 +29,12 @@ from test_layernorm_inline import versions  # noqa: E402
 COLUMNS = (256, 768, 1024, 4096)
 MILLIONS = {1: ("cold", "warm"), 4: ("cold", "warm"), 16: ("cold",)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-COLD_BYTES = 300 << 20  # of all inputs: several times an L2
+COLD_BYTES = 300 << 20  # of all inputs together: several times the size of L2
 WARM_CALLS, REPEATS = 20, 7
 
 
 def graph_of(calls):
-    """A CUDA graph of these calls, one after the other, whose outputs all stay."""
+    """Returns a CUDA graph of these calls, one after the other. It keeps all outputs."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         graph.outputs = [call() for call in calls]
@@ -40,7 +43,7 @@ def graph_of(calls):
 
 
 def milliseconds_of(graph):
-    """Median of some replays. One more goes first: the GPU is busy while the host queues the rest."""
+    """Returns the median time of a replay. A first replay keeps the GPU busy while the host queues the timed ones."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     graph.replay()
     events[0].record()
@@ -52,16 +55,16 @@ def milliseconds_of(graph):
 
 
 def microseconds(function, sets, mode):
-    """Of a call of `function`, which takes what a set holds: input, weight and bias."""
+    """Returns the time of a call of `function`. sets: tuples (input, weight, bias)."""
     sets = sets[:1] * WARM_CALLS if mode == "warm" else sets
     calls = [functools.partial(function, *tensors) for tensors in sets]
-    if mode == "warm":  # one output, too
+    if mode == "warm":  # the output is dropped, so that all calls write to the same memory
         calls = [lambda call=call: call() is None for call in calls]
     return milliseconds_of(graph_of(calls)) * 1e3 / len(calls)
 
 
 def functions_of(cols):
-    """Eager, torch.compile and ours."""
+    """Returns the functions that are compared: eager PyTorch, torch.compile and layernorm_inline."""
 
     def eager(x, weight, bias):
         return functional.layer_norm(x, (cols,), weight, bias)
@@ -70,7 +73,7 @@ def functions_of(cols):
 
 
 def time_case(millions, cols, dtype, modes, functions_of=functions_of):
-    """For each mode microseconds of each function: medians of three, in turns."""
+    """Yields (mode, microseconds of each function). A time is the median of three, measured in turns."""
     options = dict(device="cuda", dtype=DTYPES[dtype])
     rows = (millions << 20) // cols
     count = COLD_BYTES // (rows * cols * DTYPES[dtype].itemsize)
@@ -86,17 +89,29 @@ def time_case(millions, cols, dtype, modes, functions_of=functions_of):
 
 def main():
     if not torch.cuda.is_available():
-        print("Nothing was timed: there is no CUDA GPU.")
+        print("Nothing was timed, because there is no CUDA GPU.")
         return 1
     rows = []
     print(versions())
     for dtype, cols, millions in itertools.product(DTYPES, COLUMNS, MILLIONS):
-        for mode, (eager, compiled, ours) in time_case(millions, cols, dtype, MILLIONS[millions]):
-            words = [mode, f"{millions}M", cols, dtype, *(f"{t:.2f}" for t in (eager, compiled, ours))]
-            rows.append([*words, f"{compiled / ours:.2f}"])
-            print("{:5}{:>4} x {:<5}{:5} eager {:>6} compile {:>6} ours {:>6} us, {}".format(*rows[-1]), flush=True)
+        for mode, (eager, compiled, new) in time_case(millions, cols, dtype, MILLIONS[millions]):
+            words = [mode, f"{millions}M", cols, dtype, *(f"{t:.2f}" for t in (eager, compiled, new))]
+            rows.append([*words, f"{compiled / new:.2f}"])
+            print(
+                "{:5}{:>4} x {:<5}{:5} eager {:>6} compile {:>6} layernorm_inline {:>6} us, {}".format(*rows[-1]),
+                flush=True,
+            )
     rows.sort(key=lambda row: row[0])
-    names = ["L2", "elements", "columns", "dtype", "eager, us", "torch.compile, us", "ours, us", "compile / ours"]
+    names = [
+        "L2",
+        "elements",
+        "columns",
+        "dtype",
+        "eager, us",
+        "torch.compile, us",
+        "layernorm_inline, us",
+        "torch.compile / layernorm_inline",
+    ]
     text = f"{versions()}\n\nForward, from CUDA graphs.\n\n{results.markdown_table(names, rows)}"
     results.write_section(f"Sizes that models have, {torch.cuda.get_device_name()}", text)
     return 0

@@ -1,13 +1,19 @@
-"""Times shapes and dtypes, forward and backward: eager PyTorch, torch.compile and ours, next to a device copy.
+"""Times LayerNorm in many shapes, forward and backward, beside eager PyTorch, torch.compile and a device copy.
 
-    python .bench/sweep.py                  prints a table, and writes it to .bench/RESULTS.md
-    python .bench/sweep.py --plot FILE      draws it, too (needs matplotlib)
-    python .bench/sweep.py --json FILE      writes it as data, too
+    python .bench/sweep.py                  times everything, prints a table, and writes it to .bench/RESULTS.md
+    python .bench/sweep.py --plot FILE      also draws the table (needs matplotlib)
+    python .bench/sweep.py --json FILE      also writes the table as JSON
 
-"Floor" is the time of a copy of the bytes that LayerNorm cannot avoid moving, measured in the same run: input in and
-output out, plus weight and bias; for backward 1.5 times a copy (input and grad_output in, grad_input out), for a training
-step, forward and backward of the norm alone, both. How times are taken: milliseconds() in test_layernorm_inline.py. All but
-the copy is replayed from a CUDA graph: called from Python, it can wait for the host.
+    python .bench/sweep.py --only 8192x768:bf16                  times one shape, forward and backward; writes no file
+    python .bench/sweep.py --only 8192x768:bf16 --against DIR    also times the layernorm_inline.py in folder DIR
+
+The last form judges a change of the kernels: put the version before the change into DIR. Both versions run in one process,
+in turns, on the same tensors.
+
+The floor is the time in which a device copy moves the bytes that LayerNorm must move: in forward, input, output, weight and
+bias; in backward, 1.5 times as many (input, grad_output and grad_input). A training step is forward and backward of the
+norm alone. The copy is timed in the same run. milliseconds() in test_layernorm_inline.py says how times are measured. All
+but the copy is replayed from CUDA graphs, because a call from Python can take longer than the kernel.
 """
 
 import argparse
@@ -28,10 +34,10 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import results  # noqa: E402
 
-from layernorm_inline import layer_norm, replace_layer_norm  # noqa: E402
-from test_layernorm_inline import milliseconds, versions  # noqa: E402
+import layernorm_inline  # noqa: E402
+from test_layernorm_inline import milliseconds, settings_34, settings_40, time_forward, versions  # noqa: E402
 
-# (rows, cols, dtypes); "x[1:]" rows start 4 bytes (2 for 16-bit types) past a 16-byte boundary.
+# (rows, cols, dtypes)
 FORWARD = [
     *[(2**26 // n, n, "fp32 bf16 fp16") for n in (64, 256, 1024)],
     *[(8192, n, "bf16") for n in (768, 1024)],
@@ -50,8 +56,9 @@ FORWARD = [
     (16, 4194304, "fp32"),
     (4, 16777216, "fp32"),
     (1, 67108864, "fp32"),
+    *[(rows, cols, "fp16") for rows, cols in results.TRITONBENCH],
 ]
-MISALIGNED = [(16384, 4096, "fp32 bf16")]
+UNALIGNED = [(16384, 4096, "fp32 bf16")]  # rows start one element past a 16-byte boundary
 BACKWARD = [
     *[(2**26 // n, n, "fp32 bf16") for n in (64, 256, 1024, 4096, 8192, 16384, 32768)],
     (8192, 768, "bf16"),
@@ -67,10 +74,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def cases():
-    """Yields (what, rows, cols, dtype name)."""
-    for what, shapes in (
+    """Yields (operation, rows, cols, dtype name)."""
+    for operation, shapes in (
         ("forward", FORWARD),
-        ("forward x[1:]", MISALIGNED),
+        ("forward x[1:]", UNALIGNED),
         ("backward", BACKWARD),
         ("training step", TRAINING),
         ("forward GELU", GELU),
@@ -79,78 +86,87 @@ def cases():
         for dtype in DTYPES:
             for rows, cols, dtypes in sorted(shapes, key=lambda shape: shape[1]):
                 if dtype in dtypes.split():
-                    yield what, rows, cols, dtype
+                    yield operation, rows, cols, dtype
 
 
 def captured(run):
-    """A function that replays run() from a CUDA graph. The current stream must not be the default one."""
+    """Returns a function that replays run() from a CUDA graph. The current stream must not be the default stream."""
     run()  # compiles and tunes
     graph = torch.cuda.CUDAGraph()
-    gc.disable()  # what it frees may call CUDA (kernels of Triton's do), which ends a capture
+    gc.disable()  # a finalizer may call CUDA (those of Triton's kernels do), which would end the capture
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         run()
     gc.enable()
 
-    def replay(run=run):  # which holds the tensors that the graph reads
+    def replay(run=run):  # the default argument keeps the tensors alive that the graph reads
         graph.replay()
 
     return replay
 
 
-def models(cols, gelu, options):
-    """(eager, ours, weight, bias), with the same weight and bias, as it matters where in memory they lie."""
+def module_functions(cols, gelu, options, compiled, files):
+    """Returns (weight, bias, functions of the input). All functions use the same weight and bias.
+
+    options: dtype and device; compiled: also returns torch.compile of the eager function; files: pairs (name,
+    layernorm_inline module).
+    """
     norm = nn.LayerNorm(cols, **options)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    if not gelu:
-        return norm, replace_layer_norm(copy.copy(norm)), norm.weight, norm.bias
 
-    def eager(x):
+    def gelu_of(x):
         return nn.functional.gelu(norm(x))
 
-    def ours(x):
-        return layer_norm(x, (cols,), norm.weight, norm.bias, norm.eps, activation="gelu")
+    functions = {"eager": gelu_of if gelu else norm}
+    if compiled:
+        torch._dynamo.reset()
+        functions["compile"] = torch.compile(functions["eager"], dynamic=False)
+    for name, file in files:
+        if gelu:
+            functions[name] = lambda x, file=file: file.layer_norm(
+                x, (cols,), norm.weight, norm.bias, norm.eps, activation="gelu"
+            )
+        else:
+            functions[name] = file.replace_layer_norm(copy.copy(norm))
+    return norm.weight, norm.bias, functions
 
-    return eager, ours, norm.weight, norm.bias
 
-
-def time_case(what, rows, cols, dtype):
-    """A dict of what it is and of milliseconds."""
-    torch.cuda.empty_cache()  # so that a row depends less on those before it
+def time_case(operation, rows, cols, dtype, compiled=True, files=(("new", layernorm_inline),)):
+    """Returns a dict: the case, and milliseconds of the floor, eager PyTorch, torch.compile and each of `files`."""
+    torch.cuda.empty_cache()  # so that memory addresses depend less on earlier cases
     options = dict(device="cuda", dtype=DTYPES[dtype])
     flat = torch.randn(rows * cols + 1, **options)
-    x = (flat[1:] if "x[1:]" in what else flat[:-1]).view(rows, cols)
-    eager, ours, weight, bias = models(cols, "GELU" in what, options)
-    torch._dynamo.reset()
-    compiled = torch.compile(eager, dynamic=False)
-    # Called, not replayed: in a CUDA graph a copy is other kernels, slower at some sizes (PyTorch's issue 191284).
+    x = (flat[1:] if "x[1:]" in operation else flat[:-1]).view(rows, cols)
+    weight, bias, functions = module_functions(cols, "GELU" in operation, options, compiled, files)
+    # The copy is called, not replayed: in a CUDA graph it runs as other kernels, which are slower for some sizes
+    # (PyTorch's issue 191284).
     source, target = flat[:-1].view(rows, cols), torch.empty_like(x)
     runs = {"floor": lambda: target.copy_(source)}
-    step, stream = what.split()[0], torch.cuda.Stream()  # forward, backward or training
+    step, stream = operation.split()[0], torch.cuda.Stream()  # step: forward, backward or training
     if step != "forward":
         x.requires_grad_()
-        dy = torch.randn_like(x)
+        grad_output = torch.randn_like(x)
     stream.wait_stream(torch.cuda.current_stream())
-    # Backward runs on forward's stream, and only a side stream can be captured.
+    # Only a side stream can be captured, and autograd runs backward on the stream of forward.
     with torch.cuda.stream(stream), torch.set_grad_enabled(step != "forward"):
-        for name, function in (("eager", eager), ("compile", compiled), ("ours", ours)):
+        for name, function in functions.items():
             run = functools.partial(function, x)
             if step != "forward":
                 y = function(x) if step == "backward" else None
 
                 def run(function=function, y=y):
                     output = function(x) if y is None else y
-                    torch.autograd.grad(output, (x, weight, bias), dy, retain_graph=y is not None)
+                    torch.autograd.grad(output, (x, weight, bias), grad_output, retain_graph=y is not None)
 
             runs[name] = captured(run)
         times = milliseconds(runs)
     copies = {"forward": 1, "backward": 1.5, "training": 2.5}[step]
-    times["floor"] *= copies * (1 + 1 / rows)  # weight and bias are as long as a row
-    return {"what": what, "rows": rows, "cols": cols, "dtype": dtype, **times}
+    times["floor"] *= copies * (1 + 1 / rows)  # weight and bias are as long as one row of input and output
+    return {"operation": operation, "rows": rows, "cols": cols, "dtype": dtype, **times}
 
 
 def host_microseconds(modules, x, calls=100, repeats=41):
-    """Host time of one call of each module, medians, in turns: the device keeps up, nothing waits for it."""
+    """Returns the median host time of a call of each module, measured in turns while the GPU keeps up."""
     times = [[] for _ in modules]
     for _ in range(repeats):
         for module, of_module in zip(modules, times):
@@ -163,85 +179,166 @@ def host_microseconds(modules, x, calls=100, repeats=41):
 
 
 def host_lines():
+    """Yields sentences about the host time of a call, without and with gradients."""
     x = torch.randn(8, 768, device="cuda")
     for grad in (False, True):
         eager = nn.LayerNorm(768, device="cuda")
+        modules = eager, layernorm_inline.replace_layer_norm(copy.deepcopy(eager))
         with torch.set_grad_enabled(grad):
-            theirs, ours = host_microseconds((eager, replace_layer_norm(copy.deepcopy(eager))), x)
-        yield f"Host time of a call, 8 x 768 fp32, grad {'on' if grad else 'off'}: eager {theirs:.1f} us, ours {ours:.1f} us."
+            old, new = host_microseconds(modules, x)
+        state = "on" if grad else "off"
+        yield f"Host time of a call, 8 x 768 fp32, grad {state}: eager {old:.1f} us, layernorm_inline {new:.1f} us."
 
 
 def fractions(row):
-    """Of copy speed: eager, torch.compile, ours."""
-    return [f"{row['floor'] / row[name]:.3f}" for name in ("eager", "compile", "ours")]
+    """Returns the fractions of copy bandwidth of eager PyTorch, torch.compile and layernorm_inline."""
+    return [f"{row['floor'] / row[name]:.3f}" for name in ("eager", "compile", "new")]
 
 
 def sweep():
-    """Prints the table; returns (its rows, lines on the host's time)."""
+    """Times all cases and prints the table. Returns (its rows, sentences about host time)."""
     todo, table = list(cases()), []
     print(versions())
-    print(f"{'':14}{'rows x cols':>20} {'dtype':5} {'floor ms':>9} | fraction of the floor: eager, torch.compile, ours")
+    print(
+        f"{'':14}{'rows x cols':>20} {'dtype':5} {'floor ms':>9} | fraction of copy bandwidth: eager, torch.compile, new"
+    )
     for i, case in enumerate(todo):
         print(f"\r[{i + 1}/{len(todo)}]", end=" ", file=sys.stderr, flush=True)
         row = time_case(*case)
         table.append(row)
         shape = f"{row['rows']:>11} x {row['cols']:<8}"
-        print(f"{row['what']:14}{shape} {row['dtype']:5} {row['floor']:9.4f} | {'  '.join(fractions(row))}", flush=True)
+        print(
+            f"{row['operation']:14}{shape} {row['dtype']:5} {row['floor']:9.4f} | {'  '.join(fractions(row))}",
+            flush=True,
+        )
     host = list(host_lines())
     print(*host, sep="\n")
     return table, host
 
 
 def as_markdown(table, host):
-    names = ["eager", "torch.compile", "ours"]
-    columns = ["", "rows x cols", "dtype", "floor, ms", *[f"{name}, ms" for name in names], *names]
+    """Returns the text of the sweep's section in RESULTS.md."""
+    names = ["eager", "torch.compile", "layernorm_inline"]
+    columns = ["operation", "rows x cols", "dtype", *[f"{name}, ms" for name in ["floor", *names]], *names]
     rows = []
     for r in table:
-        times = [f"{r[name]:.4f}" for name in ("floor", "eager", "compile", "ours")]
-        rows.append([r["what"], f"{r['rows']} x {r['cols']}", r["dtype"], *times, *fractions(r)])
-    text = "Milliseconds, and fractions of the speed of a copy of the bytes that must move (floor)."
+        times = [f"{r[name]:.4f}" for name in ("floor", "eager", "compile", "new")]
+        rows.append([r["operation"], f"{r['rows']} x {r['cols']}", r["dtype"], *times, *fractions(r)])
+    text = (
+        "Milliseconds, and fractions of copy bandwidth (floor / time). The floor is the time of a device copy of the bytes "
+        "that must move. x[1:]: rows start one element past a 16-byte boundary."
+    )
     return f"{versions()}\n\n{text}\n\n{results.markdown_table(columns, rows)}\n\n" + "\n".join(host)
 
 
+def problems_as_markdown():
+    """Times KernelBench's problems 40 and 34, prints the table, and returns it as Markdown."""
+    rows = []
+    for problem, settings in ((40, settings_40), (34, settings_34)):
+        for setting in settings("cuda"):
+            ms = time_forward(setting, ["default"])
+            rows.append(
+                [f"problem {problem}, {setting.name}", *(f"{ms[k]:.4f}" for k in ("original", "compile", "new"))]
+            )
+            print(*rows[-1], flush=True)
+    columns = ["forward, ms", "eager", "torch.compile", "layernorm_inline"]
+    return f"{versions()}\n\n{results.markdown_table(columns, rows)}"
+
+
 def plot(table, file):
-    """Draws the fraction of copy speed against N, one panel for forward and one for backward."""
+    """Draws the fraction of copy bandwidth against the row length, one panel for forward and one for backward."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for panel, what in zip(panels, ("forward", "backward")):
+    for panel, operation in zip(panels, ("forward", "backward")):
         for dtype, line in (("fp32", "-"), ("bf16", "--")):
-            rows = [r for r in table if (r["what"], r["dtype"]) == (what, dtype) and r["rows"] * r["cols"] == 2**26]
-            for name, color in (("eager", "tab:gray"), ("compile", "tab:orange"), ("ours", "tab:green")):
-                label = f"{'torch.compile' if name == 'compile' else name}, {dtype}"
+            rows = [r for r in table if (r["operation"], r["dtype"]) == (operation, dtype)]
+            rows = [r for r in rows if r["rows"] * r["cols"] == 2**26]
+            for name, label, color in (
+                ("eager", "eager", "tab:gray"),
+                ("compile", "torch.compile", "tab:orange"),
+                ("new", "layernorm_inline", "tab:green"),
+            ):
                 shares = [r["floor"] / r[name] for r in rows]
-                panel.plot([r["cols"] for r in rows], shares, line, color=color, label=label)
-        panel.set(title=what, xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
+                panel.plot([r["cols"] for r in rows], shares, line, color=color, label=f"{label}, {dtype}")
+        panel.set(title=operation, xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("fraction of copy speed")
+    panels[0].set_ylabel("fraction of copy bandwidth")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
     figure.suptitle(versions())
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(file, dpi=110)
 
 
+# ---- One shape, perhaps of two versions ----
+
+
+def parsed_shape(text):
+    """Returns (rows, cols, dtype name) of a text such as 8192x768:bf16. Raises argparse.ArgumentTypeError."""
+    shape, _, dtype = text.partition(":")
+    sizes = shape.split("x")
+    if len(sizes) != 2 or not all(size.isdigit() and int(size) > 0 for size in sizes) or dtype not in DTYPES:
+        raise argparse.ArgumentTypeError(
+            f"expected ROWSxCOLS:DTYPE with DTYPE one of {', '.join(DTYPES)}, but got {text!r}"
+        )
+    return int(sizes[0]), int(sizes[1]), dtype
+
+
+def loaded(folder):
+    """Returns the module layernorm_inline of another folder, beside the one that is already imported."""
+    spec = importlib.util.spec_from_file_location("layernorm_inline_against", Path(folder) / "layernorm_inline.py")
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def time_only(shapes, against):
+    """Prints microseconds of the given shapes, forward and backward, and of the version in folder `against` if given."""
+    files = [("new", layernorm_inline), *([("against", loaded(against))] if against else [])]
+    print(versions())
+    for rows, cols, dtype in shapes:
+        for operation in ("forward", "backward"):
+            ms = time_case(operation, rows, cols, dtype, compiled=not against, files=files)
+            names = [name for name in ("floor", "eager", "compile", "against", "new") if name in ms]
+            line = f"{operation:8} {rows} x {cols} {dtype}: " + ", ".join(f"{n} {ms[n] * 1e3:.2f} us" for n in names)
+            if against:
+                line += f"; against / new = {ms['against'] / ms['new']:.3f} (above 1: this version is faster)"
+            print(line, flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--plot", metavar="FILE", help="draw the sweep (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the sweep as JSON")
+    parser.add_argument(
+        "--only", metavar="ROWSxCOLS:DTYPE", type=parsed_shape, nargs="+", help="time only these shapes; writes no file"
+    )
+    parser.add_argument("--against", metavar="DIR", help="with --only: also time the layernorm_inline.py in DIR")
     arguments = parser.parse_args()
-    for file in filter(None, (arguments.plot, arguments.json)):  # now, and not after minutes
+    for file in filter(None, (arguments.plot, arguments.json)):  # checked now, not after minutes
         if not os.access(os.path.dirname(os.path.abspath(file)), os.W_OK) or os.path.isdir(file):
             parser.error(f"cannot write to {file}")
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
+    if arguments.only and (arguments.plot or arguments.json):
+        parser.error("--only prints its result, so it cannot be combined with --plot or --json")
+    if arguments.against and not arguments.only:
+        parser.error("--against needs --only")
+    if arguments.against and not (Path(arguments.against) / "layernorm_inline.py").exists():
+        parser.error(f"there is no layernorm_inline.py in {arguments.against}")
     if not torch.cuda.is_available():
-        print("Nothing was timed: there is no CUDA GPU.")
+        print("Nothing was timed, because there is no CUDA GPU.")
         return 1
+    if arguments.only:
+        time_only(arguments.only, arguments.against)
+        return 0
     table, host = sweep()
-    results.write_section(f"Sweep, {torch.cuda.get_device_name()}", as_markdown(table, host))
+    gpu = torch.cuda.get_device_name()
+    results.write_section(f"Sweep, {gpu}", as_markdown(table, host))
+    results.write_section(f"KernelBench, {gpu}", problems_as_markdown())
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({"versions": versions(), "rows": table}, file, indent=1)

@@ -1,4 +1,7 @@
-"""Compiles CPP_SOURCE against the headers of the oldest PyTorch that README promises (syntax only, no GPU)."""
+"""Compiles CPP_SOURCE with the headers of the oldest PyTorch that README promises to support.
+
+Only checks the syntax, and needs no GPU.
+"""
 
 import subprocess
 import sys
@@ -23,6 +26,6 @@ with tempfile.TemporaryDirectory() as folder:
     cuda_home, _ = layernorm_inline._find_cuda_home()
     includes = [include, include / "torch/csrc/api/include", Path(cuda_home, "include")]
     flags = ["-std=c++17", "-fsyntax-only", "-D_GLIBCXX_USE_CXX11_ABI=0", "-DTORCH_EXTENSION_NAME=layernorm_inline"]
-    flags.append("-DLAYERNORM_WITH_EPILOGUE")  # all of the text
+    flags.append("-DLAYERNORM_HAS_EPILOGUE")  # with this macro, all of CPP_SOURCE is compiled
     subprocess.run(["g++", *flags, *(f"-I{i}" for i in includes), str(source)], check=True)
 print(f"CPP_SOURCE compiles against the headers of PyTorch {OLDEST}")

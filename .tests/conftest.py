@@ -1,4 +1,4 @@
-"""How the tests run: where (a GPU, or emulated ones), from which seed, with which time and memory; what is restored."""
+"""Options and fixtures of all tests: the backend, the selection without --full, seeds, cleanup and the time limit."""
 
 import contextlib
 import faulthandler
@@ -20,11 +20,11 @@ import layernorm_inline  # noqa: E402
 torch.set_num_threads(1)
 TIME_LIMIT = int(os.environ.get("TEST_TIME_LIMIT", 600))  # seconds for one test
 
-# ---- Where ----
+# ---- Backends ----
 
 
 class Backend:
-    """Where tests run: on "cuda", or "emulated", where tensors are the CPU's and a call runs on an emulated GPU."""
+    """layernorm_inline on a real GPU ("cuda"), or for CPU tensors whose calls run on an emulated GPU ("emulated")."""
 
     def __init__(self, name):
         self.name, self.is_cuda = name, name == "cuda"
@@ -37,32 +37,35 @@ class Backend:
 
     @property
     def epilogue_ops(self):
-        """Of the second library, loaded by whoever asks first."""
+        """The ops of the second library, which is loaded on the first use."""
         self.module._load_epilogue()
         return self.module._epilogue_ops
 
     def on(self, gpu=None, seed=0):
-        """Calls inside run on this emulated GPU. The seed is that of the order of its threads and copies."""
+        """Returns a context manager. Emulated calls inside run on this GPU, in the order of threads that seed gives."""
         return contextlib.nullcontext() if self.is_cuda else emulator.on(gpu or emulator.GPUS["hopper"](8), seed)
 
     def poisoned(self, nbytes=1 << 28, device="cuda"):
-        """What is allocated inside is full of NaN. (The emulated binding does that by itself.)"""
+        """Returns a context manager. Memory that is allocated inside is full of NaN (always so on an emulated GPU)."""
         return poisoned(nbytes, device) if self.is_cuda else contextlib.nullcontext()
 
-    def ask_for(self, nbytes):
-        """Skips the test if it cannot have so many bytes of the GPU's memory; waits for other processes' tests to end."""
+    def need_memory(self, nbytes):
+        """Skips the test if nbytes of GPU memory are not free. Waits for other tests for up to a minute."""
         if not self.is_cuda:
             return
         deadline = time.time() + 60
-        while (free := memory()[0]) < nbytes:
-            if nbytes > memory()[1] or time.time() > deadline:
+        while (free := available_memory()[0]) < nbytes:
+            if nbytes > available_memory()[1] or time.time() > deadline:
                 pytest.skip(f"needs {nbytes / 2**30:.1f} GB of GPU memory; {free / 2**30:.1f} are free")
             time.sleep(1)
 
 
-def memory():
-    """Bytes of GPU memory that this process can have now, and at most (torch.cuda.set_per_process_memory_fraction);
-    half a GB for each other process is left, as most tests do not ask."""
+def available_memory():
+    """Returns the bytes of GPU memory that this process can allocate now, and the most that it can ever allocate.
+
+    Respects torch.cuda.set_per_process_memory_fraction. Leaves half a GB for each other process of pytest-xdist,
+    because most tests do not call Backend.need_memory.
+    """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     others = (int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) - 1) << 29
@@ -72,18 +75,21 @@ def memory():
 
 @contextlib.contextmanager
 def poisoned(nbytes, device):
-    """PyTorch's own setting for that fills what torch.empty returns; the kernels' outputs and scratch come straight
-    from the caching allocator. So all that it has to give is NaN: small blocks, and one from which it cuts large ones.
+    """Fills the free memory of PyTorch's caching allocator with NaN.
+
+    This memory consists of small blocks, and of one block of nbytes, from which large tensors are cut. PyTorch's
+    setting torch.utils.deterministic.fill_uninitialized_memory is not enough. It fills the results of torch.empty, but
+    the kernels' outputs and scratch memory come straight from the allocator.
     """
     torch.cuda.empty_cache()
     sizes = [1 << 20] * 32 + [nbytes]
-    blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]  # NaN, of any dtype
+    blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]  # NaN in any dtype
     del blocks
     yield
 
 
 HAVE_GPU = torch.cuda.is_available()
-MADE = {}  # backends, by name
+BACKENDS = {}  # name -> Backend, created on the first use
 
 
 @pytest.fixture(params=["cuda", pytest.param("emulated", marks=pytest.mark.emulated)])
@@ -93,20 +99,23 @@ def backend(request):
         pytest.skip("needs a CUDA GPU")
     if name == "emulated" and not emulator.can_build():
         pytest.skip("needs g++ and the headers of a CUDA toolkit")
-    if name not in MADE:
-        MADE[name] = Backend(name)
-    with MADE[name].on():
-        yield MADE[name]
+    if name not in BACKENDS:
+        BACKENDS[name] = Backend(name)
+    with BACKENDS[name].on():
+        yield BACKENDS[name]
 
 
-# ---- Which tests ----
+# ---- The selection without --full ----
 
-NOT_RUN = pytest.StashKey()  # (tests of the full suite that do not run, how many of them need a GPU)
+NOT_RUN = pytest.StashKey()  # (number of deselected tests, how many of them need a GPU)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --full, deselects the tests that are marked `full`, and those for the kind of GPU that is not there: a CUDA
-    GPU, or emulated ones beside a CUDA GPU."""
+    """Without --full, deselects the tests that are marked `full` and those of one backend.
+
+    If the machine has a CUDA GPU, tests on emulated GPUs are deselected, otherwise tests on CUDA GPUs. A test that is
+    named with :: on the command line always runs.
+    """
     if config.getoption("--full") or any("::" in argument for argument in config.args):
         return
     chosen, not_run, need_gpu = [], [], 0
@@ -134,15 +143,14 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="run all tests, not only those that take three minutes")
-    parser.addoption("--new-seeds", action="store_true", help="draw other random numbers than in the run before")
-    parser.addoption("--first-seed", type=int, default=0, help="as a run with --new-seeds printed it")
+    parser.addoption("--full", action="store_true", help="run all tests, not only the selection for three minutes")
+    parser.addoption("--new-seeds", action="store_true", help="draw new random numbers, and print their seed")
+    parser.addoption("--first-seed", type=int, default=0, help="repeat a run: the seed that --new-seeds printed")
 
 
 def pytest_configure(config):
-    if config.getoption("--new-seeds") and not hasattr(
-        config, "workerinput"
-    ):  # which pytest-xdist's processes are told
+    is_worker = hasattr(config, "workerinput")  # pytest-xdist passes the seed of the main process on to its workers
+    if config.getoption("--new-seeds") and not is_worker:
         config.option.first_seed = time.time_ns() % 10**9
     reference.FIRST_SEED = config.option.first_seed
 
@@ -157,29 +165,29 @@ def seed():
     return reference.FIRST_SEED
 
 
-# ---- What a test leaves behind ----
+# ---- Cleanup ----
 
 
 @pytest.fixture(autouse=True)
-def restored():
-    """Settings of the process, and the GPU's memory."""
+def restored_settings():
+    """Restores PyTorch's settings after the test, and frees cached GPU memory."""
     cudnn, dtype = torch.backends.cudnn, torch.get_default_dtype()
     before = cudnn.enabled, cudnn.allow_tf32
     yield
     cudnn.enabled, cudnn.allow_tf32 = before
     torch.set_default_dtype(dtype)
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # its caches keep tensors, so that later tests would not find the memory poisoned
+        torch._dynamo.reset()  # its caches hold tensors, whose memory could not be filled with NaN
     if HAVE_GPU:
         torch.cuda.empty_cache()
 
 
-# ---- Time ----
+# ---- Time limit ----
 
 
 @pytest.fixture(scope="session")
 def terminal(pytestconfig):
-    """stderr as it was before pytest began to capture it."""
+    """Yields a file that writes to stderr even while pytest captures it."""
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         duplicate = os.dup(2)
     with open(duplicate, "w") as file:
@@ -188,11 +196,14 @@ def terminal(pytestconfig):
 
 @pytest.fixture(autouse=True)
 def time_limit(terminal):
-    """A test that hangs fails. Where it hangs in a kernel, no signal reaches it: then its process ends a little later,
-    with the stack of all threads, which names the test."""
+    """Fails a test that runs for more than TIME_LIMIT seconds.
+
+    While a kernel hangs, Python cannot handle the signal. In this case the process prints the stacks of all threads,
+    which show the test, and exits 30 s later.
+    """
 
     def on_alarm(*_):
-        pytest.fail(f"it takes more than {TIME_LIMIT} s")
+        pytest.fail(f"the test ran for more than {TIME_LIMIT} s")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     signal.alarm(TIME_LIMIT)

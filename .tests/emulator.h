@@ -1,24 +1,36 @@
-// A GPU for tests on machines without one: runs the kernels of CUDA_SOURCE on the CPU, compiled by g++.
+// An emulated GPU: runs the kernels of CUDA_SOURCE on a CPU, for tests on machines without a GPU.
 //
-// Each CUDA thread is a fiber. The fibers of a block, of all blocks in a cooperative launch, take turns in an
-// order that is shuffled anew each time around, and only where they wait: at barriers, in shuffles, when they
-// look at words of other blocks. Warps sleep at random, so that others are many rounds ahead of them. Copies
-// in the background arrive late, at a random moment before they are waited for, and until then their
-// destination is NaN. So are shared memory, scratch and outputs at first, and what lies beside every tensor.
-// All that happens by chance follows from a seed. So a missing barrier, a wrong parity or a count that is off gives a
-// wrong result or a deadlock here, too.
+// emulator.py turns CUDA_SOURCE into C++ that includes this file, and g++ compiles it. A kernel becomes an ordinary
+// function. This file provides what the function uses: threadIdx, shared memory, barriers, shuffles, copies, matrix
+// products, and the CUDA runtime that host code calls.
 //
-// Every tensor, and scratch, is in memory of its own between pages that cannot be touched; nothing but
-// outputs and scratch can be written. An access that is not aligned, or an index beyond an array, ends the
-// kernel, as do copies that are not of whole 16-byte units or floats of a tensor, prefetches that are not of
-// whole units, and blocks that a GPU would have no room for.
+// How a kernel runs
+//     Every CUDA thread is a fiber: a function call with its own stack, which can stop and go on later. The scheduler
+//     (run_blocks) runs one fiber at a time. A fiber runs until it must wait: at a barrier, in a shuffle or another
+//     instruction of the whole warp, for a copy, or before it reads what other blocks write. Then the next fiber runs.
+//     In each round, the scheduler runs every fiber that can go on, in a new random order. A cooperative launch runs
+//     all blocks at once; other launches run four blocks at a time, in random order.
 //
-// A kernel that may begin before the one before it has ended finds NaNs in scratch until it has waited for
-// that.
+// How it exposes bugs
+//     Races      Random warps skip up to 63 rounds, so that others are far ahead of them. An asynchronous copy arrives
+//                at a random moment; until then, its destination is NaN. A kernel that may start before the previous
+//                one has ended finds NaN in scratch memory until it has waited. So a missing barrier, a wrong parity or
+//                a wrong count gives a wrong result or a deadlock, which is reported.
+//     Memory     Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be
+//                written. Misaligned accesses and indices beyond an array end the kernel, and so do copies and
+//                prefetches that leave a tensor or are not whole units, and blocks that exceed the GPU's shared memory.
+//     Unset data Shared memory, scratch memory, outputs, the variables of a kernel, and the memory beside every tensor
+//                are full of NaN at first.
+//     All random choices follow from a seed, so that a failure can be repeated.
 //
-// It does not model: fences (of memory, and between kinds of copies), as every write is seen at once; the
-// accuracy of ex2, rcp and rsqrt, which are exact here; instructions in the wrong form (asm is replaced, see
-// emulator.py); races between instructions; what Hopper's products meet in the background; speed.
+// What it does not model
+//     - Memory order: every write is visible to all threads at once, so that a missing fence, between threads or
+//       between kinds of copies, is not detected.
+//     - Races between two instructions without a wait between them.
+//     - The precision of the approximate instructions ex2, rcp and rsqrt, which are exact here.
+//     - Inline assembly: emulator.py replaces it, so that a wrong instruction is not detected.
+//     - Asynchronous matrix products of Hopper: they are computed at once, so that nothing can change their operands.
+//     - Speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -42,6 +54,7 @@
 
 namespace emulator {
 
+// Returns the bits of x as another type.
 template <typename To, typename From>
 inline To bits_of(From x) {
   static_assert(sizeof(To) == sizeof(From));
@@ -50,19 +63,21 @@ inline To bits_of(From x) {
   return y;
 }
 
-[[noreturn]] inline void fail(const std::string& what) { throw std::runtime_error(what); }
+[[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
-// ---- The GPU that host code asks about ----
+// ---- Properties of the GPU, and settings ----
 
 struct Gpu {
   int sms, l2_bytes, shared_bytes, code;
 };
 inline Gpu gpu;
-inline cudaError_t cooperative_error = cudaSuccess;  // what cooperative launches answer
-inline cudaError_t last_error = cudaSuccess;         // until somebody asks
-inline bool dry = false;                             // kernels only tell that they were launched
+inline cudaError_t cooperative_error = cudaSuccess;  // the result of cooperative launches
+inline cudaError_t last_error = cudaSuccess;         // the result of the next cudaGetLastError
+inline bool dry = false;                             // a launch runs one thread, which returns at once
+inline std::string launches;                         // if dry: one line per launch
 
-struct Random {  // splitmix64: order of threads, of copies
+// The source of all random choices: splitmix64.
+struct Random {
   using result_type = uint64_t;
   uint64_t state = 0;
   static constexpr uint64_t min() { return 0; }
@@ -76,15 +91,16 @@ struct Random {  // splitmix64: order of threads, of copies
 };
 inline Random random_numbers;
 
-// ---- Memory of tensors ----
+// ---- Guarded memory ----
 
-// A NaN of any type if repeated, and not those of words that are not published.
+// Memory full of this value contains NaN of every dtype. It differs from the bits of an empty mailbox, kEmptyMailbox.
 constexpr uint16_t kNan = 0xffc0;
-// What kernels know of an address is where it lies in a line of so many bytes.
+// Bytes of a cache line. The behaviour of kernels may depend on an address modulo this number.
 constexpr uintptr_t kLine = 128;
 
-// A tensor, full of NaNs, that lies in a line as `like` does, and NaNs beside it to the end of its pages: at
-// one end less than a line. The pages beside those cannot be touched.
+// Memory for a tensor, full of NaN, at the same position in a cache line as `like`. It lies in pages of its own, whose
+// remaining bytes are NaN. At one of the two ends, chosen at random, less than a line remains. The pages before and
+// after cannot be accessed.
 class Guarded {
  public:
   Guarded(size_t bytes, const void* like) : bytes_(bytes) {
@@ -92,7 +108,7 @@ class Guarded {
     inner_bytes_ = pages;
     map_bytes_ = pages + 2 * page;
     void* map = mmap(nullptr, map_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (map == MAP_FAILED) fail("no memory");
+    if (map == MAP_FAILED) fail("mmap failed: not enough memory");
     map_ = static_cast<unsigned char*>(map);
     inner_ = map_ + page;
     mprotect(inner_, pages, PROT_READ | PROT_WRITE);
@@ -107,19 +123,20 @@ class Guarded {
   size_t bytes() const { return bytes_; }
   void forbid_writes() { mprotect(inner_, inner_bytes_, PROT_READ); }
 
+  // Fails if a kernel has written to the bytes beside the tensor.
   void check(const std::string& name) const {
-    const auto at = [](unsigned char* p) { return reinterpret_cast<const uint16_t*>(p); };
+    const auto words = [](unsigned char* p) { return reinterpret_cast<const uint16_t*>(p); };
     const auto is_written = [](uint16_t x) { return x != kNan; };
-    const uint16_t *begin = at(data_), *last = at(inner_ + inner_bytes_);
-    const uint16_t* found = std::find_if(at(inner_), begin, is_written);
-    if (found == begin) found = std::find_if(at(data_ + bytes_), last, is_written);
+    const uint16_t *begin = words(data_), *last = words(inner_ + inner_bytes_);
+    const uint16_t* found = std::find_if(words(inner_), begin, is_written);
+    if (found == begin) found = std::find_if(words(data_ + bytes_), last, is_written);
     if (found == last) return;
-    fail("a kernel has written " + std::to_string(2 * (found - begin)) + " bytes from the beginning of " +
-         name + ", which has " + std::to_string(bytes_));
+    fail("a kernel wrote outside of " + name + ", which has " + std::to_string(bytes_) + " bytes: at offset " +
+         std::to_string(2 * (found - begin)) + " bytes");
   }
 
-  // Whether all of it is the tensor's, or in a line with its beginning.
-  bool has(const void* p, int64_t count) const {
+  // Returns true if all bytes belong to the tensor, or lie before it in the line in which it starts.
+  bool contains(const void* p, int64_t count) const {
     const auto* begin = static_cast<const unsigned char*>(p);
     return begin >= data_ - uintptr_t(data_) % kLine && begin + count <= data_ + bytes_;
   }
@@ -129,54 +146,56 @@ class Guarded {
   size_t map_bytes_, inner_bytes_, bytes_;
 };
 
-inline std::vector<std::unique_ptr<Guarded>> tensors;  // of a call, scratch last
+inline std::vector<std::unique_ptr<Guarded>> tensors;  // those of the current call; scratch memory is the last
 
 inline void check_units(const void* p, int64_t bytes, int unit = 16) {
   if ((uintptr_t(p) | uintptr_t(bytes)) % unit == 0 && bytes > 0) return;
-  fail("a copy is not of whole units of " + std::to_string(unit) + " bytes");
+  fail("a copy or prefetch must start at a multiple of " + std::to_string(unit) + " bytes and consist of such units");
 }
 
-inline bool is_tensors(const void* p, int64_t bytes) {
-  return std::any_of(tensors.begin(), tensors.end(), [&](auto& t) { return t->has(p, bytes); });
+inline bool lies_in_tensor(const void* p, int64_t bytes) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](auto& t) { return t->contains(p, bytes); });
 }
 
 inline void check_read(const void* p, int64_t bytes, int unit = 16) {
   check_units(p, bytes, unit);
-  if (!is_tensors(p, bytes)) fail("a copy reads what is no tensor's");
+  if (!lies_in_tensor(p, bytes)) fail("a copy reads outside of all tensors");
 }
 
-// It may go on to the end of a unit, as nobody sees what it brings.
+// A prefetch may extend to the end of the last 16-byte unit, because it does not return the data.
 inline void check_prefetch(const void* p, int64_t bytes) {
   check_units(p, bytes);
-  if (!is_tensors(p, bytes - 15)) fail("a prefetch is of what is no tensor's");
+  if (!lies_in_tensor(p, bytes - 15)) fail("a prefetch reads outside of all tensors");
 }
 
-// Of the sector with this byte.
+// For a prefetch of the sector that contains this byte.
 inline void check_prefetch(const void* p) {
-  if (!is_tensors(p, 1)) fail("a prefetch is of what is no tensor's");
+  if (!lies_in_tensor(p, 1)) fail("a prefetch reads outside of all tensors");
 }
 
 // ---- Fibers ----
 
 constexpr size_t kStackBytes = 128 << 10;
-constexpr size_t kPoisonedBytes = 16 << 10;  // of them, for the kernel's own variables
+constexpr size_t kPoisonedBytes = 16 << 10;  // the part of a stack that is filled with NaN: a kernel's variables
 
-// Whoever waits for a phase goes on when it has another number.
-struct Barrier {  // of all threads of a warp, a block or a grid that still run
-  int arrived = 0, live = 0;
+// A barrier of all threads of a warp, a block or a grid, without those that have ended. A thread that waits goes on
+// when the phase has changed.
+struct Barrier {
+  int arrived = 0, participants = 0;
   unsigned phase = 0;
 };
 
-struct Operands {  // of a matrix product
+// The operands of a matrix product.
+struct Operands {
   float a[16][16], b[8][16];
 };
 
 struct Warp {
   Barrier barrier;
-  bool polls = false;     // it has looked at words of other blocks
-  int sleeps = 0;         // so many rounds more
-  uint64_t slots[2][32];  // of an even phase, of an odd one
-  Operands operands[2];
+  bool polls = false;  // it has read mailboxes of other blocks
+  int rounds_to_skip = 0;
+  uint64_t slots[2][32];  // one word per lane, for instructions that exchange data; even and odd phases alternate
+  Operands operands[2];   // the same for matrix products
 };
 
 struct NamedBarrier {
@@ -189,36 +208,37 @@ struct Block {
   Barrier barrier;
   std::vector<Warp> warps;
   std::map<int, NamedBarrier> named;
-  std::map<const void*, std::unique_ptr<unsigned char[]>> shared;  // by declaration
-  size_t shared_bytes;                                             // static and dynamic
+  std::map<const void*, std::unique_ptr<unsigned char[]>> shared;  // static shared memory of each declaration
+  size_t shared_bytes;                                             // of static and dynamic shared memory
   std::vector<unsigned char> dynamic_memory;
   unsigned char *dynamic, *dynamic_end;
 };
 
+// An asynchronous copy that has not arrived yet.
 struct Copy {
   void* to;
-  const void* from;  // null: zeros
+  const void* from;  // null: writes zeros
   int bytes;
-  uint64_t* barrier;  // null: of cp.async
+  uint64_t* barrier;  // the mbarrier that counts its bytes; null for cp.async
 };
 
-// Where a fiber, or the scheduler, goes on: for __builtin_setjmp, which other than swapcontext asks nothing
-// of the kernel.
-struct Place {
+// The buffer of __builtin_setjmp: where a fiber, or the scheduler, goes on. (Unlike swapcontext, it needs no system
+// call.)
+struct JumpBuffer {
   void* words[5];
 };
 
 struct Fiber {
   ucontext_t begin;
-  Place place;
+  JumpBuffer resume_point;
   char* stack;
   uint3 thread_index;
-  int linear;
+  int linear;  // index of the thread in its block
   Block* block;
   bool started = false, done = false;
-  const unsigned* phase = nullptr;  // it waits until this is no longer `seen`
+  const unsigned* phase = nullptr;  // if not null, the fiber waits until *phase differs from `seen`
   unsigned seen = 0;
-  std::vector<Copy> copies;  // of cp.async, not waited for yet
+  std::vector<Copy> copies;  // its cp.async copies that it has not waited for yet
   std::string error;
 };
 
@@ -226,40 +246,44 @@ struct Grid {
   dim3 grid, block;
   size_t dynamic_bytes;
   Barrier barrier;
-  bool early;  // begins while the kernel before it still runs
+  bool early;  // may start before the previous kernel has ended (programmatic dependent launch)
   const std::function<void()>* kernel;
   const std::string* name;
-  std::vector<unsigned char> scratch;  // what the kernel before leaves, until all threads have waited for it
-  uint64_t progress = 0;               // counts whatever lets somebody go on
+  std::vector<unsigned char> scratch;  // scratch memory of the previous kernel, until all threads have waited for it
+  uint64_t progress = 0;               // counts the events that let a thread go on
 };
 
-inline Grid* grid = nullptr;
-inline Fiber* current = nullptr;
-inline Place scheduler;
+inline Grid* grid = nullptr;      // the one that runs
+inline Fiber* current = nullptr;  // the one that runs; null in the scheduler
+inline JumpBuffer scheduler;
 inline std::vector<char*> free_stacks;
-inline std::vector<Copy> bulk_copies;  // on their way
+inline std::vector<Copy> bulk_copies;  // not arrived yet, of all blocks
 
-[[noreturn, gnu::noinline]] inline void go_to(Place& place) { __builtin_longjmp(place.words, 1); }
+[[noreturn, gnu::noinline]] inline void jump_to(JumpBuffer& point) { __builtin_longjmp(point.words, 1); }
 
+// Stops the current fiber, and goes on in the scheduler.
 [[gnu::noinline]] inline void yield() {
-  if (__builtin_setjmp(current->place.words) == 0) go_to(scheduler);
+  if (__builtin_setjmp(current->resume_point.words) == 0) jump_to(scheduler);
 }
 
+// Starts or continues the current fiber. Returns when it stops.
 [[gnu::noinline]] inline void resume() {
   if (__builtin_setjmp(scheduler.words) != 0) return;
-  if (current->started) go_to(current->place);
+  if (current->started) jump_to(current->resume_point);
   current->started = true;
   setcontext(&current->begin);
 }
 
+// Waits until phase differs from seen.
 inline void wait_for_change(const unsigned& phase, unsigned seen) {
   current->phase = &phase, current->seen = seen;
   while (phase == seen) yield();
   current->phase = nullptr;
 }
 
+// Starts the next phase if all participants have arrived.
 inline bool complete(Barrier& b) {
-  if (b.arrived == 0 || b.arrived < b.live) return false;
+  if (b.arrived == 0 || b.arrived < b.participants) return false;
   b.arrived = 0, ++b.phase, ++grid->progress;
   return true;
 }
@@ -271,14 +295,16 @@ inline void wait(Barrier& b) {
   wait_for_change(b.phase, phase);
 }
 
+// Removes a thread that ends.
 inline void leave(Barrier& b) {
-  --b.live;
+  --b.participants;
   complete(b);
 }
 
 inline Warp& warp() { return current->block->warps[current->linear / 32]; }
 
-// A warp in step. One that looks again and again does not get on by that.
+// Waits for all lanes of the warp. This does not count as progress of a warp that polls other blocks. Otherwise, a
+// deadlock of warps that poll forever would not be detected.
 inline void wait(Warp& w) {
   const uint64_t before = grid->progress;
   const unsigned phase = w.barrier.phase;
@@ -287,45 +313,47 @@ inline void wait(Warp& w) {
   wait_for_change(w.barrier.phase, phase);
 }
 
-// Before a look at words of other blocks, which must get on meanwhile.
+// Called before a thread reads mailboxes of other blocks. Lets other threads run.
 inline void poll() {
   warp().polls = true;
   yield();
 }
 
-// What arithmetic yields on a GPU: of all NaNs one.
+// The bits of a result of arithmetic: on a GPU, every NaN result has the same bits.
 inline uint32_t bits_of_arithmetic(float x) { return std::isnan(x) ? 0x7fffffff : bits_of<uint32_t>(x); }
 
-// ---- mbarriers and copies ----
+// ---- mbarriers and asynchronous copies ----
 
 struct MBarrier {
-  int count, pending, bytes;
+  int count, pending, bytes;  // arrivals per phase; arrivals and bytes that the current phase still waits for
   unsigned phase;
 };
 inline std::unordered_map<uint64_t*, MBarrier> mbarriers;
 
-inline MBarrier& mbarrier(uint64_t* at) {
-  const auto found = mbarriers.find(at);
-  if (found == mbarriers.end()) fail("a barrier is used that nobody has initialized");
+inline MBarrier& mbarrier(uint64_t* address) {
+  const auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) fail("a kernel uses an mbarrier that it has not initialized");
   return found->second;
 }
 
+// Starts the next phase if nothing is pending.
 inline void settle(MBarrier& b) {
-  if (b.pending < 0) fail("more arrivals at a barrier than it was told");
+  if (b.pending < 0) fail("an mbarrier has more arrivals than it was initialized for");
   if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase, ++grid->progress;
 }
 
-inline void arrive(uint64_t* at, int bytes) {
-  MBarrier& b = mbarrier(at);
+inline void arrive(uint64_t* address, int bytes) {
+  MBarrier& b = mbarrier(address);
   b.bytes += bytes, --b.pending;
   settle(b);
 }
 
-inline void wait(uint64_t* at, int parity) {
-  const MBarrier& b = mbarrier(at);
+inline void wait(uint64_t* address, int parity) {
+  const MBarrier& b = mbarrier(address);
   while (int(b.phase & 1) == parity) wait_for_change(b.phase, b.phase);
 }
 
+// Lets a copy arrive.
 inline void perform(const Copy& copy) {
   if (copy.from != nullptr) {
     memcpy(copy.to, copy.from, copy.bytes);
@@ -340,6 +368,7 @@ inline void perform(const Copy& copy) {
   ++grid->progress;
 }
 
+// cp.async.bulk. The destination is NaN until the copy arrives.
 inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
   check_units(to, bytes);
   check_read(from, bytes);
@@ -347,6 +376,7 @@ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) 
   bulk_copies.push_back({to, from, bytes, barrier});
 }
 
+// cp.async. The destination is NaN until the thread waits for its copies, or until they arrive at an mbarrier.
 inline void copy_async(void* to, const void* from, bool exists = true, int bytes = 16) {
   check_units(to, bytes, bytes);
   if (exists) check_read(from, bytes, bytes);
@@ -360,7 +390,7 @@ inline void wait_for_copies() {
   current->copies.clear();
 }
 
-// As soon as this thread's copies are there.
+// Arrives at the mbarrier when all earlier copies of this thread have arrived.
 inline void arrive_with_copies(uint64_t* barrier) {
   for (Copy copy : current->copies) {
     mbarrier(barrier).bytes += copy.bytes;
@@ -374,20 +404,21 @@ inline void arrive_with_copies(uint64_t* barrier) {
 inline void named_barrier(int name, int threads, bool waits) {
   NamedBarrier& b = current->block->named[name];
   const unsigned phase = b.phase;
-  if (++b.arrived > threads) fail("more arrivals at a named barrier than it was told");
+  if (++b.arrived > threads) fail("a named barrier has more arrivals than threads");
   if (b.arrived == threads) b.arrived = 0, ++b.phase, ++grid->progress;
   if (waits) wait_for_change(b.phase, phase);
 }
 
 // ---- Running a grid ----
 
-// A kernel that begins early finds NaNs in scratch until it has waited for the one before.
+// Fills scratch memory with NaN until the kernel, which may start early, has waited for the previous one.
 inline void hide_scratch() {
   auto* data = static_cast<unsigned char*>(tensors.back()->data());
   grid->scratch.assign(data, data + tensors.back()->bytes());
   std::fill_n(reinterpret_cast<uint16_t*>(data), grid->scratch.size() / 2, kNan);
 }
 
+// Waits for all threads of the grid. The first thread to go on restores scratch memory.
 inline void wait_for_previous() {
   if (!grid->early) return;
   wait(grid->barrier);
@@ -396,8 +427,9 @@ inline void wait_for_previous() {
   grid->scratch.clear();
 }
 
-struct End {};  // of a thread
+struct End {};  // thrown to end a thread
 
+// The function of every fiber: runs one thread of the kernel.
 inline void run_fiber() {
   try {
     (*grid->kernel)();
@@ -408,42 +440,43 @@ inline void run_fiber() {
   current->done = true;
   leave(warp().barrier), leave(current->block->barrier), leave(grid->barrier);
   ++grid->progress;
-  go_to(scheduler);
+  jump_to(scheduler);
 }
 
-// A fiber that has touched what it must not ends there.
+// Handles a forbidden access: ends the fiber with an error, and goes on in the scheduler.
 inline void on_signal(int number, siginfo_t* info, void*) {
-  if (current == nullptr) {  // not a kernel's
+  if (current == nullptr) {  // the access is not a kernel's
     signal(number, SIG_DFL);
     return;
   }
   if (number == SIGSEGV || number == SIGBUS) {
-    const auto* at = static_cast<const unsigned char*>(info->si_addr);
-    current->error = "an access to memory that is no tensor's, or to an input to write it";
+    const auto* address = static_cast<const unsigned char*>(info->si_addr);
+    current->error = "an access outside of all tensors, or a write to an input";
     for (const auto& t : tensors) {
-      const int64_t from = at - static_cast<const unsigned char*>(t->data());
-      if (from > -8192 && from < int64_t(t->bytes()) + 8192) {
+      const int64_t offset = address - static_cast<const unsigned char*>(t->data());
+      if (offset > -8192 && offset < int64_t(t->bytes()) + 8192) {
         current->error +=
-            ", " + std::to_string(from) + " bytes from the beginning of one of " + std::to_string(t->bytes());
+            ", at offset " + std::to_string(offset) + " of a tensor of " + std::to_string(t->bytes()) + " bytes";
       }
     }
-  } else {  // the trap of -fsanitize
-    current->error = "an access that is not aligned, or an index beyond an array";
+  } else {  // -fsanitize executes a trap instruction
+    current->error = "a misaligned access, or an index beyond the end of an array";
   }
   current->done = true;
-  go_to(scheduler);
+  jump_to(scheduler);
 }
 
-struct Signals {
+// Installs on_signal, and restores the previous handlers at the end.
+struct SignalHandlers {
   static constexpr int kNumbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
   struct sigaction before[4];
-  Signals() {
+  SignalHandlers() {
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
-    action.sa_flags = SA_SIGINFO | SA_NODEFER;  // as go_to does not return
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;  // SA_NODEFER: jump_to does not return from the handler
     for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &action, &before[i]);
   }
-  ~Signals() {
+  ~SignalHandlers() {
     for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &before[i], nullptr);
   }
 };
@@ -451,7 +484,7 @@ struct Signals {
 inline std::unique_ptr<Block> new_block(const Grid& running, uint3 index, int threads) {
   auto block = std::make_unique<Block>();
   block->index = index;
-  block->barrier.live = threads;
+  block->barrier.participants = threads;
   block->warps.resize((threads + 31) / 32);
   block->shared_bytes = running.dynamic_bytes;
   block->dynamic_memory.assign(running.dynamic_bytes + 2 * kLine, 0xff);
@@ -467,11 +500,12 @@ inline std::unique_ptr<Fiber> new_fiber(const Grid& running, Block& block, unsig
   fiber->linear = t;
   fiber->block = &block;
   fiber->thread_index = {t % size.x, t / size.x % size.y, t / size.x / size.y};
-  ++block.warps[t / 32].barrier.live;
+  ++block.warps[t / 32].barrier.participants;
   if (free_stacks.empty()) free_stacks.push_back(static_cast<char*>(malloc(kStackBytes)));
   fiber->stack = free_stacks.back();
   free_stacks.pop_back();
-  // NaN, of which a variable that nobody has written tells: 0 times what lay there is 0 most of the time.
+  // NaN, so that the use of an uninitialized variable shows in the results. Ordinary numbers could hide it, because a
+  // kernel may multiply the variable by 0.
   memset(fiber->stack + kStackBytes - kPoisonedBytes, 0xff, kPoisonedBytes);
   getcontext(&fiber->begin);
   fiber->begin.uc_stack.ss_sp = fiber->stack;
@@ -481,22 +515,22 @@ inline std::unique_ptr<Fiber> new_fiber(const Grid& running, Block& block, unsig
   return fiber;
 }
 
-// Lets warps sleep for some rounds: others are then rounds ahead of them, as on a GPU.
-inline void send_to_sleep(const std::vector<std::unique_ptr<Block>>& blocks, bool all_awake) {
+// Lets random warps skip some rounds, so that other warps get ahead of them, as on a GPU. skips_none: every warp runs.
+inline void choose_skipped_rounds(const std::vector<std::unique_ptr<Block>>& blocks, bool skips_none) {
   for (const auto& block : blocks) {
     for (Warp& w : block->warps) {
-      if (all_awake) {
-        w.sleeps = 0;
-      } else if (w.sleeps > 0) {
-        --w.sleeps;
+      if (skips_none) {
+        w.rounds_to_skip = 0;
+      } else if (w.rounds_to_skip > 0) {
+        --w.rounds_to_skip;
       } else if (random_numbers() % 64 == 0) {
-        w.sleeps = random_numbers() % 64;
+        w.rounds_to_skip = random_numbers() % 64;
       }
     }
   }
 }
 
-// All blocks of `indices` at once.
+// Runs the blocks with these indices, all at once, until their threads have ended. This is the scheduler.
 inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   const int threads = running.block.x * running.block.y * running.block.z;
   std::vector<std::unique_ptr<Block>> blocks;
@@ -510,7 +544,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
     }
   }
   running.barrier = {};
-  running.barrier.live = int(fibers.size());
+  running.barrier.participants = int(fibers.size());
   grid = &running;
   if (running.early) hide_scratch();
   uint64_t progress = ~uint64_t(0);
@@ -518,9 +552,9 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   std::string error;
   while (!left.empty() && error.empty()) {
     std::shuffle(left.begin(), left.end(), random_numbers);
-    send_to_sleep(blocks, idle > 100);  // before it is taken for a deadlock
+    choose_skipped_rounds(blocks, idle > 100);  // all warps run before a deadlock is reported
     for (Fiber* fiber : left) {
-      if (fiber->block->warps[fiber->linear / 32].sleeps > 0) continue;
+      if (fiber->block->warps[fiber->linear / 32].rounds_to_skip > 0) continue;
       if (fiber->phase != nullptr && *fiber->phase == fiber->seen) continue;
       current = fiber;
       resume();
@@ -534,7 +568,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
     idle = running.progress == progress ? idle + 1 : 0;
     progress = running.progress;
     if (idle > 200 && bulk_copies.empty() && error.empty()) {
-      error = "deadlock: " + std::to_string(left.size()) + " threads wait";
+      error = "deadlock: " + std::to_string(left.size()) + " threads wait, and none can go on";
     }
     std::vector<Copy> arriving;
     arriving.swap(bulk_copies);
@@ -547,11 +581,11 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
     }
   }
   for (auto& fiber : fibers) free_stacks.push_back(fiber->stack);
-  if (error.empty() && !bulk_copies.empty()) error = "a block has ended before its copies arrived";
+  if (error.empty() && !bulk_copies.empty()) error = "a block ended before its copies arrived";
   for (const auto& block : blocks) {
     const unsigned char *end = block->dynamic_end, *last = &block->dynamic_memory.back();
     if (std::any_of(end, last, [](unsigned char c) { return c != 0xff; })) {
-      error = "a block has written beyond its shared memory";
+      error = "a block wrote beyond its shared memory";
     }
   }
   bulk_copies.clear();
@@ -560,8 +594,10 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   if (!error.empty()) fail(*running.name + ": " + error);
 }
 
-enum class Launch { Plain, Together, Early };
+// Cooperative: all blocks run at once. Early: the kernel may start before the previous one has ended.
+enum class Launch { Plain, Cooperative, Early };
 
+// Runs a grid. kernel: runs one thread.
 inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch how,
                 const std::function<void()>& kernel) {
   std::vector<uint3> indices;
@@ -570,33 +606,39 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch ho
       for (unsigned x = 0; x < grid_size.x; ++x) indices.push_back({x, y, z});
     }
   }
-  if (indices.empty()) fail("a grid without blocks");
+  if (indices.empty()) fail("a grid has no blocks");
   if (grid_size.y > 65535 || grid_size.z > 65535) fail("a grid is too large");
-  if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a block asks for more shared memory than there is");
-  const Signals signals;
+  if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a launch requests too much dynamic shared memory");
+  const SignalHandlers handlers;
   Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, &kernel, nullptr};
-  if (dry) running.block = 1, indices.resize(1);
-  if (how == Launch::Together) return run_blocks(running, indices);
+  if (dry) {
+    const auto sizes = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
+    launches +=
+        sizes(grid_size) + " blocks of" + sizes(block_size) + " threads, " + std::to_string(dynamic_bytes) + " B: ";
+    running.block = 1, indices.resize(1);
+  }
+  if (how == Launch::Cooperative) return run_blocks(running, indices);
   std::shuffle(indices.begin(), indices.end(), random_numbers);
   for (size_t i = 0; i < indices.size(); i += 4) {
     run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + 4)});
   }
 }
 
+// Returns the block's shared memory for a declaration, which is identified by an address.
 template <typename T>
 T& shared(const void* declaration) {
   Block& block = *current->block;
   auto& memory = block.shared[declaration];
   if (memory == nullptr) {
     block.shared_bytes += (sizeof(T) + 15) / 16 * 16;
-    if (block.shared_bytes > size_t(gpu.shared_bytes)) fail("a block has more shared memory than there is");
+    if (block.shared_bytes > size_t(gpu.shared_bytes)) fail("a block uses too much shared memory");
     memory.reset(new unsigned char[sizeof(T) + kLine]);
     memset(memory.get(), 0xff, sizeof(T) + kLine);
   }
   return *reinterpret_cast<T*>((uintptr_t(memory.get()) + kLine - 1) / kLine * kLine);
 }
 
-// ---- Which kernels there are, and which ran ----
+// ---- The list of kernels, and which of them ran ----
 
 struct Kernel {
   std::string name;
@@ -606,7 +648,7 @@ struct Kernel {
     static std::vector<Kernel*> kernels;
     return kernels;
   }
-  // printed: "... [with Here = emulated::{anonymous}::room::kernel<...>(parameters)::Here]"
+  // printed: the text "... [with Here = emulated::{anonymous}::family::kernel<...>(parameters)::Here]"
   explicit Kernel(const std::string& printed) {
     const size_t from = printed.find("Here = ") + 7;
     name = printed.substr(from, printed.find('(', from) - from);
@@ -617,35 +659,37 @@ struct Kernel {
   }
 };
 
-// Here: a struct that is declared in the kernel. There is one for each of its instantiations in the library,
-// whether it is launched or not.
+// Registers a kernel when the library is loaded. Here is an empty struct that is declared inside the kernel: its name
+// contains the kernel's. Every instantiation of a kernel has its own, even if it is never launched.
 template <typename Here>
 struct KernelOf {
   static const char* printed() { return __PRETTY_FUNCTION__; }
   static inline Kernel kernel{printed()};
 };
 
-// Every kernel begins with it. most_threads: of its launch bounds.
+// The first statement of every kernel. The arguments are the kernel's launch bounds.
 template <typename Here>
-void begin(int most_threads, int = 0) {
+void begin(int max_threads, int = 0) {
   Kernel& kernel = KernelOf<Here>::kernel;
   kernel.ran = true;
   grid->name = &kernel.name;
   const int threads = grid->block.x * grid->block.y * grid->block.z;
-  if (threads > most_threads) fail("a block has more threads than its launch bounds");
+  if (threads > max_threads) fail("a block has more threads than its launch bounds allow");
+  if (dry) launches += kernel.name + "\n";
   if (dry) throw End();
 }
 
+// cudaLaunchKernelEx.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
   Launch how = Launch::Plain;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative) how = Launch::Together;
+    if (attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative) how = Launch::Cooperative;
     if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) how = Launch::Early;
   }
   const dim3 g = config->gridDim;
-  if (how == Launch::Together) {
+  if (how == Launch::Cooperative) {
     if (int(g.x * g.y * g.z) > gpu.sms) last_error = cudaErrorCooperativeLaunchTooLarge;
     if (cooperative_error != cudaSuccess) last_error = cooperative_error;
     if (last_error != cudaSuccess) return last_error;
@@ -654,9 +698,9 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   return cudaSuccess;
 }
 
-// ---- What a warp does together ----
+// ---- Instructions of a whole warp ----
 
-// What all lanes have given, after it.
+// Waits for all lanes, and returns the values that they passed.
 template <typename Value>
 const uint64_t* exchange(Value value) {
   static_assert(sizeof(Value) <= 8, "a lane exchanges one word");
@@ -667,25 +711,27 @@ const uint64_t* exchange(Value value) {
   return slots;
 }
 
+// Returns the value that a lane passed.
 template <typename Value>
-Value of_lane(Value value, int lane) {
+Value value_of_lane(Value value, int lane) {
   Value result;
   memcpy(&result, &exchange(value)[lane & 31], sizeof(value));
   return result;
 }
 
-// What products take of a number: of TF32 the last 13 bits are ignored.
+// An operand of a matrix product as a float. Float32 operands are TF32: the hardware ignores their last 13 bits.
 template <typename T>
-float factor(T x) {
+float operand(T x) {
   if constexpr (sizeof(T) == 4) return bits_of<float>(bits_of<uint32_t>(x) & 0xffffe000u);
   return float(x);
 }
 
-// c += a * b, a of 16 rows and b of 8 columns, as mma.sync has them in registers: of 16 bits two numbers in one.
+// c += a * b for a with 16 rows and b with 8 columns, in the register layout of mma.sync. A register holds one TF32
+// number or two 16-bit numbers.
 template <typename T>
 void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  constexpr int kEach = 4 / sizeof(T),
-                kHalf = 4 * kEach;  // half of the numbers that are multiplied for a sum
+  constexpr int kEach = 4 / sizeof(T);  // numbers per register
+  constexpr int kHalf = 4 * kEach;      // half of the terms of a sum
   const int lane = current->linear % 32, lane_row = lane / 4, lane_col = lane % 4;
   Warp& w = warp();
   Operands& all = w.operands[w.barrier.phase % 2];
@@ -694,12 +740,12 @@ void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     T numbers[kEach];
     memcpy(numbers, &bits, 4);
     for (int k = 0; k < kEach; ++k) {
-      const float number = factor(numbers[k]);
-      const int place = lane_col * kEach + k;
+      const float number = operand(numbers[k]);
+      const int column = lane_col * kEach + k;
       if (i < 4) {
-        all.a[lane_row + i % 2 * 8][i / 2 * kHalf + place] = number;
+        all.a[lane_row + i % 2 * 8][i / 2 * kHalf + column] = number;
       } else {
-        all.b[lane_row][(i - 4) * kHalf + place] = number;
+        all.b[lane_row][(i - 4) * kHalf + column] = number;
       }
     }
   }
@@ -710,19 +756,19 @@ void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   }
 }
 
-// A number of a matrix in shared memory as wgmma takes it: described, in units of 16 bytes, by where it begins,
-// the step to a row's next unit, that to the next 8 rows.
+// Returns an element of a matrix in shared memory. matrix: a descriptor of wgmma, with three fields in units of 16
+// bytes: the address, the step to the next unit of a row, and the step to the next 8 rows.
 template <typename T>
-float number_of(uint64_t matrix, int row, int k) {
+float element_of(uint64_t matrix, int row, int k) {
   constexpr int kEach = 16 / sizeof(T);
-  auto step = [&](int bit) { return int(matrix >> bit & 0x3fff); };
-  const int unit = step(0) + k / kEach * step(16) + row / 8 * step(32) + row % 8;
+  auto field = [&](int bit) { return int(matrix >> bit & 0x3fff); };
+  const int unit = field(0) + k / kEach * field(16) + row / 8 * field(32) + row % 8;
   T number;
   memcpy(&number, current->block->dynamic + 16 * unit + k % kEach * sizeof(T), sizeof(T));
-  return factor(number);
+  return operand(number);
 }
 
-// c += a * b, a of 64 rows, 16 a warp, and b of 128 columns: at once, not in the background.
+// c += a * b for a with 64 rows, 16 per warp, and b with 128 columns: wgmma, but computed at once.
 template <typename T, typename A>
 void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
   const int lane = current->linear % 32, first_row = current->linear / 32 % 4 * 16 + lane / 4;
@@ -730,12 +776,12 @@ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
     for (int half = 0; half < 2; ++half) {
       float number;
       if constexpr (std::is_same_v<A, uint64_t>) {
-        number = number_of<T>(a, first_row + 8 * half, k);
-      } else {  // in registers
-        number = factor(bits_of<float>(of_lane(a[half + k / 4 * 2], lane / 4 * 4 + k % 4)));
+        number = element_of<T>(a, first_row + 8 * half, k);
+      } else {  // a is in registers
+        number = operand(bits_of<float>(value_of_lane(a[half + k / 4 * 2], lane / 4 * 4 + k % 4)));
       }
       for (int i = 0; i < 32; ++i) {
-        c[i / 2 * 4 + half * 2 + i % 2] += number * number_of<T>(b, i / 2 * 8 + lane % 4 * 2 + i % 2, k);
+        c[i / 2 * 4 + half * 2 + i % 2] += number * element_of<T>(b, i / 2 * 8 + lane % 4 * 2 + i % 2, k);
       }
     }
   }
@@ -743,14 +789,14 @@ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
 
 }  // namespace emulator
 
-// ---- What CUDA C++ has and C++ lacks ----
+// ---- Built-in names and functions of CUDA C++ ----
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __noinline__
 #define __noinline__ __attribute__((noinline))
 
-// An index that is looked up when it is read.
+// threadIdx and the like: objects whose members read the current fiber's values.
 #define EMULATED_INDEX(name, of)                           \
   inline const struct {                                    \
     struct {                                               \
@@ -777,7 +823,7 @@ using std::isnan;
 inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
 inline int __float_as_int(float x) { return emulator::bits_of<int>(x); }
-// Not fused with what follows.
+// In functions of their own, so that g++ does not fuse the product with an addition.
 [[gnu::noinline]] inline float __fmul_rn(float a, float b) { return a * b; }
 [[gnu::noinline]] inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
@@ -800,11 +846,11 @@ inline void __syncthreads() { emulator::wait(emulator::current->block->barrier);
 inline void __syncwarp() { emulator::wait(emulator::warp()); }
 template <typename T>
 inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {
-  return emulator::of_lane(x, emulator::current->linear % 32 / width * width + lane % width);
+  return emulator::value_of_lane(x, emulator::current->linear % 32 / width * width + lane % width);
 }
 template <typename T>
 inline T __shfl_xor_sync(unsigned, T x, int mask) {
-  return emulator::of_lane(x, emulator::current->linear % 32 ^ mask);
+  return emulator::value_of_lane(x, emulator::current->linear % 32 ^ mask);
 }
 inline unsigned __ballot_sync(unsigned, bool x) {
   unsigned bits = 0;
@@ -822,16 +868,17 @@ struct EmulatedGrid {
 inline EmulatedGrid this_grid() { return {}; }
 }  // namespace cooperative_groups
 
-// The CUDA runtime, as far as it is asked.
+// ---- The CUDA runtime: the functions that host code calls ----
+
 extern "C" {
 cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
-  *value = what == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
-           : what == cudaDevAttrL2CacheSize       ? emulator::gpu.l2_bytes
-                                                  : emulator::gpu.shared_bytes;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
+           : attribute == cudaDevAttrL2CacheSize       ? emulator::gpu.l2_bytes
+                                                       : emulator::gpu.shared_bytes;
   return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {

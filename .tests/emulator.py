@@ -1,13 +1,17 @@
-"""layernorm_inline on the CPU, on an emulated GPU (see emulator.h): the module, whose ops are those of the binding
-compiled for CPU tensors, which launches the kernels compiled by g++.
+"""Runs layernorm_inline on an emulated GPU, with CPU tensors.
 
-    module = load_module()          as `import layernorm_inline`, for CPU tensors
-    with on(GPUS["hopper"](8)):     the calls inside run on such a GPU
+    module = load_module()                         # like `import layernorm_inline`
+    with on(GPUS["hopper"](8)) as libraries:       # calls inside run on a Hopper GPU with 8 SMs
         y = module.layer_norm(x, (768,))
-    kernels()                       the names of those that ran since
+        print(kernels(libraries))                  # the names of the kernels that ran
 
-The sources are compiled as they are, but for what C++ does not have: kernel launches, shared memory, and functions made
-of instructions, whose bodies this file replaces. Where such a function is new or renamed, add it to BODIES.
+All three parts of the file are tested: its Python code, its C++ binding, compiled for CPU tensors, and its CUDA
+kernels, compiled by g++ as C++. emulator.h explains how the kernels run.
+
+g++ compiles the sources almost unchanged. emulated() rewrites what C++ lacks: kernel launches, shared memory, and
+inline assembly. Functions that consist of inline assembly, or that call what only a GPU has, get another body (BODIES).
+If you add or rename such a function, edit BODIES. Inline assembly in the middle of a function is replaced by
+STATEMENTS.
 """
 
 import contextlib
@@ -33,7 +37,9 @@ import torch
 HERE = Path(__file__).parent
 SOURCE = HERE.parent / "layernorm_inline.py"
 
-# What replaces the bodies of functions that are made of instructions.
+# ---- The kernels, as C++ ----
+
+# Name of a function of CUDA_SOURCE -> its body on an emulated GPU.
 BODIES = {
     "opaque": "return x;",
     "keep_pointer": "return pointer;",
@@ -61,14 +67,16 @@ BODIES = {
     "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
     "exceeds_green_context": "return false;",
 }
-STATEMENTS = {  # instructions inside of functions
+# Pattern in CUDA_SOURCE -> its replacement: inline assembly inside functions, macros of nvcc, and the
+# loop that polls mailboxes.
+STATEMENTS = {
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
     r'asm volatile\("(?:wgmma\.(?:fence|commit|wait)|setmaxnreg).*?\);': "",
     r"attributes\.maxThreadsPerBlock": "Layout<T, layout.kSplit>::kThreads",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
-    r'asm volatile\("prefetch\.global\.L2::evict_last.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + at, 16);",
-    r'asm volatile\("prefetch\.global\.L2 \[.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(affine) + at);",
+    r'asm volatile\("prefetch\.global\.L2::evict_last.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + offset, 16);",
+    r'asm volatile\("prefetch\.global\.L2 \[.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(affine) + offset);",
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r'asm volatile\("and\.b32.*?\);': "high = first[i] & 0xffffe000u;",
@@ -79,12 +87,14 @@ STATEMENTS = {  # instructions inside of functions
     r"#include <cooperative_groups.h>": "",
 }
 
+# The functions of the library that Python and the emulated binding call. They run a call in guarded memory.
 WRAPPER = r"""
 namespace ln = TORCH_EXTENSION_NAME;
 
-// The tensors of a call, in guarded memory while it runs.
+// Copies of a call's tensors in guarded memory. The call's pointers are set to the copies while it runs.
 class Tensors {
  public:
+  // Copies an input. Kernels cannot write to the copy.
   template <typename T>
   void read(const T*& p, size_t bytes, const char* name) {
     if (p == nullptr) return;
@@ -93,18 +103,20 @@ class Tensors {
     emulator::tensors.back()->forbid_writes();
     p = static_cast<const T*>(copy);
   }
+  // Provides an output, which is full of NaN.
   template <typename T>
   void written(T*& p, size_t bytes, const char* name) {
     if (p == nullptr) return;
     outputs_.push_back({p, add(p, bytes, name), bytes});
     p = static_cast<T*>(outputs_.back().copy);
   }
-  // The piece before, if there is one, is given back: it can no longer be touched.
+  // Allocates scratch memory, and frees the previous piece, so that any later access to it ends the kernel.
   void* scratch(size_t bytes) {
     if (has_scratch_) emulator::tensors.pop_back(), names_.pop_back();
     has_scratch_ = true;
     return add(nullptr, bytes, "scratch");
   }
+  // Checks that nothing beside the tensors was written, and copies the outputs back.
   void finish() {
     for (size_t i = 0; i < names_.size(); ++i) emulator::tensors[i]->check(names_[i]);
     for (const Output& output : outputs_) memcpy(output.to, output.copy, output.bytes);
@@ -152,7 +164,7 @@ static void guard(ln::Backward& call, Tensors& tensors) {
   tensors.written(call.grad_bias, of_cols, "grad_bias");
 }
 
-#ifdef LAYERNORM_WITH_EPILOGUE
+#ifdef LAYERNORM_HAS_EPILOGUE
 static void guard(ln::Convolution& call, Tensors& tensors) {
   const size_t each = ln::size_of(call.dtype), places = call.batch * call.depth * call.height;
   const size_t affine = 64 * (call.affine_float32 ? 4 : each);
@@ -166,8 +178,9 @@ static void guard(ln::Convolution& call, Tensors& tensors) {
 }
 #endif
 
-static std::string answer;
+static std::string answer;  // holds the text that a function below returned last
 
+// Runs a call, and returns an error message, which is empty if there was no error.
 template <typename Call>
 static const char* emulate(Call call) {
   answer.clear();
@@ -176,7 +189,7 @@ static const char* emulate(Call call) {
     guard(call, tensors);
     const cudaError_t error = ln::launch(call, [&](size_t bytes) { return tensors.scratch(bytes); }, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
-    if (cudaGetLastError() != cudaSuccess) emulator::fail("a launch that was refused leaves its error behind");
+    if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
     tensors.finish();
   } catch (const std::exception& e) {
     answer = e.what();
@@ -185,13 +198,13 @@ static const char* emulate(Call call) {
 }
 
 extern "C" {
-void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool refuse, bool dry) {
+void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool rejects_cooperative, bool dry) {
   emulator::gpu = {sms, 1 << 20, shared_bytes, code};
   emulator::random_numbers.state = seed;
   emulator::dry = dry;
-  emulator::cooperative_error = refuse ? cudaErrorCooperativeLaunchTooLarge : cudaSuccess;
+  emulator::cooperative_error = rejects_cooperative ? cudaErrorCooperativeLaunchTooLarge : cudaSuccess;
 }
-// Of all kernels, or of those that ran since it was last asked.
+// Returns the names of all kernels, or of those that ran since the last call of this function, one per line.
 const char* emulated_kernels(bool all) {
   answer.clear();
   for (emulator::Kernel* kernel : emulator::Kernel::all()) {
@@ -200,43 +213,49 @@ const char* emulated_kernels(bool all) {
   }
   return answer.c_str();
 }
+// Returns the launches of dry calls since the last call of this function, one per line.
+const char* emulated_launches() {
+  answer = std::exchange(emulator::launches, "");
+  return answer.c_str();
+}
 const char* emulate_forward(const ln::Forward* call) { return emulate(*call); }
 const char* emulate_backward(const ln::Backward* call) { return emulate(*call); }
-#ifdef LAYERNORM_WITH_EPILOGUE
+#ifdef LAYERNORM_HAS_EPILOGUE
 const char* emulate_convolution(const ln::Convolution* call) { return emulate(*call); }
-bool emulate_fits(ln::DType dtype, bool tf32) { return ln::fits_convolution(dtype, tf32); }
+bool emulate_supports_convolution(ln::DType dtype, bool tf32) { return ln::supports_convolution(dtype, tf32); }
 #endif
 }
 """
 
 
 def end_of(text, start, opening="{", closing="}"):
-    """The place after the bracket that closes the one at text[start]."""
+    """Returns the index after the bracket that closes the one at text[start]."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == opening) - (text[i] == closing)
         if depth == 0:
             return i + 1
-    raise ValueError("unbalanced")
+    raise ValueError("a bracket is not closed")
 
 
 def emulated(source):
-    """CUDA C++ as C++ for emulator.h."""
+    """Returns C++ that includes emulator.h, for the CUDA C++ of CUDA_SOURCE."""
     for name, body in BODIES.items():
         found = list(
             re.finditer(
                 rf"^(?:\[\[maybe_unused\]\] )?(?:__device__|bool) [^;{{}}]*?\b{name}\([^{{;]*?\)\s*{{", source, re.M
             )
         )
-        assert found, f"no function {name}"
+        assert found, f"CUDA_SOURCE has no function {name}: edit BODIES"
         for match in reversed(found):
             end = end_of(source, match.end() - 1)
             source = source[: match.end()] + " " + body + " }" + source[end:]
     for pattern, statement in STATEMENTS.items():
         source, count = re.subn(pattern, lambda _: statement, source, flags=re.S)  # noqa: B023
-        assert count, f"no {pattern}"
+        assert count, f"CUDA_SOURCE does not contain {pattern}: edit STATEMENTS"
 
-    # Shared memory: a reference to the block's own, found by the address of a static variable.
+    # Shared memory. A declaration becomes a reference to memory of the current block. The address of a static variable
+    # identifies the declaration.
     source = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];",
         r"auto* \2 = reinterpret_cast<\1*>(emulator::current->block->dynamic);", source,
@@ -256,7 +275,7 @@ def emulated(source):
 
     source = re.sub(r"__shared__ ([^;]+);", declarations, source)
 
-    # Kernels begin by telling so, with their launch bounds.
+    # Every kernel begins with a call of emulator::begin, whose arguments are its launch bounds.
     kernel = re.compile(r"__global__ void (?:__launch_bounds__(?=\())?")
     position = 0
     while match := kernel.search(source, position):
@@ -264,11 +283,11 @@ def emulated(source):
         bounds_end = end_of(source, position, "(", ")") if source[position] == "(" else position
         brace, semicolon = source.find("{", bounds_end), source.find(";", bounds_end)
         if 0 <= semicolon < brace:
-            continue  # declared only
+            continue  # a declaration without a body
         bounds = source[position:bounds_end]
         source = f"{source[: brace + 1]} struct Here {{}}; emulator::begin<Here>{bounds};{source[brace + 1 :]}"
 
-    # Launches.
+    # Launches: kernel<<<...>>>(...) becomes emulator::run.
     while (at := source.find("<<<")) >= 0:
         start = re.search(r"(\w+(?:<[^;{}()]*>)?)\s*$", source[:at]).start()
         close = source.index(">>>", at)
@@ -284,6 +303,7 @@ def emulated(source):
 
 
 def split_arguments(text):
+    """Splits a list of C++ arguments at its commas, but not at those inside brackets."""
     parts, depth, last = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
@@ -297,12 +317,12 @@ FLAGS = [
     "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-gnu-unique", "-w", "-DTORCH_EXTENSION_NAME=emulated",
     "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
     "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error",
-    "-U_FORTIFY_SOURCE",  # it takes a jump to another fiber for an error
+    "-U_FORTIFY_SOURCE",  # it reports jumps between fibers as errors
 ]  # fmt: skip
 
 
 def cuda_include():
-    """The folders of CUDA's headers, of whatever toolkit there is; None without one."""
+    """Returns the folders of CUDA's headers, from any toolkit of the machine, or None if there is none."""
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))]
     homes += ["/usr/local/cuda", *glob.glob(sysconfig.get_paths()["purelib"] + "/nvidia/cu[0-9]*")]
@@ -314,11 +334,12 @@ def cuda_include():
 
 
 def can_build():
+    """Returns True if g++ and CUDA's headers are installed."""
     return shutil.which("g++") is not None and cuda_include() is not None
 
 
 def cache(name, *texts):
-    """A folder for what is built from these texts."""
+    """Returns the folder for files that are built from these texts, and creates it."""
     key = hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or tempfile.gettempdir(), f"layernorm_{name}_{key}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -327,7 +348,8 @@ def cache(name, *texts):
 
 @contextlib.contextmanager
 def lock(folder):
-    """Of several processes one builds. (PyTorch waits for a file named lock.)"""
+    """Lets only one process at a time build in the folder."""
+    # The file is not named "lock", because PyTorch waits until a file of that name disappears.
     with open(folder / "one_builds", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -335,18 +357,21 @@ def lock(folder):
 
 @functools.lru_cache
 def sources():
-    """layernorm_inline as it is: for its sources. The environment keeps it from compiling anything."""
+    """Returns CUDA_SOURCE and CPP_SOURCE of layernorm_inline.py, which is executed without loading its kernels."""
     text = SOURCE.read_text()
     namespace = {"__name__": "layernorm_sources"}
     exec(compile(re.sub(r"= _load\(_NAME\)", "= None, ''", text), str(SOURCE), "exec"), namespace)
     return namespace["CUDA_SOURCE"], namespace["CPP_SOURCE"]
 
 
-EPILOGUE = ["-DLAYERNORM_WITH_EPILOGUE"]  # for the second library of a source
+EPILOGUE = ["-DLAYERNORM_HAS_EPILOGUE"]  # the macro of the second library
 
 
 def build_kernels(before_hopper=False, macros=()):
-    """The path of a library, compiled once for each source: from code for sm_80, or for Hopper and newer."""
+    """Compiles the kernels, for sm_80 or for Hopper and newer, and returns the path of the library.
+
+    Compiles only once as long as the source stays the same.
+    """
     text = emulated(sources()[0])
     flags = [*FLAGS, *macros, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *flags)
@@ -362,13 +387,13 @@ def build_kernels(before_hopper=False, macros=()):
 
 # ---- The binding, for CPU tensors ----
 
-# What a CPU calls by another name, or would take long.
+# Pattern in CPP_SOURCE -> its replacement: names that differ for CPU tensors, and sizes that would make tests slow.
 BINDING = {
     r"#include <(?:c10|ATen)/cuda/.*?>\n": "",
     r"c10::kCUDA": "c10::kCPU",
     r"AutocastCUDA": "AutocastCPU",
-    r"kConvolutionBytes = int64_t\(1\) << 28": "kConvolutionBytes = int64_t(1) << 19",  # still several inputs
-    r"kDoubleBackwardElements = 1 << 22": "kDoubleBackwardElements = 1 << 6",  # several parts
+    r"kConvolutionBytes = int64_t\(1\) << 28": "kConvolutionBytes = int64_t(1) << 19",  # a chunk has several inputs
+    r"kDoubleBackwardElements = 1 << 22": "kDoubleBackwardElements = 1 << 6",  # several chunks
 }
 BINDING_BEGINS = r"""
 #include <ATen/ops/empty.h>
@@ -379,13 +404,13 @@ BINDING_BEGINS = r"""
 #include <dlfcn.h>
 #include <cuda_runtime_api.h>
 
-inline thread_local int guards = 0;  // that make the tensors' device current
+inline thread_local int guards = 0;  // number of CUDAGuards, which make the tensors' device current
 namespace c10::cuda {
 struct CUDAGuard {
   explicit CUDAGuard(Device) { ++guards; }
   ~CUDAGuard() { --guards; }
 };
-inline cudaStream_t getCurrentCUDAStream() { return reinterpret_cast<cudaStream_t>(1); }  // not the default one
+inline cudaStream_t getCurrentCUDAStream() { return reinterpret_cast<cudaStream_t>(1); }  // not the default stream
 inline int device_count() { return 1; }
 }  // namespace c10::cuda
 namespace at::detail {
@@ -400,11 +425,13 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaSuccess; }
 """
 BINDING_ENDS = r"""
-static void* kernels = nullptr;  // the library of the GPU that calls run on
+static void* kernels = nullptr;  // the kernels' library: that of the emulated GPU that is current
+// Returns a function of the kernels' library.
 template <typename F>
 F* of_kernels(const char* name) {
   return reinterpret_cast<F*>(dlsym(kernels, name));
 }
+// Makes a library current. Returns an error message, or null.
 extern "C" const char* emulate_on(const char* library) {
   static std::map<std::string, void*> libraries;
   void*& handle = libraries[library];
@@ -416,8 +443,8 @@ extern "C" const char* emulate_on(const char* library) {
 namespace TORCH_EXTENSION_NAME {
 template <typename Call>
 cudaError_t emulate(const char* function, const Call& call, const Allocate& allocate, cudaStream_t stream) {
-  TORCH_CHECK(guards > 0, "the tensors' device is not current");
-  TORCH_CHECK(stream == c10::cuda::getCurrentCUDAStream(), "not the current stream");
+  TORCH_CHECK(guards > 0, "the device of the tensors is not current");
+  TORCH_CHECK(stream == c10::cuda::getCurrentCUDAStream(), "the kernels do not run on the current stream");
   memset(allocate(100), 0xff, 100);
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -434,24 +461,25 @@ cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t 
 cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream) {
   return emulate("emulate_convolution", call, allocate, stream);
 }
-bool fits_convolution(DType dtype, bool tf32) {
-  TORCH_CHECK(guards > 0, "the tensors' device is not current");
-  return of_kernels<bool(DType, bool)>("emulate_fits")(dtype, tf32);
+bool supports_convolution(DType dtype, bool tf32) {
+  TORCH_CHECK(guards > 0, "the device of the tensors is not current");
+  return of_kernels<bool(DType, bool)>("emulate_supports_convolution")(dtype, tf32);
 }
 }  // namespace TORCH_EXTENSION_NAME
 """
 
 
 def replaced(text, replacements):
+    """Returns the text with every pattern replaced. Each pattern must occur."""
     for pattern, replacement in replacements.items():
         text, count = re.subn(pattern, replacement, text)
-        assert count, f"no {pattern}"
+        assert count, f"layernorm_inline.py does not contain {pattern}: edit BINDING or MODULE"
     return text
 
 
 @functools.lru_cache
 def binding():
-    """(CPP_SOURCE for CPU tensors, the folder of its libraries)."""
+    """Returns CPP_SOURCE for CPU tensors, and the folder of the libraries that are compiled from it."""
     text = BINDING_BEGINS + replaced(sources()[1], BINDING) + BINDING_ENDS
     text = f'#define LAYERNORM_COMPILED_FOR ""\n{text}'
     return text, cache("binding", text, torch.__version__)
@@ -461,11 +489,11 @@ def binding_name():
     return binding()[1].name
 
 
-BINDINGS = {}  # those loaded, by the macros that they were compiled with
+BINDINGS = {}  # macros -> function emulate_on of the binding that was compiled with them, once it is loaded
 
 
 def load_binding(name):
-    """Takes _load's place."""
+    """Compiles and loads a library of the binding. Replaces the function _load of layernorm_inline.py."""
     from torch.utils import cpp_extension
 
     macros = tuple(EPILOGUE if name.endswith("_epilogue") else ())
@@ -485,7 +513,7 @@ def load_binding(name):
     return getattr(torch.ops, name), None
 
 
-# What the Python code asks of CUDA tensors.
+# Pattern in layernorm_inline.py -> its replacement: the loading of libraries, and queries about CUDA tensors.
 MODULE = {
     r"(def _load\(name\):\n.*\n)": r"\1    return __import__('emulator').load_binding(name)\n",
     r"\n_NAME = .*": r"\n_NAME = __import__('emulator').binding_name()",
@@ -496,7 +524,7 @@ MODULE = {
 
 @functools.lru_cache
 def load_module():
-    """layernorm_inline for CPU tensors, as the module layernorm_emulated."""
+    """Returns layernorm_inline for CPU tensors. The module is named layernorm_emulated."""
     text = replaced(SOURCE.read_text(), MODULE)
     path = cache("module", text) / "layernorm_emulated.py"
     path.write_text(text)
@@ -510,13 +538,13 @@ def load_module():
 
 
 class Gpu(typing.NamedTuple):
-    """What the rooms ask about."""
+    """The properties of a GPU that decide which kernels run."""
 
     name: str
     sms: int
-    code: int  # 90: machine code for sm_90
-    shared_bytes: int  # of a block, at most
-    refuses: bool = False  # blocks that wait for one another, as under MPS
+    code: int  # the architecture: 90 for sm_90
+    shared_bytes: int  # the most shared memory that a block can have
+    lacks_cooperative_launches: bool = False  # they fail, as they can under MPS or MIG
 
     def __str__(self):
         return f"{self.name}_{self.sms}"
@@ -528,43 +556,48 @@ GPUS = {
     "ampere": functools.partial(Gpu, "ampere", code=80, shared_bytes=163 << 10),
     "ada": functools.partial(Gpu, "ada", code=89, shared_bytes=99 << 10),
     "turing": functools.partial(Gpu, "turing", code=75, shared_bytes=64 << 10),
-    "refusing": functools.partial(Gpu, "refusing", code=90, shared_bytes=227 << 10, refuses=True),
+    "mps": functools.partial(Gpu, "mps", code=90, shared_bytes=227 << 10, lacks_cooperative_launches=True),
 }
 
 
 @functools.lru_cache
 def libraries_of(sms, code, shared_bytes):
-    """The kernels for a GPU, by the macros that they were compiled with: copies for each, as the host code asks only
-    once what it runs on."""
+    """Returns {macros: the kernels' library that was compiled with them} for a GPU.
+
+    Every GPU has its own copies of the libraries, because the host code reads the properties of the GPU only once.
+    """
     loaded = {}
     for macros in ((), tuple(EPILOGUE)):
         library = build_kernels(80 <= code < 90, macros)
         copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(library, copy)
         loaded[macros] = ctypes.CDLL(str(copy))
-        loaded[macros].emulated_kernels.restype = ctypes.c_char_p
+        loaded[macros].emulated_kernels.restype = loaded[macros].emulated_launches.restype = ctypes.c_char_p
         copy.unlink()
     return loaded
 
 
 def switch_to(libraries):
-    """Calls of the bindings that are loaded run on these."""
+    """Makes all loaded bindings call these kernels."""
     for macros, emulate_on in BINDINGS.items():
         error = emulate_on(libraries[macros]._name.encode())
         assert error is None, error
 
 
-CURRENT = []  # the libraries of GPUs, innermost last
+CURRENT = []  # the libraries of nested on() blocks, innermost last
 
 
 @contextlib.contextmanager
 def on(gpu, seed=0, dry=False):
-    """Calls inside run on this GPU. The seed is that of all that happens by chance. dry: kernels end as they begin."""
+    """Runs the calls inside on this GPU, and yields its libraries.
+
+    seed: of everything that is random, such as the order of threads. dry: kernels return at once, but are recorded.
+    """
     libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes)
     CURRENT.append(libraries)
     switch_to(libraries)
     for loaded in libraries.values():
-        loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.refuses, dry)
+        loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.lacks_cooperative_launches, dry)
         loaded.emulated_kernels(False)
     try:
         yield libraries
@@ -574,7 +607,15 @@ def on(gpu, seed=0, dry=False):
             switch_to(CURRENT[-1])
 
 
+def launches(libraries):
+    """Returns one line per launch since the last call of this function. libraries: from on(..., dry=True)."""
+    return [line for loaded in libraries.values() for line in loaded.emulated_launches().decode().splitlines()]
+
+
 def kernels(libraries, every=False):
-    """Names of the kernels that ran on what on() gave, as "room::name<template arguments>", or of all there are."""
+    """Returns the names of the kernels that ran since the last call of this function, or of all kernels (every=True).
+
+    A name has the form "family::name<template arguments>". libraries: from on().
+    """
     names = {macros: loaded.emulated_kernels(every).decode().splitlines() for macros, loaded in libraries.items()}
     return {f"{'epilogue::' if macros else ''}{name}" for macros in names for name in names[macros]}

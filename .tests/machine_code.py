@@ -1,10 +1,14 @@
 """Compares the machine code of two versions of layernorm_inline.py, kernel by kernel, without a GPU.
 
-    python .tests/machine_code.py HEAD                   this file against the last commit, for sm_90a
-    python .tests/machine_code.py HEAD~3 --arch sm_80 sm_90a
+    python .tests/machine_code.py HEAD                        against the last commit, for sm_90a
+    python .tests/machine_code.py HEAD~3 --arch sm_80 sm_90a  against an older commit, for two architectures
+    python .tests/machine_code.py other.py                    against another file
 
-Prints every kernel whose instructions, registers or local memory differ, and kernels that only one version has. A change
-that only moves or renames code must print "all N kernels are equal". Needs nvcc, and cuobjdump, which comes with Triton.
+Prints every kernel whose instructions, registers or local memory differ, and every kernel that only one version has. A
+renamed kernel is matched by its instructions. After a change that only moves or renames code, the result must be
+"all N kernels are equal". Needs nvcc, and cuobjdump, which is part of Triton.
+
+The exit status is 0 if all kernels are equal, and 1 otherwise.
 """
 
 import argparse
@@ -17,18 +21,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MACROS = {"": [], "epilogue": ["-DLAYERNORM_WITH_EPILOGUE"]}  # the two libraries
+MACROS = {"": [], "epilogue": ["-DLAYERNORM_HAS_EPILOGUE"]}  # library -> its compiler flags
 
 
 def cuobjdump():
-    """Returns the path of cuobjdump in the Triton package, or None."""
+    """Returns the path of cuobjdump in the Triton package, or None if Triton is not installed."""
     triton = importlib.util.find_spec("triton")
     path = triton and Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
     return path if path and path.exists() else None
 
 
 def cuda_source(text):
-    """Returns CUDA_SOURCE of a version of the file, given as text, without loading its kernels."""
+    """Returns CUDA_SOURCE of a version of the file, given as text. Does not compile or load the kernels."""
     end = text.index("# 6  Load")
     namespace = {"__name__": "version"}
     exec(compile(text[:end], "layernorm_inline.py", "exec"), namespace)
@@ -36,7 +40,7 @@ def cuda_source(text):
 
 
 def compile_kernels(source, arch, macros, folder):
-    """Compiles the kernels to a cubin in an empty folder, and returns its path."""
+    """Compiles CUDA source to a cubin in an empty folder, and returns the path of the cubin."""
     cu, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
     cu.write_text(source)
     flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", *macros]
@@ -53,7 +57,7 @@ def resources(cubin):
 
 
 def instructions(cubin):
-    """Returns {kernel: its instructions, without addresses and encodings}."""
+    """Returns {kernel: list of its instructions}, without addresses and encodings."""
     sass = subprocess.run([cuobjdump(), "-sass", cubin], capture_output=True, text=True, check=True).stdout
     kernels = {}
     for part in sass.split("Function : ")[1:]:
@@ -63,25 +67,46 @@ def instructions(cubin):
 
 
 def demangled(names):
+    """Returns the C++ names of mangled kernel names, without namespaces that all share and without parameters."""
     done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
     return [re.sub(r"version::\(anonymous namespace\)::|\(.*", "", line) for line in done.stdout.splitlines()]
 
 
 def kernels_of(text, arch, macros):
-    """Returns {demangled name: (instructions, registers, bytes of local memory)} of a version of the file."""
+    """Returns {demangled name: (instructions, registers, bytes of local memory)} for a version of the file."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = compile_kernels(cuda_source(text), arch, macros, folder)
         code, usage = instructions(cubin), resources(cubin)
     return {short: (code[name], *usage[name]) for name, short in zip(code, demangled(code))}
 
 
+def pair(old, new):
+    """Yields (name, old kernel, new kernel). A kernel is None if only the other version has it.
+
+    old and new are results of kernels_of. Kernels that have equal code under different names are paired.
+    """
+    renamed = {}
+    for name in sorted({*new} - {*old}):
+        renamed.setdefault(repr(new[name]), []).append(name)
+    for name in sorted({*old} - {*new}):
+        same = renamed.get(repr(old[name]))
+        if same:
+            yield same[0], old[name], new[same.pop(0)]
+        else:
+            yield name, old[name], None
+    for name in (name for names in renamed.values() for name in names):
+        yield name, None, new[name]
+    for name in sorted({*old} & {*new}):
+        yield name, old[name], new[name]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("revision", help="the version to compare with: a revision of git, or a path")
-    parser.add_argument("--arch", nargs="+", default=["sm_90a"])
+    parser.add_argument("revision", help="the version to compare with: a Git revision or a file")
+    parser.add_argument("--arch", nargs="+", default=["sm_90a"], help="architectures to compile for")
     arguments = parser.parse_args()
     if cuobjdump() is None:
-        parser.error("needs cuobjdump: pip install triton")
+        parser.error("cuobjdump was not found: pip install triton")
     if Path(arguments.revision).exists():
         before = Path(arguments.revision).read_text()
     else:
@@ -94,8 +119,7 @@ def main():
             with ThreadPoolExecutor(2) as pool:
                 old, new = pool.map(lambda text, a=arch, m=macros: kernels_of(text, a, m), versions)
             total += len(new)
-            for name in sorted({*old, *new}):
-                a, b = old.get(name), new.get(name)
+            for name, a, b in pair(old, new):
                 if a == b:
                     continue
                 differ += 1

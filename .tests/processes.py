@@ -1,4 +1,4 @@
-"""Python in processes of their own, which end with the one that started them, and before its time limit."""
+"""Runs Python in child processes. A child is killed when its parent ends, and before the time limit of a test."""
 
 import ctypes
 import importlib
@@ -16,32 +16,37 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "layernorm_inline.py"
 CACHE = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-TIMEOUT = 500  # seconds: less than a test has
+TIMEOUT = 500  # seconds: less than TIME_LIMIT in conftest.py
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent():
+    """Sets that Linux kills this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start(command, **options):
+    """Starts a child process, and returns it as a Popen object."""
     return subprocess.Popen(command, preexec_fn=end_with_parent, text=True, **options)
 
 
 def run(command, timeout=TIMEOUT, **options):
-    """The completed process, with what it printed."""
+    """Runs a child process, and returns the CompletedProcess with its output."""
     return subprocess.run(
         command, preexec_fn=end_with_parent, capture_output=True, text=True, timeout=timeout, **options
     )
 
 
 def environment_with(**changes):
-    """A name whose value is None is not set."""
+    """Returns a copy of the environment with changed variables. The value None removes a variable."""
     return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
 
 
 def import_in_subprocess(folder, code="import layernorm_inline", **environment):
-    """Runs code where layernorm_inline.py lies in `folder`, with a cache of its own; returns the completed process."""
+    """Runs code in a folder with a copy of layernorm_inline.py and an empty build cache; returns the CompletedProcess.
+
+    Copies the file unless the folder already has one. Later calls with the same folder reuse its cache.
+    """
     if not Path(folder, SOURCE.name).exists():
         shutil.copy(SOURCE, folder)
     variables = environment_with(**{"TORCH_EXTENSIONS_DIR": os.path.join(folder, "cache"), **environment})
@@ -49,15 +54,15 @@ def import_in_subprocess(folder, code="import layernorm_inline", **environment):
 
 
 def run_here(code, **environment):
-    """Runs code in the tests' folder, with the tests' modules and the cache that there is."""
+    """Runs code in the folder of the tests, with the modules of the tests on the path and the existing build cache."""
     path = f"{ROOT / '.tests'}:{ROOT}"
     variables = environment_with(**{"TORCH_EXTENSIONS_DIR": CACHE, "PYTHONPATH": path, **environment})
     return run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT / ".tests", env=variables)
 
 
 def package(name):
-    """Imports what not everybody has installed; CI, which can, has to."""
+    """Imports an optional package. If it is not installed, skips the test, or fails it in CI, which installs it."""
     if importlib.util.find_spec(name) is None:
-        needed = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-        needed(f"{name} is not installed")
+        report = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        report(f"{name} is not installed")
     return importlib.import_module(name)

@@ -1,10 +1,10 @@
-"""The float64 reference, how far from it a result may be, and random inputs in which an error cannot hide.
+"""The float64 reference, error bounds, and random inputs that expose bugs.
 
-case = random_case(rows, cols, dtype)                       input, weight, bias, grad_output
-results = run_case(layer_norm, *case)                       output and gradients
-compare_with_float64([(results, case)])                     asserts
-assert_close_to_float64(backend, case)                      all three, into memory full of NaN
-assert_no_worse(mine, theirs, exact)                        within k times PyTorch's error, for what has no bound
+case = random_case(rows, cols, dtype)       # input, weight, bias, grad_output
+results = run_case(layer_norm, *case)       # output, grad_input, grad_weight, grad_bias
+compare_with_float64([(results, case)])     # asserts that the results are accurate
+assert_close_to_float64(backend, case)      # runs a case in memory that is full of NaN, and compares
+assert_no_worse(result, pytorch, exact)     # for results without an error bound: compares with PyTorch's error
 """
 
 import functools
@@ -15,17 +15,22 @@ from torch import nn
 
 FIRST_SEED = 0  # conftest.py sets it
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-AFFINE = ["both", "weight", "bias", "none", "float32", "float32 weight", "float32 bias"]  # float32: with 16-bit input
-EPS = 0.1  # of value tests: next to a variance of 1 a kernel that drops it, or has 1e-5 built in, is far off
-LINE_BYTES = 128  # what a GPU's memory is allocated in begins on a cache line
+# Which of weight and bias exist: both, one or none, in input's dtype; or "float32": float32 weight and bias for 16-bit
+# input.
+AFFINE = ["both", "weight", "bias", "none", "float32", "float32 weight", "float32 bias"]
+EPS = 0.1  # large enough, for a variance of 1, that a kernel that ignores eps or uses 1e-5 gives wrong results
+LINE_BYTES = 128  # a cache line; every allocation of GPU memory starts on one
 
 
 # ---- Random inputs ----
 
 
 def placed(values, offset=0, dtype=None):
-    """A copy that begins so many elements after a cache line, with NaN beside it up to where its last 16 bytes end: a
-    kernel may read that, but not use it. None of None."""
+    """Returns a copy that starts `offset` elements after the beginning of a cache line; None for None.
+
+    The memory before the copy, and after it up to the next 16-byte boundary, is NaN. Kernels may read this memory, but
+    must not use the values.
+    """
     if values is None:
         return None
     dtype = dtype or values.dtype
@@ -38,14 +43,17 @@ def placed(values, offset=0, dtype=None):
 
 
 def random_case(
-    rows, cols, dtype, affine="both", seed=0, mean=3.0, std=1.0, offsets=(0, 0, 0, 0), telling=True, device="cpu"
+    rows, cols, dtype, affine="both", seed=0, mean=3.0, std=1.0, offsets=(0, 0, 0, 0), emphasized=True, device="cpu"
 ):
-    """input, weight, bias, grad_output; each starts so many elements into its buffer (offsets: in this order).
+    """Returns random input, weight, bias and grad_output.
 
-    Telling numbers, in which an error cannot hide: input has a mean; weight is around 1 and grad_output is not
-    orthogonal to 1 nor to normalized input, so that each mean of backward counts; the last or first number of a row
-    has a fifth of its variance, so that it counts in a row of any length; the last row has a part of grad_weight and
-    grad_bias that does not vanish among many rows.
+    offsets: for each of the four tensors, how many elements after the beginning of a cache line it starts.
+
+    The numbers are chosen so that a bug changes the results measurably. Input has a mean. Weight is around 1, and
+    grad_output is orthogonal neither to 1 nor to the normalized input, so that both means of backward matter.
+    With `emphasized`, single numbers and rows matter, too: in up to eight rows, the last or first number has a fifth of
+    the row's variance, whatever the length of the row; and the last row's part of grad_weight and grad_bias is large
+    enough to be visible among many rows.
     """
     generator = torch.Generator(device).manual_seed(FIRST_SEED + seed)
 
@@ -53,13 +61,13 @@ def random_case(
         return torch.randn(n, generator=generator, device=device)
 
     x = normal(rows * cols).view(rows, cols)
-    if telling:
+    if emphasized:
         most = 32 if dtype == torch.float16 else math.inf
         for row in range(min(8, max(1, rows - 1))):
             x[row, 0 if row % 3 == 1 else -1] = min(0.5 * cols**0.5, most) * (-1) ** row
     dy = normal(rows * cols).view(rows, cols).mul_(0.5).add_(0.5).add_(x, alpha=0.5)
-    if telling:
-        dy[-1] *= max(1, min(rows / 4, 4000 if dtype == torch.float16 else math.inf))  # float16 ends at 65504
+    if emphasized:
+        dy[-1] *= max(1, min(rows / 4, 4000 if dtype == torch.float16 else math.inf))  # the largest float16 is 65504
     x = placed(x.mul_(std).add_(mean), offsets[0], dtype)
     dy = placed(dy, offsets[3], dtype)
     affine_dtype = torch.float32 if "float32" in affine else dtype
@@ -70,17 +78,17 @@ def random_case(
 
 
 def run_case(function, x, weight, bias, dy, eps=EPS, wanted=(1, 1, 1)):
-    """[output, grad_input, grad_weight, grad_bias] (None where there is none, or is not wanted)."""
+    """Returns [output, grad_input, grad_weight, grad_bias]. Gradients that do not exist or are not wanted are None."""
     given = zip((x, weight, bias), wanted)
     leaves = [None if t is None else t.detach().requires_grad_(bool(want)) for t, want in given]
     y = function(leaves[0], x.shape[-1:], leaves[1], leaves[2], eps)
     y.backward(dy)
     for t, want in zip(leaves, wanted):
-        assert t is None or (t.grad is not None) == bool(want), "another gradient than asked for"
+        assert t is None or (t.grad is not None) == bool(want), "exactly the wanted gradients must be set"
     return [y.detach()] + [None if t is None else t.grad for t in leaves]
 
 
-# PyTorch's operations of the activations.
+# PyTorch's functions of the activations.
 ACTIVATIONS = {
     "gelu": nn.functional.gelu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
@@ -88,13 +96,16 @@ ACTIVATIONS = {
 
 
 def chain(x, normalized_shape, weight, bias, eps, activation=None, scale=1.0):
-    """What layer_norm computes, as PyTorch's operations."""
+    """Computes the function of layer_norm with PyTorch's operations."""
     y = nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)
     return (ACTIVATIONS[activation](y) if activation else y) * scale
 
 
 def activated(z, activation):
-    """activation(z) and its derivative, for float64; PyTorch's gelu, by 1 + erf, loses the digits of the tail."""
+    """Returns activation(z) and its derivative, for float64 z.
+
+    PyTorch's gelu is not used because it computes 1 + erf, which cancels for very negative z.
+    """
     if activation is None:
         return z, torch.ones_like(z)
     if activation == "gelu":
@@ -106,20 +117,27 @@ def activated(z, activation):
     return z * s, s + z * slope * s * torch.sigmoid(-inner)
 
 
-ROUNDINGS = 64  # of float32, one after the other, that a result may have gone through
+ROUNDINGS = 64  # a result may contain the error of this many float32 roundings in a row
 
 
 def exact_parts(x, weight, bias, dy, eps, activation=None, scale=1.0):
-    """Yields (name, rows, exact, error): output and grad_input of some rows at a time, last grad_weight and grad_bias,
-    in float64, and by how much float32 arithmetic can be off them, element by element:
+    """Yields (name, rows, exact, error): float64 results, and the largest error that float32 arithmetic can make.
 
-        xhat    64 roundings of itself and of the row's spread, which is 1; 16 of the mean, in units of the spread
-        z       xhat's times weight, 64 of itself and of bias
-        output  z's times the largest slope of GELU, 1.13; of 16 bits also what the polynomial for its tail leaves
-        g       the gradient of z: z's times the largest curvature, 0.8, and 64 of grad_output; rounded to 16 bits
-                where there is an activation or a scale, as between PyTorch's operations
-        sums    those of the summands, and 64 of their absolute sum: of each row those of grad_input, of each column
-                grad_weight and grad_bias
+    Yields output and grad_input for some rows at a time, then grad_weight and grad_bias. `error` has one element per
+    element of `exact`. Below, a rounding of x is the float32 epsilon times |x|. The error of each intermediate result
+    is the sum of:
+
+        xhat    (normalized input) 64 roundings of xhat and of 1, the row's standard deviation; 16 roundings of the mean
+                divided by the standard deviation
+        z       (input of the activation) the error of xhat times weight; 64 roundings of z and of bias
+        output  the error of z times 1.13, the largest slope of GELU; for 16-bit GELU, the error of the polynomial that
+                approximates its tail
+        g       (gradient of z) the error of z times 0.8, the largest curvature of GELU, and 64 roundings of
+        grad_output;
+                for 16-bit types with an activation or scale, one rounding of g to 16 bits, which PyTorch's operations
+                have as well
+        sums    the errors of the terms, and 64 roundings of the sum of their absolute values: over each row for
+                grad_input, over each column for grad_weight and grad_bias
     """
     dtype, double = x.dtype, torch.float64
     rounding = torch.finfo(double if dtype == double else torch.float32).eps
@@ -127,7 +145,7 @@ def exact_parts(x, weight, bias, dy, eps, activation=None, scale=1.0):
     w = torch.ones((), dtype=double, device=x.device) if weight is None else weight.double()
     b = torch.zeros((), dtype=double, device=x.device) if bias is None else bias.double()
     grad_weight, grad_bias, weight_error, bias_error = x.new_zeros((4, x.shape[1]), dtype=double)
-    step = max(1, (1 << 22) // x.shape[1])  # rows at a time: some 20 numbers of 8 bytes each
+    step = max(1, (1 << 22) // x.shape[1])  # limits memory: about 20 float64 tensors have this many rows
     for rows in (slice(first, first + step) for first in range(0, x.shape[0], step)):
         part = x[rows].double()
         mean = part.mean(1, keepdim=True)
@@ -168,55 +186,59 @@ SUMS = NAMES[1:]
 
 
 def compare_with_float64(runs, eps=EPS, activation=None, scale=1.0, luck=NAMES):
-    """Asserts that results are as near to float64 as they have to be. runs: pairs of what run_case and random_case give.
+    """Asserts that results are accurate. runs: a list of pairs (result of run_case, result of random_case).
 
-    Every element is within what float32 arithmetic can be off (exact_parts), of 16 bits half a unit in the last place
-    more, for the rounding at the end: 0.505, as the rounded number is itself off.
-    Beyond that, where PyTorch computes in the same precision (float32), the largest error of all cases is at most 1.5
-    times PyTorch's plus one unit in the last place of the largest element. Where few numbers decide, PyTorch's error is
-    a matter of luck: sums over few rows, the largest element of telling numbers. So an eighth of the first bound will
-    do, too, for what luck names; tests of accuracy (luck=SUMS) do not allow it for output.
+    First, every element must be within the error of float32 arithmetic (see exact_parts). 16-bit results may be off by
+    half a unit in the last place more, for the final rounding. (The factor is 0.505, because the rounded number already
+    has an error.)
+
+    Second, float32 results are compared with PyTorch's, which have the same precision. The largest error of all runs
+    must be at most 1.5 times PyTorch's largest error, plus one unit in the last place of the largest element. If only
+    few numbers determine the error, such as in sums over few rows or in the largest element of `emphasized` input,
+    PyTorch's error may be small by chance. Results that are named in `luck` therefore pass as well if every error is at
+    most an eighth of the first bound. Tests of accuracy pass luck=SUMS, so that this exception does not apply to
+    output.
     """
-    largest = {name: [0.0, 0.0, 0.0, True] for name in NAMES}  # error, PyTorch's, |exact|; whether an eighth would do
+    largest = {name: [0.0, 0.0, 0.0, True] for name in NAMES}  # error, PyTorch's error, |exact|, within an eighth?
     for results, (x, weight, bias, dy) in runs:
         same_precision = x.dtype == torch.float32
-        ours = theirs = dict(zip(NAMES, results))
+        actual = from_pytorch = dict(zip(NAMES, results))
         if same_precision:
             pytorch = functools.partial(chain, activation=activation, scale=scale)
-            theirs = dict(zip(NAMES, run_case(pytorch, x, weight, bias, dy, eps)))
+            from_pytorch = dict(zip(NAMES, run_case(pytorch, x, weight, bias, dy, eps)))
         for name, rows, exact, error in exact_parts(x, weight, bias, dy, eps, activation, scale):
-            if ours[name] is None:
+            if actual[name] is None:
                 continue
-            mine = ours[name][rows]
-            info = torch.finfo(mine.dtype)
-            there = exact.abs() + error < 0.9 * info.max  # what its dtype has no number for may be infinite
-            assert mine[there].isfinite().all(), f"{name} has elements that are not finite"
-            off, size = (torch.where(there, t, 0) for t in ((mine.double() - exact).abs(), exact.abs()))
+            result = actual[name][rows]
+            info = torch.finfo(result.dtype)
+            in_range = exact.abs() + error < 0.9 * info.max  # other elements may overflow to infinity
+            assert result[in_range].isfinite().all(), f"{name} has elements that are not finite"
+            off, size = (torch.where(in_range, t, 0) for t in ((result.double() - exact).abs(), exact.abs()))
             allowed = error + info.tiny * info.eps
-            if mine.dtype.itemsize == 2:
+            if result.dtype.itemsize == 2:
                 allowed = allowed + 0.505 * info.eps * size
             if not (off <= allowed).all():
-                at = (off - allowed).argmax().item()
-                got, right, bound = (t.flatten()[at].item() for t in (mine, exact, allowed.expand_as(off)))
-                row, col = divmod(at, x.shape[1])
+                worst = (off - allowed).argmax().item()
+                got, right, bound = (t.flatten()[worst].item() for t in (result, exact, allowed.expand_as(off)))
+                row, col = divmod(worst, x.shape[1])
                 place = f"row {row + rows.start}, column {col}" if name in NAMES[:2] else f"column {col}"
                 raise AssertionError(
-                    f"{name}, {place}: {got:.6e} instead of {right:.6e}, which may be off by {bound:.1e}"
+                    f"{name}, {place}: got {got:.6e}, expected {right:.6e} with an error of at most {bound:.1e}"
                 )
             if same_precision:
-                their = torch.where(there, (theirs[name][rows].double() - exact).abs(), 0).nan_to_num()
-                new = [t.max().item() for t in (off, their, size)]
+                pytorch_off = torch.where(in_range, (from_pytorch[name][rows].double() - exact).abs(), 0).nan_to_num()
+                new = [t.max().item() for t in (off, pytorch_off, size)]
                 largest[name][:3] = [max(pair) for pair in zip(new, largest[name])]
                 largest[name][3] &= bool((off <= allowed / 8).all())
-    for name, (error, allowed, size, an_eighth) in largest.items():
+    for name, (error, pytorch_error, size, is_within_eighth) in largest.items():
         unit = torch.finfo(torch.float32).eps * size
-        assert error <= 1.5 * allowed + unit or (an_eighth and name in luck), (
-            f"{name}: error {error:.3e}, PyTorch's {allowed:.3e}, unit in the last place {unit:.1e}"
+        assert error <= 1.5 * pytorch_error + unit or (is_within_eighth and name in luck), (
+            f"{name}: error {error:.3e}, PyTorch's error {pytorch_error:.3e}, unit in the last place {unit:.1e}"
         )
 
 
 def assert_close_to_float64(backend, *cases, eps=EPS, wanted=(1, 1, 1), luck=NAMES, **epilogue):
-    """Runs cases, what random_case gives, into memory full of NaN, and compares."""
+    """Runs cases (results of random_case) in memory that is full of NaN, and compares the results with float64."""
     runs = []
     for case in cases:
         with backend.poisoned(4 * case[0].nbytes + (1 << 26)):
@@ -226,14 +248,14 @@ def assert_close_to_float64(backend, *cases, eps=EPS, wanted=(1, 1, 1), luck=NAM
 
 
 def same_bits(a, b):
-    """Whether two lists of tensors (or None) are the same to the bit, NaNs too."""
+    """Returns True if two lists of tensors (or None) are equal bit by bit, including NaNs."""
     return all(
         x is y or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b)
     )
 
 
-def assert_no_worse(mine, theirs, exact, factor=1.5, rounding=0.0, name=""):
-    """The largest error is at most factor times PyTorch's, plus rounding next to the largest element."""
-    error, allowed = ((t.double() - exact).abs().max().item() for t in (mine, theirs))
-    bound = factor * allowed + rounding * exact.abs().max().item()
-    assert error <= bound, f"{name}: error {error:.3e}, PyTorch's {allowed:.3e}, at most {bound:.3e}"
+def assert_no_worse(result, pytorch, exact, factor=1.5, rounding=0.0, name=""):
+    """Asserts that the largest error is at most `factor` times PyTorch's plus `rounding` times the largest |exact|."""
+    error, pytorch_error = ((t.double() - exact).abs().max().item() for t in (result, pytorch))
+    bound = factor * pytorch_error + rounding * exact.abs().max().item()
+    assert error <= bound, f"{name}: error {error:.3e}, PyTorch's error {pytorch_error:.3e}, allowed {bound:.3e}"

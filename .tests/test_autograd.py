@@ -1,7 +1,8 @@
-"""Gradients of gradients, vmap, torch.func, forward mode, autocast, hooks on saved tensors, the node in the graph.
+"""Tests of autograd: higher derivatives, vmap, torch.func, forward mode, autocast, and the node in the autograd graph.
 
-eps is 0.1 wherever a formula is written again (composed of PyTorch's operations, or as vmap's rule), so that one that
-has 1e-5 built in is far off; weights and biases are random, with tangents of their own.
+Some code of layernorm_inline repeats the formula of layer normalization: the formula composed of PyTorch's operations,
+and the batching rule for vmap. The tests of this code use eps = 0.1, because a copy that always used 1e-5 would then
+give a clearly wrong result. Weights and biases are random, and have tangents of their own.
 """
 
 import copy
@@ -20,7 +21,10 @@ from test_layernorm_inline import randomize
 
 
 def formula(x, weight, bias, activation=None, scale=1.0, eps=EPS):
-    """Over the last dimension, of operations that PyTorch differentiates to any order (its layer norm's third are wrong)."""
+    """Computes layer normalization over the last dimension from operations that can be differentiated to any order.
+
+    PyTorch's own layer_norm is not used, because its third derivatives are wrong.
+    """
     distance = x - x.mean(-1, keepdim=True)
     y = distance * (distance.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = y if weight is None else y * weight
@@ -29,7 +33,10 @@ def formula(x, weight, bias, activation=None, scale=1.0, eps=EPS):
 
 
 def derivatives(function, tensors, order):
-    """Of the order given, along random directions, of a sum in which all second derivatives count."""
+    """Returns the derivatives of this order, along random directions, of the sum of sin(function(*tensors)).
+
+    With the sine, all second derivatives contribute to the result.
+    """
     generator = torch.Generator().manual_seed(0)
     leaves = [t for t in tensors if t is not None]
     total = function(*tensors).sin().sum()
@@ -40,17 +47,17 @@ def derivatives(function, tensors, order):
     return gradients
 
 
-def assert_derivatives(function, tensors, most, exact=formula):
-    """Those of function, of float32, are the formula's in float64."""
+def assert_derivatives(function, tensors, highest_order, exact=formula):
+    """Asserts that the float32 derivatives of function are close to the float64 derivatives of exact."""
     doubles = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
-    for order in range(1, most + 1):
-        for mine, right in zip(derivatives(function, tensors, order), derivatives(exact, doubles, order)):
-            torch.testing.assert_close(mine.double(), right, rtol=0, atol=1e-5 * right.abs().max().item())
+    for order in range(1, highest_order + 1):
+        for actual, expected in zip(derivatives(function, tensors, order), derivatives(exact, doubles, order)):
+            torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
 @pytest.mark.parametrize("shape", [(3, 7), (2, 3, 8), pytest.param((2, 5000), marks=pytest.mark.full)])
-def test_second_derivatives(backend, shape, affine):
+def test_second_derivatives_are_those_of_the_formula(backend, shape, affine):
     _, weight, bias, _ = random_case(1, shape[-1], torch.float32, affine, device=backend.device)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(backend.device).requires_grad_()
     inputs = [x] + [None if t is None else t.requires_grad_() for t in (weight, bias)]
@@ -63,12 +70,12 @@ def test_second_derivatives(backend, shape, affine):
 
 @pytest.mark.full
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
-def test_third_derivatives(backend, activation):
-    x, weight, bias, _ = random_case(3, 5, torch.float32, telling=False, device=backend.device)
+def test_third_derivatives_are_those_of_the_formula(backend, activation):
+    x, weight, bias, _ = random_case(3, 5, torch.float32, emphasized=False, device=backend.device)
     inputs = [t.requires_grad_() for t in (x, weight, bias)]
     op = backend.epilogue_ops.layer_norm.default
 
-    def function(x, weight, bias):  # of the op, one input is computed from another
+    def function(x, weight, bias):  # the input of the op depends on another argument, weight
         return op(x * weight, [5], weight, bias, EPS, backend.module._ACTIVATION_NUMBERS[activation], 1.5)
 
     def exact(x, weight, bias):
@@ -85,8 +92,8 @@ def test_third_derivatives(backend, activation):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_second_derivatives_of_an_activation(backend, activation):
-    case = random_case(3, 7, torch.float32, telling=False, device=backend.device)
+def test_second_derivatives_with_an_activation_are_those_of_the_formula(backend, activation):
+    case = random_case(3, 7, torch.float32, emphasized=False, device=backend.device)
     x, weight, bias, _ = (t.requires_grad_() for t in case)
 
     def fused(x, weight, bias):
@@ -103,6 +110,7 @@ def test_second_derivatives_of_an_activation(backend, activation):
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("rows,cols", [(6, 40), (9, 16384), (20, 20001)])
 def test_copy_on_write_tensors_stay_shared(backend, rows, cols, activation):
+    """Neither forward nor backward copies a copy-on-write tensor, because they only read it."""
     if not hasattr(torch, "_lazy_clone"):
         pytest.skip("this PyTorch has no copy-on-write tensors")
     case = random_case(rows, cols, torch.float32, "both", seed=0, device=backend.device)
@@ -114,8 +122,11 @@ def test_copy_on_write_tensors_stay_shared(backend, rows, cols, activation):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(backend, dtype):
-    """Computed in float32, as nn.LayerNorm on a GPU, also from weights of 16 bits. (On CPUs PyTorch has another rule.)"""
+def test_autocast_computes_in_float32(backend, dtype):
+    """Under autocast, the result is computed in float32, also for 16-bit weights, like nn.LayerNorm on a GPU.
+
+    The expected result is computed without autocast, because PyTorch's autocast has another rule on CPUs.
+    """
     x = torch.randn(4, 768, device=backend.device, dtype=dtype, requires_grad=True)
     for affine_dtype in (torch.float32, dtype):
         module = randomize(nn.LayerNorm(768, eps=EPS)).to(backend.device, affine_dtype)
@@ -124,12 +135,12 @@ def test_autocast(backend, dtype):
             y = backend.replace_layer_norm(copy.deepcopy(module))(x)
         assert y.dtype == torch.float32
         torch.testing.assert_close(y, expected)
-        (mine,), (right,) = (torch.autograd.grad(output.square().sum(), x) for output in (y, expected))
-        assert mine.dtype == dtype
-        torch.testing.assert_close(mine, right, atol=1e-2, rtol=1e-2)
+        (gradient,), (right,) = (torch.autograd.grad(output.square().sum(), x) for output in (y, expected))
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, right, atol=1e-2, rtol=1e-2)
 
 
-def test_functional_transforms(backend):
+def test_functional_transforms_agree_with_pytorch(backend):
     x, weight, bias, dy = random_case(6, 8, torch.float32, device=backend.device)
     results = []
     for function in (backend.layer_norm, nn.functional.layer_norm):
@@ -151,7 +162,7 @@ def test_functional_transforms(backend):
 
 @pytest.fixture
 def no_vmap_fallback():
-    """vmap raises where an operation has no batching rule; else it loops over the slices and warns."""
+    """Makes vmap raise an error if an operation has no batching rule. By default it loops over the slices and warns."""
     if not hasattr(torch.library, "register_vmap"):
         pytest.skip("this PyTorch cannot register a batching rule")
     torch._C._functorch._set_vmap_fallback_enabled(False)
@@ -161,7 +172,7 @@ def no_vmap_fallback():
         torch._C._functorch._set_vmap_fallback_enabled(True)
 
 
-# Shapes of x, weight and bias, and the dimension of each that vmap maps over.
+# The shapes of x, weight and bias, and the dimension of each over which vmap maps. These shapes include that dimension.
 MAPPED = [
     ((3, 5, 8), (8,), (8,), (0, None, None)),
     ((5, 3, 8), (8,), None, (1, None, None)),
@@ -179,15 +190,21 @@ MAPPED = [
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.5)])
 @pytest.mark.parametrize("outer", ["autograd", "torch.func"])
 @pytest.mark.parametrize("x,weight,bias,in_dims", MAPPED)
-def test_gradients_of_mapped_gradients(backend, x, weight, bias, in_dims, outer, activation, scale, no_vmap_fallback):
-    """PyTorch's layer_norm is wrong here: under vmap its gradients treat mean and rstd as constants."""
-    dims = (-2, -1) if x[-1] == 2 else (-1,)
-    there = [(t, d) for t, d in zip((x, weight, bias), in_dims) if t is not None]
-    in_dims = tuple(d for _, d in there)
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(t, generator=generator).to(backend.device).requires_grad_() for t, _ in there]
+def test_gradients_of_mapped_gradients_are_those_of_the_formula(
+    backend, x, weight, bias, in_dims, outer, activation, scale, no_vmap_fallback
+):
+    """Gradients of gradients under vmap are those of the formula.
 
-    def ours(x, *affine):
+    PyTorch's layer_norm is not the reference, because it is wrong here: its gradients under vmap treat mean and rstd as
+    constants.
+    """
+    dims = (-2, -1) if x[-1] == 2 else (-1,)
+    present = [(shape, dim) for shape, dim in zip((x, weight, bias), in_dims) if shape is not None]
+    in_dims = tuple(dim for _, dim in present)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(backend.device).requires_grad_() for shape, _ in present]
+
+    def layernorm_inline(x, *affine):
         affine = [next(affine) if shape else None for affine in [iter(affine)] for shape in (weight, bias)]
         return backend.layer_norm(x, x.shape[dims[0] :], *affine, 0.1, activation, scale)
 
@@ -201,55 +218,57 @@ def test_gradients_of_mapped_gradients(backend, x, weight, bias, in_dims, outer,
 
     for wanted in {(0,), (len(tensors) - 1,), tuple(range(len(tensors)))}:
         results = []
-        for function, numbers in ((ours, tensors), (exact, [t.detach().double().requires_grad_() for t in tensors])):
+        doubles = [t.detach().double().requires_grad_() for t in tensors]
+        for function, arguments in ((layernorm_inline, tensors), (exact, doubles)):
 
             def total(*tensors, function=function):
                 gradients = torch.func.grad(lambda *t: function(*t).sin().sum(), wanted)
                 return sum(gradient.cos().sum() for gradient in torch.vmap(gradients, in_dims)(*tensors))
 
-            every = tuple(range(len(tensors)))
             if outer == "autograd":
-                results.append(torch.autograd.grad(total(*numbers), numbers, allow_unused=True))
+                results.append(torch.autograd.grad(total(*arguments), arguments, allow_unused=True))
             else:
-                results.append(torch.func.grad(total, every)(*(t.detach() for t in numbers)))
-        for mine, right in zip(*results):
-            if right is not None:
-                atol = 1e-5 * max(1, right.abs().max().item())
-                torch.testing.assert_close(mine.double(), right, rtol=0, atol=atol)
+                argnums = tuple(range(len(tensors)))
+                results.append(torch.func.grad(total, argnums)(*(t.detach() for t in arguments)))
+        for actual, expected in zip(*results):
+            if expected is not None:
+                atol = 1e-5 * max(1, expected.abs().max().item())
+                torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", 2.0)])
 @pytest.mark.parametrize("x,weight,bias,in_dims", MAPPED)
-def test_vmap(backend, x, weight, bias, in_dims, activation, scale, dtype, no_vmap_fallback):
+def test_vmap_is_as_accurate_as_pytorch(backend, x, weight, bias, in_dims, activation, scale, dtype, no_vmap_fallback):
     normalized_shape = (4, 2) if x[-1] == 2 else (8,)
     generator = torch.Generator().manual_seed(0)
-    there = [(t, d) for t, d in zip((x, weight, bias), in_dims) if t is not None]
-    tensors = [torch.randn(t, generator=generator).to(backend.device, dtype).requires_grad_() for t, _ in there]
-    dims = tuple(d for _, d in there)
+    present = [(shape, dim) for shape, dim in zip((x, weight, bias), in_dims) if shape is not None]
+    tensors = [torch.randn(s, generator=generator).to(backend.device, dtype).requires_grad_() for s, _ in present]
+    dims = tuple(dim for _, dim in present)
     ops = backend.ops if activation is None and scale == 1 else backend.epilogue_ops
     op = ops.layer_norm.default
 
-    def parts(of_three):  # those that are absent are None
-        given = iter(of_three)
-        return [None if t is None else next(given) for t in (x, weight, bias)]
+    def with_none(tensors):
+        """Returns x, weight and bias, with None for those that this case does not have."""
+        given = iter(tensors)
+        return [None if shape is None else next(given) for shape in (x, weight, bias)]
 
-    def ours(*tensors):
-        x, weight, bias = parts(tensors)
+    def layernorm_inline(*tensors):
+        x, weight, bias = with_none(tensors)
         return op(x, normalized_shape, weight, bias, EPS, backend.module._ACTIVATION_NUMBERS[activation], scale)
 
     def pytorch(*tensors):
-        x, weight, bias = parts(tensors)
+        x, weight, bias = with_none(tensors)
         return chain(x, normalized_shape, weight, bias, EPS, activation, scale)
 
-    mine, theirs = mapped_in_every_way(ours, tensors, dims), mapped_in_every_way(pytorch, tensors, dims)
+    actual, theirs = mapped_in_every_way(layernorm_inline, tensors, dims), mapped_in_every_way(pytorch, tensors, dims)
     exact = mapped_in_every_way(pytorch, [t.detach().double().requires_grad_() for t in tensors], dims)
-    for our, their, right in zip(mine, theirs, exact):
-        assert_no_worse(our, their, right, rounding=max(2 * torch.finfo(dtype).eps, 1e-5))
+    for result, pytorch_result, right in zip(actual, theirs, exact):
+        assert_no_worse(result, pytorch_result, right, rounding=max(2 * torch.finfo(dtype).eps, 1e-5))
 
 
 def mapped_in_every_way(function, tensors, dims):
-    """A list of tensors: function under vmap, gradients of that and in that, vmap in vmap."""
+    """Returns a list of tensors: function under vmap, gradients outside and inside of vmap, and vmap inside of vmap."""
 
     def loss(*tensors):
         return function(*tensors).double().sin().sum()
@@ -257,20 +276,20 @@ def mapped_in_every_way(function, tensors, dims):
     def mapped_loss(*tensors):
         return torch.vmap(function, dims)(*tensors).double().sin().sum()
 
-    every = tuple(range(len(tensors)))
+    argnums = tuple(range(len(tensors)))
     detached = [t.detach() for t in tensors]
     twice = torch.vmap(lambda *t: torch.vmap(function, dims)(*t), (0,) * len(tensors))
     return [
         torch.vmap(function, dims)(*tensors),
         *torch.autograd.grad(mapped_loss(*tensors), tensors),
-        *torch.vmap(torch.func.grad(loss, every), dims)(*detached),
-        *torch.func.grad(mapped_loss, every)(*detached),
+        *torch.vmap(torch.func.grad(loss, argnums), dims)(*detached),
+        *torch.func.grad(mapped_loss, argnums)(*detached),
         twice(*(torch.stack([t, 2 * t]) for t in detached)),
     ]
 
 
-class Operations(TorchDispatchMode):
-    """The names of operations that run inside, from below autograd."""
+class RecordOperations(TorchDispatchMode):
+    """Records the names of the operations that run inside of this context, after autograd has dispatched them."""
 
     def __init__(self):
         super().__init__()
@@ -282,15 +301,18 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("how", ["func.grad", "func.grad in func.grad", "create_graph"])
-def test_derivatives_of_the_first_order_are_the_kernels(backend, how):
-    """Also where they are differentiated again: composed of PyTorch's operations they would cost five times as much."""
+def test_derivatives_of_first_order_run_the_kernels(backend, how):
+    """The kernels compute first derivatives, even if these are differentiated again.
+
+    The formula composed of PyTorch's operations would need five times as much time.
+    """
     x, weight, bias, dy = random_case(6, 8, torch.float32, device=backend.device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
 
     def loss(*tensors):
         return (backend.layer_norm(tensors[0], (8,), *tensors[1:]) * dy).sum()
 
-    with Operations() as operations:
+    with RecordOperations() as operations:
         if how == "create_graph":
             gradients = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
         elif how == "func.grad":
@@ -308,9 +330,12 @@ def test_derivatives_of_the_first_order_are_the_kernels(backend, how):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-def test_second_derivatives_of_many_rows(backend, dtype):
-    """Rows are treated in several parts (as all are on emulated GPUs). Memory stays below twice nn.LayerNorm's."""
-    x, weight, _, dy = random_case(5000, 2048, dtype, telling=False, device=backend.device)
+def test_second_derivatives_of_many_rows_need_little_memory(backend, dtype):
+    """Second derivatives process the rows in several parts, so they need at most 1.2 times PyTorch's memory.
+
+    On emulated GPUs, the other tests already process the rows in several parts.
+    """
+    x, weight, _, dy = random_case(5000, 2048, dtype, emphasized=False, device=backend.device)
     leaves, peaks, results = [t.requires_grad_() for t in (x, weight)], [], []
     for function in (backend.layer_norm, nn.functional.layer_norm):
         torch.cuda.synchronize()
@@ -325,12 +350,12 @@ def test_second_derivatives_of_many_rows(backend, dtype):
     (gradient,) = torch.autograd.grad(
         formula(doubles[0], doubles[1], None, eps=1e-5), doubles[0], dy.double(), create_graph=True
     )
-    for mine, theirs, exact in zip(*results, torch.autograd.grad(gradient.square().sum(), doubles)):
-        assert_no_worse(mine, theirs, exact, rounding=2 * torch.finfo(dtype).eps)
+    for actual, theirs, exact in zip(*results, torch.autograd.grad(gradient.square().sum(), doubles)):
+        assert_no_worse(actual, theirs, exact, rounding=2 * torch.finfo(dtype).eps)
     assert peaks[0] < 1.2 * peaks[1]
 
 
-def test_vmap_over_backward(backend, no_vmap_fallback):
+def test_vmap_over_backward_agrees_with_pytorch(backend, no_vmap_fallback):
     x, weight, bias, _ = random_case(5, 8, torch.float32, device=backend.device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     gradients = torch.randn(3, 5, 8, dtype=x.dtype, device=backend.device)
@@ -342,21 +367,21 @@ def test_vmap_over_backward(backend, no_vmap_fallback):
     torch.testing.assert_close(*results)
 
 
-def test_vmap_checks_the_slices(backend, no_vmap_fallback):
+def test_vmap_checks_the_shapes_and_dtypes_of_slices(backend, no_vmap_fallback):
     x, weights = torch.zeros(2, 5, device=backend.device), torch.zeros(3, 5, device=backend.device)
     op = backend.ops.layer_norm.default
-    for words, call in [
+    for message, call in [
         ("normalized_shape", lambda: torch.vmap(lambda row: op(row, [2, 5], None, None, 1e-5))(x)),
         ("weight", lambda: torch.vmap(lambda w: op(x, [5], w[:1], None, 1e-5))(weights)),
         ("bias", lambda: torch.vmap(lambda b: op(x, [5], None, b[None], 1e-5))(weights)),
         ("dtype|type", lambda: torch.vmap(lambda w: op(x, [5], w.double(), None, 1e-5))(weights)),
     ]:
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match=message):
             call()
 
 
-def test_forward_mode(backend):
-    """Tangents of the input, of weight, of bias, and of all."""
+def test_forward_mode_agrees_with_pytorch(backend):
+    """Forward mode agrees with PyTorch for tangents of the input, of weight, of bias, and of all three."""
     x, weight, bias, tangent = random_case(6, 8, torch.float32, device=backend.device)
     results = []
     for function in (backend.layer_norm, nn.functional.layer_norm):
@@ -372,8 +397,8 @@ def test_forward_mode(backend):
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_forward_over_reverse(backend, create_graph):
-    """A tangent that comes in with grad_output alone."""
+def test_forward_over_reverse_agrees_with_pytorch(backend, create_graph):
+    """Forward mode through the backward pass agrees with PyTorch if only grad_output has a tangent."""
     forward_ad = torch.autograd.forward_ad
     norm = randomize(nn.LayerNorm(8, eps=EPS).to(backend.device))
     for modules, shape in (
@@ -392,8 +417,11 @@ def test_forward_over_reverse(backend, create_graph):
 
 
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", -0.5)])
-def test_float64_is_pytorchs(backend, activation, scale):
-    """Results, derivatives, forward mode, transforms, torch.compile: by PyTorch's own operations, to the bit."""
+def test_float64_runs_pytorchs_operations(backend, activation, scale):
+    """For float64, PyTorch's operations compute everything, so all results are equal to PyTorch's, bit for bit.
+
+    This includes derivatives, forward mode, functional transforms and torch.compile.
+    """
     x, weight, bias, dy = random_case(6, 8, torch.float64, device=backend.device)
     results = []
     for function in (backend.layer_norm, chain):
@@ -411,14 +439,15 @@ def test_float64_is_pytorchs(backend, activation, scale):
             compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")(x)
     assert all(torch.equal(a, b) for a, b in zip(*results)) and torch.equal(compiled, results[1][0])
     with torch.device("meta"):
-        assert (
-            backend.layer_norm(torch.empty(3, 8, dtype=x.dtype), (8,), torch.empty(8, dtype=x.dtype)).dtype == x.dtype
-        )
+        y = backend.layer_norm(torch.empty(3, 8, dtype=x.dtype), (8,), torch.empty(8, dtype=x.dtype))
+    assert y.dtype == x.dtype
     with pytest.raises(NotImplementedError, match="Float, Half or BFloat16, but got Double"):
         backend.ops.layer_norm(x, [8], weight, bias, EPS)
 
 
 class NoGradient(torch.autograd.Function):
+    """A copy whose backward returns no gradient."""
+
     @staticmethod
     def forward(ctx, x):
         return x.clone()
@@ -428,11 +457,14 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def test_the_node_in_the_graph(backend):
-    norm, x = (
-        randomize(backend.ModelNew(64).to(backend.device)),
-        torch.randn(5, 64, device=backend.device, requires_grad=True),
-    )
+def test_the_node_in_the_autograd_graph(backend):
+    """The node of the op in the autograd graph behaves like a node of PyTorch.
+
+    It has a name and inputs. It frees saved tensors and detects changed ones. It supports hooks on saved tensors,
+    undefined gradients, and gradients that are not needed.
+    """
+    norm = randomize(backend.ModelNew(64).to(backend.device))
+    x = torch.randn(5, 64, device=backend.device, requires_grad=True)
     y = norm(x)
     assert "LayerNorm" in y.grad_fn.name() and len(y.grad_fn.next_functions) == 3
     y.sum().backward()
@@ -455,95 +487,99 @@ def test_the_node_in_the_graph(backend):
     assert torch.equal(only, right[1])
 
 
-def test_backward_of_what_has_changed_since(backend):
-    def change(t, to):
-        t.data = to
+def test_backward_raises_if_saved_tensors_were_changed_since(backend):
+    """Backward raises an error if a saved tensor has another shape or dtype than in forward.
 
-    for words, do in [
+    A hook that returns a saved tensor with other strides does not change the gradients.
+    """
+
+    def set_data(tensor, data):
+        tensor.data = data
+
+    for message, change in [
         ("weight of dtype Float .*, but got Half", lambda norm, x: norm.half()),
         ("weight of dtype Float .*, but got Double", lambda norm, x: norm.double()),
-        ("bias to be of same shape", lambda norm, x: change(norm.bias, norm.bias[:8].detach().clone())),
-        ("Float, Half or BFloat16, but got Double", lambda norm, x: change(x, x.detach().double())),
-        ("expected input with shape", lambda norm, x: change(x, x.detach()[0, :8].clone())),
-        ("grad_output of shape", lambda norm, x: change(x, x.detach()[:3].clone())),
+        ("bias to be of same shape", lambda norm, x: set_data(norm.bias, norm.bias[:8].detach().clone())),
+        ("Float, Half or BFloat16, but got Double", lambda norm, x: set_data(x, x.detach().double())),
+        ("expected input with shape", lambda norm, x: set_data(x, x.detach()[0, :8].clone())),
+        ("grad_output of shape", lambda norm, x: set_data(x, x.detach()[:3].clone())),
     ]:
         norm, x = backend.ModelNew(64).to(backend.device), torch.randn(5, 64, device=backend.device, requires_grad=True)
         y = norm(x)
-        do(norm, x)
-        with pytest.raises(RuntimeError, match=words):
+        change(norm, x)
+        with pytest.raises(RuntimeError, match=message):
             y.sum().backward()
-    norm, x, dy = (
-        backend.ModelNew(64).to(backend.device),
-        torch.randn(5, 64, device=backend.device, requires_grad=True),
-        torch.randn(5, 64, device=backend.device),
-    )
+    norm, x = backend.ModelNew(64).to(backend.device), torch.randn(5, 64, device=backend.device, requires_grad=True)
+    dy = torch.randn(5, 64, device=backend.device)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() == 2 else t):
         y = norm(x)
     assert all(torch.equal(*g) for g in zip(*(torch.autograd.grad(f, [x, norm.weight], dy) for f in (y, norm(x)))))
 
 
-def test_threads_in_backward_over_one_graph(backend):
-    inside = []
-    most = 0
+def test_threads_run_the_backward_of_one_graph_one_after_another(backend):
+    """If several threads call backward on one graph, only one thread at a time runs the node, as in PyTorch's nodes."""
+    running = []
+    most_at_once = 0
 
     def unpack(tensor):
-        nonlocal most
-        inside.append(tensor)
-        most = max(most, len(inside))
+        nonlocal most_at_once
+        running.append(tensor)
+        most_at_once = max(most_at_once, len(running))
         time.sleep(0.05)
-        inside.pop()
+        running.pop()
         return tensor
 
-    def backward(y, ends):
+    def backward(y, errors):
         try:
             y.sum().backward()
-            ends.append("")
+            errors.append("")
         except RuntimeError as error:
-            ends.append(str(error))
+            errors.append(str(error))
 
     op = backend.ops.layer_norm.default
     x, weight, bias, _ = (t.requires_grad_() for t in random_case(6, 8, torch.float32, seed=0, device=backend.device))
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
         y = op(x, [8], weight, bias, 1e-5)
-    ends = []
-    threads = [threading.Thread(target=backward, args=(y, ends)) for _ in range(3)]
+    errors = []
+    threads = [threading.Thread(target=backward, args=(y, errors)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1  # as PyTorch's own nodes: one thread at a time
-    # Those who wait for the first may come before it releases what is saved.
-    assert "" in ends and all("second time" in end for end in ends if end)
+    assert most_at_once == 1
+    # The other threads fail only if the first one has already released the saved tensors.
+    assert "" in errors and all("second time" in error for error in errors if error)
 
 
 @pytest.mark.full
 def test_a_deep_graph_can_be_freed(backend):
+    """Freeing a graph of many nodes does not overflow the stack."""
     x = torch.randn(1, 8, device=backend.device, requires_grad=True)
     for _ in range(50_000 if backend.is_cuda else 2_000):
         x = backend.layer_norm(x, (8,))
-    del x  # node by node: each freed from within the last one, they would fill the stack
+    del x  # nodes must be freed one by one; if each node freed the next one recursively, the stack would overflow
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_and_gradient_accumulation(backend, use_reentrant):
+def test_checkpoint_and_gradient_accumulation_agree_with_pytorch(backend, use_reentrant):
     from torch.utils.checkpoint import checkpoint
 
-    theirs = randomize(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()).to(backend.device))
-    ours = backend.replace_layer_norm(copy.deepcopy(theirs))
+    original = randomize(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()).to(backend.device))
+    converted = backend.replace_layer_norm(copy.deepcopy(original))
     batches = [torch.randn(5, 32, device=backend.device, requires_grad=True) for _ in range(3)]
     for x in batches:
-        theirs(x).square().sum().backward()
-        checkpoint(ours, x, use_reentrant=use_reentrant).square().sum().backward()
-    for a, b in zip(theirs.parameters(), ours.parameters()):
+        original(x).square().sum().backward()
+        checkpoint(converted, x, use_reentrant=use_reentrant).square().sum().backward()
+    for a, b in zip(original.parameters(), converted.parameters()):
         torch.testing.assert_close(b.grad, a.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_mixed_precision_training_step(backend):
-    theirs = randomize(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)).to(backend.device))
-    ours = backend.replace_layer_norm(copy.deepcopy(theirs))
+def test_a_mixed_precision_training_step_agrees_with_pytorch(backend):
+    original = randomize(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)).to(backend.device))
+    converted = backend.replace_layer_norm(copy.deepcopy(original))
     x = torch.randn(16, 64, device=backend.device)
     gradients = []
-    for model in (theirs, ours):
+    for model in (original, converted):
         with torch.autocast(backend.device, dtype=torch.float16):
             loss = model(x).float().square().mean()
         (loss * 128).backward()

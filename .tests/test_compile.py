@@ -1,4 +1,4 @@
-"""torch.compile in one graph, export, CUDA graphs by reduce-overhead, fake tensors, opcheck, PyTorch's own samples."""
+"""Tests of torch.compile, torch.export, ONNX, fake tensors, opcheck, and the samples of PyTorch's own tests."""
 
 import sys
 import textwrap
@@ -30,7 +30,7 @@ def test_fake_tensors_have_the_right_shapes(dtype):
 
 @pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
-def test_torch_compile_in_one_graph(backend, training):
+def test_torch_compile_in_one_graph_agrees_with_eager(backend, training):
     module = nn.Sequential(nn.Linear(64, 64), backend.ModelNew(64), nn.ReLU()).to(backend.device)
     compiled = torch.compile(module, fullgraph=True, dynamic=True)
     with torch.set_grad_enabled(training):
@@ -47,7 +47,7 @@ def test_torch_compile_in_one_graph(backend, training):
 
 
 def functions_in_graph(function, *arguments):
-    """The names of what a graph of torch.compile calls. The graph must be whole."""
+    """Returns the names of the functions in the graph that torch.compile makes. Raises an error at a graph break."""
     names = []
 
     def backend(graph, inputs):
@@ -59,7 +59,7 @@ def functions_in_graph(function, *arguments):
     return " ".join(names)
 
 
-@pytest.mark.parametrize("dtype,cols,autocast,ours", [
+@pytest.mark.parametrize("dtype,cols,autocast,keeps_op", [
     (torch.float32, 8, False, False),
     (torch.float32, 4096, False, False),
     (torch.float32, 4100, False, True),  # more than 16 KB
@@ -67,29 +67,30 @@ def functions_in_graph(function, *arguments):
     (torch.bfloat16, 8192, False, False),
     (torch.bfloat16, 8200, False, True),
     (torch.bfloat16, 1020, False, True),
-    (torch.float32, 2041, True, False),  # the casts around it weigh more
+    (torch.float32, 2041, True, False),  # under autocast, Inductor fuses the casts
     (torch.float32, 16384, True, False),
     (torch.bfloat16, 16388, True, True),
 ])  # fmt: skip
-def test_which_rows_are_left_to_inductor(backend, dtype, cols, autocast, ours):
-    """README and the docstring of layer_norm state the rule."""
+def test_rows_that_are_left_to_inductor(backend, dtype, cols, autocast, keeps_op):
+    """torch.compile records PyTorch's layer_norm, or the op of layernorm_inline if keeps_op is True.
+
+    README and the docstring of layer_norm state the rule.
+    """
     x = torch.randn(2, cols, device=backend.device, dtype=dtype)
-    norm, shape = (
-        backend.LayerNorm(cols, device=backend.device, dtype=dtype),
-        (2, cols // 2) if cols % 2 == 0 else (cols,),
-    )
+    norm = backend.LayerNorm(cols, device=backend.device, dtype=dtype)
+    shape = (2, cols // 2) if cols % 2 == 0 else (cols,)
     with torch.autocast(backend.device, dtype=torch.bfloat16, enabled=autocast):
         names = [
             functions_in_graph(norm, x),
             functions_in_graph(lambda x: backend.layer_norm(x.view(2, *shape), shape, activation="gelu"), x),
         ]
-        expected = "layernorm_" if ours else "layer_norm"
-        assert all((backend.ops.name in name) == ours and expected in name for name in names), names
+        expected = "layernorm_" if keeps_op else "layer_norm"
+        assert all((backend.ops.name in name) == keeps_op and expected in name for name in names), names
         torch.testing.assert_close(torch.compile(norm, backend="aot_eager")(x), norm(x), atol=2e-2, rtol=2e-2)
 
 
 def compile_the_first_use(name):
-    """The second library is loaded while Dynamo traces."""
+    """Asserts that torch.compile works if the second library is loaded while Dynamo traces."""
     from conftest import Backend
 
     backend = Backend(name)
@@ -113,13 +114,16 @@ def compile_the_first_use(name):
 
 @pytest.mark.full
 def test_first_use_of_an_activation_in_torch_compile(backend):
-    """In a process of its own, which has not loaded the second library."""
+    """torch.compile works for the first call with an activation, which loads the second library.
+
+    The call runs in a new process, which has not loaded the second library.
+    """
     done = run_here(f"import test_compile; test_compile.compile_the_first_use({backend.name!r})")
     assert done.returncode == 0, done.stderr
 
 
 def call_from_threads(name):
-    """The second library is loaded by the first call of an activation, whichever thread makes it."""
+    """Asserts that several threads can make the first call with an activation, which loads the second library."""
     import threading
 
     from conftest import Backend
@@ -148,14 +152,14 @@ def call_from_threads(name):
 
 @pytest.mark.full
 def test_first_use_of_an_activation_in_many_threads(backend):
-    assert backend.epilogue_ops  # compiled, if it is not there yet
+    assert backend.epilogue_ops  # compiles the second library if necessary, so that the new process only loads it
     done = run_here(f"import test_compile; test_compile.call_from_threads({backend.name!r})")
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason="this PyTorch has no opcheck")
 @pytest.mark.parametrize("affine", ["both", "weight", "none"])
-def test_opcheck(backend, affine):
+def test_opcheck_accepts_the_ops(backend, affine):
     x, weight, bias, dy = random_case(6, 40, torch.float32, affine, seed=0, device=backend.device)
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
     for ops, activation, scale in ((backend.ops, 0, 1.0), (backend.epilogue_ops, 1, 2.0)):
@@ -167,8 +171,8 @@ def test_opcheck(backend, affine):
         torch.library.opcheck(ops.layer_norm_backward.default, backward)
 
 
-def test_dynamic_columns_under_torch_compile(backend):
-    """One graph serves several lengths of a row, of those that stay with this file."""
+def test_dynamic_columns_share_graphs_under_torch_compile(backend):
+    """At most two graphs are compiled for rows of three lengths, all of which run the op of layernorm_inline."""
     from torch._dynamo.testing import CompileCounter
 
     def function(x):
@@ -183,7 +187,7 @@ def test_dynamic_columns_under_torch_compile(backend):
 
 
 class EveryNorm(nn.Module):
-    """Rows that torch.compile leaves to this file, an activation, and problem 34's model."""
+    """Rows for which torch.compile uses layernorm_inline, an activation, and the model of problem 34."""
 
     def __init__(self, module):
         super().__init__()
@@ -202,15 +206,12 @@ RECORDERS = {
 }
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="older versions do not say that they export")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="older versions have no flag for export")
 @pytest.mark.parametrize("recorder", RECORDERS)
-def test_recorded_programs_load_without_this_file(backend, recorder, tmp_path, monkeypatch):
+def test_recorded_programs_load_without_layernorm_inline(backend, recorder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module, inputs = (
-        EveryNorm(backend.module).to(backend.device).eval(),
-        (torch.randn(3, 31), torch.randn(1, 32, 1, 2, 32)),
-    )
-    inputs = tuple(t.to(backend.device) for t in inputs)
+    module = EveryNorm(backend.module).to(backend.device).eval()
+    inputs = tuple(torch.randn(shape).to(backend.device) for shape in ((3, 31), (1, 32, 1, 2, 32)))
     with torch.no_grad(), convolutions_in_tf32(False):
         RECORDERS[recorder](module, inputs)
         expected = module.norm(inputs[0]) if "script" in recorder else module(*inputs)
@@ -227,21 +228,19 @@ def test_recorded_programs_load_without_this_file(backend, recorder, tmp_path, m
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_onnx(backend, dynamo, tmp_path):
-    """As of nn.LayerNorm, there is the operator LayerNormalization."""
+def test_onnx_export_contains_layer_normalization(backend, dynamo, tmp_path):
+    """The exported graph contains the ONNX operator LayerNormalization, as for nn.LayerNorm."""
     onnx = package("onnx")
     package("onnxscript")
     module = nn.Sequential(nn.Linear(31, 31), backend.LayerNorm(31), nn.GELU()).to(backend.device).eval()
-    options = dict(opset_version=18) if dynamo else dict(opset_version=17)
-    torch.onnx.export(
-        module, (torch.randn(4, 31, device=backend.device),), tmp_path / "model.onnx", dynamo=dynamo, **options
-    )
-    graph = onnx.load(tmp_path / "model.onnx").graph
+    x, path, version = torch.randn(4, 31, device=backend.device), tmp_path / "model.onnx", 18 if dynamo else 17
+    torch.onnx.export(module, (x,), path, dynamo=dynamo, opset_version=version)
+    graph = onnx.load(path).graph
     assert "LayerNormalization" in {node.op_type for node in graph.node}
 
 
-def test_arguments_of_numpy_under_torch_compile(backend):
-    """Of rows that stay with this file, too."""
+def test_arguments_of_numpy_work_under_torch_compile(backend):
+    """NumPy numbers are accepted as normalized_shape and eps, also for rows that torch.compile leaves to the op."""
     numpy = package("numpy")
     x = torch.randn(3, 31, device=backend.device)
     expected = nn.functional.layer_norm(x, (31,), eps=0.25)
@@ -256,7 +255,7 @@ def test_arguments_of_numpy_under_torch_compile(backend):
             torch.testing.assert_close(function(x), expected)
 
 
-def test_export_and_no_recompiling(backend):
+def test_export_and_torch_compile_accept_dynamic_batches(backend):
     module = nn.Sequential(backend.ModelNew(16)).to(backend.device)
     batches = [torch.randn(n, 6, 16, device=backend.device) for n in (4, 9, 17)]
     dynamic = ({0: torch.export.Dim("batch")},)
@@ -273,7 +272,8 @@ def test_export_and_no_recompiling(backend):
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-def test_reduce_overhead(backend):
+def test_reduce_overhead_agrees_with_eager(backend):
+    """The mode reduce-overhead of torch.compile, which uses CUDA graphs, gives the same gradients as eager mode."""
     module = nn.Sequential(nn.Linear(64, 64), backend.ModelNew(64), nn.Linear(64, 8)).to(backend.device)
     compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True)
     x = torch.randn(5, 64, device=backend.device)
@@ -287,10 +287,11 @@ def test_reduce_overhead(backend):
 
 
 def compare_samples_of_pytorchs_own_tests():
+    """Asserts that layer_norm agrees with PyTorch's on the sample inputs and the error inputs of PyTorch's tests."""
     import types
     import unittest
 
-    # PyTorch's test utilities import expecttest, which nothing here needs.
+    # PyTorch's test utilities import expecttest, but this test does not use it.
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -303,7 +304,9 @@ def compare_samples_of_pytorchs_own_tests():
                 y = function(sample.input, *sample.args, **sample.kwargs)
                 results.append([y, *torch.autograd.grad(y.float().square().sum(), sample.input)])
             torch.testing.assert_close(results[0][0], results[1][0])
-            torch.testing.assert_close(results[0][1], results[1][1], atol=1e-4, rtol=1e-2)  # rows of two: all cancels
+            torch.testing.assert_close(
+                results[0][1], results[1][1], atol=1e-4, rtol=1e-2
+            )  # in rows of two, all terms cancel
             samples += 1
     for bad in info.error_inputs("cuda") if info.error_inputs_func else ():
         with pytest.raises(bad.error_type, match=bad.error_regex):
@@ -313,7 +316,7 @@ def compare_samples_of_pytorchs_own_tests():
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-def test_samples_of_pytorchs_own_tests(backend):
-    """In a process of its own: PyTorch's test utilities forbid their process to set cuDNN's flags."""
+def test_samples_of_pytorchs_own_tests_agree(backend):
+    """The samples run in a new process, because PyTorch's test utilities forbid setting cuDNN's flags in theirs."""
     done = run_here("import test_compile; test_compile.compare_samples_of_pytorchs_own_tests()")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
-"""ConvTranspose3d, LayerNorm, GELU and scaling in one kernel (KernelBench's level 2 problem 34): results, gradients,
-when the kernel is taken, memory, hooks."""
+"""Tests of ConvTranspose3d, LayerNorm, GELU and scaling in one kernel (problem 34 of KernelBench's level 2).
+
+They cover results, gradients, the calls that run the kernel, memory and hooks.
+"""
 
 import contextlib
 import copy
@@ -14,17 +16,17 @@ from torch import nn
 import layernorm_inline
 from test_layernorm_inline import ARGUMENTS_34, INPUT_34, Model34, randomize
 
-INPUT_PRECISIONS = {  # "tf32": convolutions of float32 may round to it
+INPUT_PRECISIONS = {  # "tf32": convolutions may round float32 to TF32
     "tf32": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16
 }  # fmt: skip
-SCALED = (*ARGUMENTS_34, True, 0.1, -0.5)  # eps and scale are far from what could be built in
+SCALED = (*ARGUMENTS_34, True, 0.1, -0.5)  # eps and scale are far from the values that a kernel might hard-code
 MODELS = [
-    (SCALED, (2, 32, 3, 5, 32)),  # the kernel's family
+    (SCALED, (2, 32, 3, 5, 32)),  # this and the next four run the fused kernel
     (ARGUMENTS_34, (1, 32, 1, 1, 32)),
     (SCALED, (3, 32, 2, 17, 32)),
     ((32, 64, 4, 2, 1, False, 1e-3, -0.5), (1, 32, 4, 8, 32)),
     ((32, 64, 4, 2, 1, True, 1e-5, 0.0), (1, 32, 2, 2, 32)),
-    ((3, 8, 4, 2, 1), (2, 3, 3, 5, 4)),  # PyTorch's convolution
+    ((3, 8, 4, 2, 1), (2, 3, 3, 5, 4)),  # this and the next two run PyTorch's convolution
     ((3, 9, 3, 1, 1, False), (2, 3, 3, 5, 9)),
     ((4, 7, (3, 3, 4), (1, 2, 1), (0, 1, 0)), (1, 4, 2, 3, 4)),
 ]
@@ -44,13 +46,13 @@ def convolutions_in_tf32(allowed):
 
 @pytest.fixture(params=INPUT_PRECISIONS)
 def precision(request):
-    """A dtype, and convolutions so that float32 is rounded to TF32 or is not."""
+    """Returns a dtype, and allows or forbids for the test that convolutions round float32 to TF32."""
     with convolutions_in_tf32(request.param == "tf32"):
         yield INPUT_PRECISIONS[request.param]
 
 
 def convolution_call(backend, name):
-    """A function that runs forward and backward."""
+    """Returns a function that runs forward and backward of the fused model."""
     model = backend.Convolution(*SCALED).to(backend.device, INPUT_PRECISIONS[name])
     x = torch.randn(1, 32, 1, 2, 32, device=backend.device, dtype=INPUT_PRECISIONS[name])
 
@@ -73,7 +75,7 @@ class RoundedToTF32(torch.autograd.Function):
 
 
 class ModelInTF32(Model34):
-    """The reference where PyTorch's convolution never rounds to TF32: on CPUs."""
+    """The reference on CPUs, where PyTorch's convolution never rounds to TF32 by itself."""
 
     def forward(self, x):
         conv = self.conv_transpose
@@ -83,20 +85,20 @@ class ModelInTF32(Model34):
 
 
 def models(backend, arguments, dtype=torch.float32, device=None):
-    """(reference, ours) with the same parameters."""
+    """Returns (reference, fused): PyTorch's modules and the model of layernorm_inline, with the same parameters."""
     torch.manual_seed(0)
     reference = Model34(*arguments)
     torch.manual_seed(0)
-    ours = backend.Convolution(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), ours.parameters()))
+    fused = backend.Convolution(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), fused.parameters()))
     randomize(reference.layer_norm)
-    ours.load_state_dict(reference.state_dict())
-    reference.load_state_dict(ours.state_dict())
-    return reference.to(device or backend.device, dtype), ours.to(device or backend.device, dtype)
+    fused.load_state_dict(reference.state_dict())
+    reference.load_state_dict(fused.state_dict())
+    return reference.to(device or backend.device, dtype), fused.to(device or backend.device, dtype)
 
 
 def results_of(backend, module, x, grad):
-    """Output and, where they are wanted, gradients of the input and of all parameters."""
+    """Returns [output] or, if grad is true, [output, gradient of the input, gradients of all parameters]."""
     leaf = x.to(next(module.parameters()).dtype).requires_grad_(grad)
     with torch.set_grad_enabled(grad), backend.poisoned(device=x.device):
         y = module(leaf)
@@ -107,24 +109,26 @@ def results_of(backend, module, x, grad):
     return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], dy)]
 
 
-def check(backend, reference, ours, x, grad):
-    """Output and gradients are no further from float64 than 1.5 times the reference's, plus rounding."""
+def check(backend, reference, fused, x, grad):
+    """Asserts that the largest error against float64 is at most 1.5 times the reference's, plus a few roundings.
+
+    This is required of the output and of every gradient.
+    """
     exact_model = copy.deepcopy(reference).double()
     in_tf32 = x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and not backend.is_cuda
-    if in_tf32 and ours._in_one_kernel(x):
+    if in_tf32 and fused._in_one_kernel(x):
         reference.__class__ = ModelInTF32
-    exact, theirs, mine = (results_of(backend, module, x, grad) for module in (exact_model, reference, ours))
-    assert theirs[0].shape == mine[0].shape and theirs[0].stride() == mine[0].stride()
-    names = ["output", "input", *(name for name, _ in ours.named_parameters())]
-    for name, right, their, our in zip(names, exact, theirs, mine):
-        assert our.dtype == their.dtype == x.dtype
-        vanishes = right.abs().max() < 1e-6  # the gradient of the convolution's bias: nothing but rounding
+    exact, expected, results = (results_of(backend, module, x, grad) for module in (exact_model, reference, fused))
+    assert expected[0].shape == results[0].shape and expected[0].stride() == results[0].stride()
+    names = ["output", "input", *(name for name, _ in fused.named_parameters())]
+    for name, right, pytorch, result in zip(names, exact, expected, results):
+        assert result.dtype == pytorch.dtype == x.dtype
         rounding = max(4 * torch.finfo(torch.float32).eps, 0.5 * torch.finfo(x.dtype).eps)
-        at_least_1 = rounding * max(1, 1 / right.abs().max().item()) if right.any() else rounding
-        if vanishes:
-            assert our.abs().max() <= 6 * their.abs().max() + rounding, name
+        if right.abs().max() < 1e-6:  # the gradient of the convolution's bias is 0, so that both results are rounding
+            assert result.abs().max() <= 6 * pytorch.abs().max() + rounding, name
             continue
-        assert_no_worse(our, their, right, rounding=at_least_1, name=name)
+        relative_rounding = rounding * max(1, 1 / right.abs().max().item()) if right.any() else rounding
+        assert_no_worse(result, pytorch, right, rounding=relative_rounding, name=name)
 
 
 # ---- Results ----
@@ -139,9 +143,12 @@ def test_conv_values(backend, arguments, shape, grad, precision):
     check(backend, *models(backend, arguments, precision), x, grad)
 
 
-def persistent_loops():
-    """Every block goes through depths, and on to other lines. Backward takes 256 MB of the convolution at a time: of
-    five inputs, two in float32 and four in 16 bits. (Emulated: half a MB.)"""
+def inputs_of_many_lines():
+    """Yields (backend, GPU, batch and depth and height) of inputs in which each block computes many output lines.
+
+    A block goes through all depths and then moves on to other lines. The backward pass processes the batch in chunks of
+    at most 256 MB of convolution output: two of five samples in float32, four in 16 bits (emulated: half a MB).
+    """
     yield "cuda", None, (5, 16, 128)
     for name, sms, shape in (
         ("hopper", 4, (2, 1, 5)), ("hopper", 13, (2, 1, 9)), ("ampere", 4, (1, 3, 3)), ("ampere", 13, (2, 1, 9)),
@@ -150,20 +157,21 @@ def persistent_loops():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name,gpu,shape", list(persistent_loops()), ids=str)
+@pytest.mark.parametrize("name,gpu,shape", list(inputs_of_many_lines()), ids=str)
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
-def test_conv_persistent_loop(backend, name, gpu, shape, grad, precision):
+def test_conv_blocks_that_compute_many_lines(backend, name, gpu, shape, grad, precision):
+    """Results are accurate, and have the same bits if an emulated GPU runs threads and copies in another order."""
     if backend.name != name:
-        pytest.skip(f"is for {name}")
-    backend.ask_for(8 << 30)
+        pytest.skip(f"this shape is for the backend {name}")
+    backend.need_memory(8 << 30)
     batch, depth, height = shape
     x = torch.randn(batch, 32, depth, height, 32, device=backend.device, dtype=precision)
-    reference, ours = models(backend, SCALED, precision)
+    reference, fused = models(backend, SCALED, precision)
     with backend.on(gpu, seed=1):
-        check(backend, reference, ours, x, grad)
-        first = results_of(backend, ours, x, False)
+        check(backend, reference, fused, x, grad)
+        first = results_of(backend, fused, x, False)
     with backend.on(gpu, seed=2):
-        assert same_bits(first, results_of(backend, ours, x, False))
+        assert same_bits(first, results_of(backend, fused, x, False))
 
 
 @pytest.mark.full
@@ -171,7 +179,10 @@ def test_conv_persistent_loop(backend, name, gpu, shape, grad, precision):
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 def test_conv_on_a_device_that_is_not_current(backend, grad, precision):
-    """(In backward autograd makes it current by itself.)"""
+    """The kernel runs on the device of its input, even if another one is current.
+
+    Only forward depends on that: autograd makes the device of a backward pass current by itself.
+    """
     with torch.cuda.device(0):
         x = torch.randn(2, 32, 3, 4, 32, device="cuda:1", dtype=precision)
         check(backend, *models(backend, SCALED, precision, "cuda:1"), x, grad)
@@ -179,11 +190,11 @@ def test_conv_on_a_device_that_is_not_current(backend, grad, precision):
 
 @pytest.mark.full
 @pytest.mark.parametrize("affine", ["none", "float32"])
-def test_conv_without_parameters_or_with_others(backend, affine, precision):
-    """As the op is called, not the module: no bias, no weight; float32 ones beside 16 bits."""
-    reference, ours = models(backend, SCALED, precision)
+def test_conv_op_without_parameters_or_with_float32_parameters(backend, affine, precision):
+    """The op, called directly, accepts absent biases and weight, and float32 LayerNorm parameters with 16-bit input."""
+    reference, fused = models(backend, SCALED, precision)
     x = torch.randn(1, 32, 2, 4, 32, device=backend.device, dtype=precision)
-    conv, norm = ours.conv_transpose, reference.layer_norm
+    conv, norm = fused.conv_transpose, reference.layer_norm
     weight, bias = (None, None) if affine == "none" else (norm.weight.float(), norm.bias.float())
     conv_bias = None if affine == "none" else conv.bias
     with torch.no_grad():
@@ -197,8 +208,9 @@ def test_conv_without_parameters_or_with_others(backend, affine, precision):
 
 
 @pytest.mark.full
-def test_conv_of_other_inputs(backend, precision):
-    reference, ours = models(backend, SCALED, precision)
+def test_conv_of_other_layouts_and_batches(backend, precision):
+    """The module accepts channels_last input, unaligned input, an empty batch, no batch dimension, and autocast."""
+    reference, fused = models(backend, SCALED, precision)
     atol = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(precision, 1e-5)
     if precision == torch.float32 and torch.backends.cudnn.allow_tf32:
         atol = 1e-4 if backend.is_cuda else 2e-3  # PyTorch's convolution on CPUs does not round to TF32
@@ -207,89 +219,99 @@ def test_conv_of_other_inputs(backend, precision):
         flat = torch.randn(2 * 32 * 3 * 4 * 32 + 1, device=backend.device, dtype=precision)
         x = flat[:-1].view(2, 32, 3, 4, 32)
         expected = reference(x)
-        off = torch.cat([flat[-1:], flat])[1:-1].view_as(x)  # begins between 16-byte boundaries
+        off = torch.cat([flat[-1:], flat])[1:-1].view_as(x)  # does not start on a 16-byte boundary
         for other in (x.contiguous(memory_format=torch.channels_last_3d), off):
-            torch.testing.assert_close(ours(other), expected, **tolerance)
-        assert ours(x[:0]).shape == (0, *expected.shape[1:])
-        torch.testing.assert_close(ours(x[0]), expected[0], **tolerance)  # no batch: PyTorch's convolution
-        assert torch.equal(ours(x), ours(x))
-        if precision == torch.float32 and backend.is_cuda:  # CPUs have another rule
+            torch.testing.assert_close(fused(other), expected, **tolerance)
+        assert fused(x[:0]).shape == (0, *expected.shape[1:])
+        # Input without a batch dimension runs PyTorch's convolution.
+        torch.testing.assert_close(fused(x[0]), expected[0], **tolerance)
+        assert torch.equal(fused(x), fused(x))
+        if precision == torch.float32 and backend.is_cuda:  # autocast has other rules for CPUs
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                torch.testing.assert_close(ours(x), reference(x), atol=1e-4, rtol=1e-4)
-    grads = torch.autograd.grad(ours(x[:0]).sum(), list(ours.parameters()))
-    assert all(torch.equal(g, torch.zeros_like(p)) for g, p in zip(grads, ours.parameters()))
+                torch.testing.assert_close(fused(x), reference(x), atol=1e-4, rtol=1e-4)
+    grads = torch.autograd.grad(fused(x[:0]).sum(), list(fused.parameters()))
+    assert all(torch.equal(g, torch.zeros_like(p)) for g, p in zip(grads, fused.parameters()))
 
 
 @pytest.mark.full
-def test_conv_output_mask(backend, precision):
-    """One gradient at a time."""
-    _, ours = models(backend, SCALED, precision)
+def test_conv_output_mask_selects_gradients(backend, precision):
+    """Each gradient can be computed alone, and is then close to the one that is computed with all others."""
+    _, fused = models(backend, SCALED, precision)
     shape = (3, 32, 3, 5, 32) if backend.is_cuda else (3, 32, 1, 2, 32)
-    leaves = [torch.randn(shape, device=backend.device, dtype=precision), *ours.parameters()]
+    leaves = [torch.randn(shape, device=backend.device, dtype=precision), *fused.parameters()]
     for leaf in leaves:
         leaf.requires_grad_()
-    all_of_them = torch.autograd.grad(ours(leaves[0]).square().sum(), leaves)
-    for wanted, expected in zip(leaves, all_of_them):
+    all_gradients = torch.autograd.grad(fused(leaves[0]).square().sum(), leaves)
+    for wanted, expected in zip(leaves, all_gradients):
         for leaf in leaves:
             leaf.requires_grad_(leaf is wanted)
-        (grad,) = torch.autograd.grad(ours(leaves[0]).square().sum(), wanted)
+        (grad,) = torch.autograd.grad(fused(leaves[0]).square().sum(), wanted)
         torch.testing.assert_close(grad, expected, atol=1e-3, rtol=1e-3)  # PyTorch's convolution may add in any order
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="cuDNN's sums on Hopper"
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="needs cuDNN's convolution of a Hopper GPU",
 )
-def test_conv_rounds_as_pytorch_does(backend, precision):
-    """One unit in the last place of a convolution of bfloat16 can be more than KernelBench allows at the end."""
+def test_conv_rounds_like_pytorch(backend, precision):
+    """The results are within KernelBench's tolerance of PyTorch's.
+
+    A difference of one unit in the last place of a bfloat16 convolution can already exceed that tolerance.
+    """
     if precision == torch.float32 and not torch.backends.cudnn.allow_tf32:
         pytest.skip("PyTorch's convolution in full float32 adds in another order")
     torch.manual_seed(0)
-    reference, ours = Model34(*ARGUMENTS_34), backend.Convolution(*ARGUMENTS_34)
-    ours.load_state_dict(reference.state_dict())
+    reference, fused = Model34(*ARGUMENTS_34), backend.Convolution(*ARGUMENTS_34)
+    fused.load_state_dict(reference.state_dict())
     x = torch.rand(8, *INPUT_34[1:], device="cuda", dtype=precision)
-    tolerance = 1e-4 if precision == torch.float32 else 1e-2  # KernelBench's
+    tolerance = 1e-4 if precision == torch.float32 else 1e-2  # the tolerances of KernelBench
     with torch.no_grad():
-        reference, ours = reference.to(x), ours.to(x)
-        torch.testing.assert_close(ours(x), reference(x), atol=tolerance, rtol=tolerance)
+        reference, fused = reference.to(x), fused.to(x)
+        torch.testing.assert_close(fused(x), reference(x), atol=tolerance, rtol=tolerance)
 
 
 # ---- NaN, infinity ----
 
-# As int32: NaN as arithmetic on a GPU makes it, the same negated, float("nan"), infinities.
+# Bits of float32 numbers: the NaN that arithmetic on a GPU returns, its negation, float("nan"), and both infinities.
 NOT_FINITE = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["input", "conv_weight", "conv_bias"])
 @pytest.mark.parametrize("gpu", ["hopper", "ampere"])
-def test_conv_of_nan(backend, gpu, where, precision):
-    """Each in another input of the batch, or for another channel: output is NaN where the reference's is, and nowhere
-    else."""
+def test_conv_of_nan_is_nan_only_where_the_reference_is(backend, gpu, where, precision):
+    """The output is NaN where the reference's is, and nowhere else, for each number of NOT_FINITE.
+
+    Each number is placed in another sample of the batch, or in another output channel of a parameter.
+    """
     if backend.is_cuda and gpu == "ampere":
-        pytest.skip("is for emulated GPUs")
-    reference, ours = models(backend, SCALED, precision)
+        pytest.skip("needs an emulated GPU")
+    reference, fused = models(backend, SCALED, precision)
     x = torch.randn(6, 32, 1, 1, 32, device=backend.device, dtype=precision)
     numbers = torch.tensor(NOT_FINITE, dtype=torch.int32).view(torch.float32)
-    if precision.itemsize == 2:  # their first halves
+    if precision.itemsize == 2:  # bfloat16: the upper halves of the bits
         numbers = numbers.view(torch.bfloat16)[1::2] if precision == torch.bfloat16 else numbers.half()
     with torch.no_grad(), backend.on(emulator.GPUS[gpu](4)):
-        conv = ours.conv_transpose
+        conv = fused.conv_transpose
         places = {
             "input": x[:5, 3, 0, 0, 7], "conv_weight": conv.weight[3, :50:10, 1, 2, 0], "conv_bias": conv.bias[:50:10]
         }  # fmt: skip
         places[where].copy_(numbers)
-        reference.load_state_dict(ours.state_dict())
+        reference.load_state_dict(fused.state_dict())
         expected = reference.double()(x.double()).isnan()
         assert expected.any() and not expected.all()
-        assert torch.equal(ours(x).isnan(), expected)
+        assert torch.equal(fused(x).isnan(), expected)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["x", "dy", "weight", "bias"])
 def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
-    """Of a NaN as arithmetic on a GPU makes it: also that of the convolution's bias, which is 0 else."""
+    """Gradients are NaN where PyTorch's are, after one element becomes the NaN that arithmetic on a GPU returns.
+
+    This includes the gradient of the convolution's bias, which is 0 for finite numbers.
+    """
     x, dy = (torch.randn(s, device=backend.device) for s in ((2, 32, 1, 1, 32), (2, 64, 2, 2, 64)))
     results = []
     for module in models(backend, SCALED):
@@ -297,48 +319,49 @@ def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
         place.detach().view(torch.int32).view(-1)[20] = 0x7FFFFFFF
         for wanted in ([x.requires_grad_(), *module.parameters()], [module.conv_transpose.bias]):
             results.append([g.isnan() for g in torch.autograd.grad(module(x), wanted, dy)])
-    theirs, their_bias, mine, my_bias = results
-    assert all(map(torch.equal, theirs + their_bias, mine + my_bias))
-    assert theirs[-1].any() and my_bias[0].any()
+    expected, expected_bias, actual, actual_bias = results
+    assert all(map(torch.equal, expected + expected_bias, actual + actual_bias))
+    assert expected[-1].any() and actual_bias[0].any()
 
 
-# ---- Derivatives of derivatives, torch.compile, graphs ----
+# ---- Second derivatives, forward mode, torch.compile, CUDA graphs ----
 
 
 @pytest.mark.full
-def test_conv_double_backward(backend):
-    reference, ours = models(backend, SCALED)
+def test_conv_double_backward_is_accurate(backend):
+    """First and second derivatives have at most three times PyTorch's error, plus rounding."""
+    reference, fused = models(backend, SCALED)
     results = []
     with convolutions_in_tf32(False):
         x = torch.randn(1, 32, 2, 3, 32, device=backend.device, requires_grad=True)
-        for module in (copy.deepcopy(reference).double(), reference, ours):
+        for module in (copy.deepcopy(reference).double(), reference, fused):
             leaf = x.detach().to(module.conv_transpose.weight.dtype).requires_grad_()
             wanted = [leaf, module.conv_transpose.weight, module.layer_norm.weight, module.layer_norm.bias]
             first = torch.autograd.grad(module(leaf).square().mean(), wanted, create_graph=True)
             wanted.pop()
             results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)])
-    for exact, theirs, mine in zip(*results):
-        assert_no_worse(mine, theirs, exact, factor=3, rounding=1e-5)
+    for exact, pytorch, result in zip(*results):
+        assert_no_worse(result, pytorch, exact, factor=3, rounding=1e-5)
 
 
 @pytest.mark.full
-def test_conv_forward_mode(backend):
-    """Tangents of the input and of each parameter."""
-    reference, ours = models(backend, SCALED)
+def test_conv_forward_mode_matches_pytorch(backend):
+    """The forward-mode derivative for a tangent of each parameter is PyTorch's."""
+    reference, fused = models(backend, SCALED)
     x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
-    tangents = {name: torch.randn_like(p) for name, p in ours.named_parameters()}
+    tangents = {name: torch.randn_like(p) for name, p in fused.named_parameters()}
     results = []
     with convolutions_in_tf32(False):
-        for module in (reference, ours):
+        for module in (reference, fused):
             function = functools.partial(torch.func.functional_call, module)
             parameters = {name: p.detach() for name, p in module.named_parameters()}
             for name in parameters:
                 others = {k: v for k, v in parameters.items() if k != name}
 
-                def of_one(p, name=name, others=others, function=function):
+                def function_of_one(p, name=name, others=others, function=function):
                     return function({**others, name: p}, (x,))
 
-                results.append(torch.func.jvp(of_one, (parameters[name],), (tangents[name],))[1])
+                results.append(torch.func.jvp(function_of_one, (parameters[name],), (tangents[name],))[1])
     half = len(results) // 2
     torch.testing.assert_close(results[half:], results[:half], atol=1e-3, rtol=1e-3)
 
@@ -346,23 +369,24 @@ def test_conv_forward_mode(backend):
 @pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
 def test_conv_compiled_in_one_graph(backend, training, precision):
-    _, ours = models(backend, SCALED, precision)
+    _, fused = models(backend, SCALED, precision)
     x = torch.randn(2, 32, 3, 4, 32, device=backend.device, dtype=precision, requires_grad=training)
-    compiled = torch.compile(ours, fullgraph=True)
+    compiled = torch.compile(fused, fullgraph=True)
     with torch.set_grad_enabled(training):
-        y, expected = compiled(x), ours(x)
+        y, expected = compiled(x), fused(x)
     assert torch.equal(y, expected)
     if training:
-        wanted = [x, *ours.parameters()]
-        for mine, other in zip(*(torch.autograd.grad(out.square().sum(), wanted) for out in (y, expected))):
-            torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-3)
+        wanted = [x, *fused.parameters()]
+        gradients = (torch.autograd.grad(out.square().sum(), wanted) for out in (y, expected))
+        for compiled_gradient, gradient in zip(*gradients):
+            torch.testing.assert_close(compiled_gradient, gradient, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.full
-def test_conv_opcheck(backend):
-    _, ours = models(backend, SCALED)
+def test_conv_passes_opcheck(backend):
+    _, fused = models(backend, SCALED)
     x = torch.randn(2, 32, 2, 3, 32, device=backend.device, requires_grad=True)
-    conv, norm = ours.conv_transpose, ours.layer_norm
+    conv, norm = fused.conv_transpose, fused.layer_norm
     arguments = (x, conv.weight, conv.bias, norm.weight, norm.bias, 1e-5, 0.5)
     with convolutions_in_tf32(False):
         op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu.default
@@ -372,13 +396,14 @@ def test_conv_opcheck(backend):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_conv_cuda_graph_of_a_training_step(backend, precision):
-    _, ours = models(backend, SCALED, precision)
+    """A captured training step, replayed with another input, gives the results of an eager step."""
+    _, fused = models(backend, SCALED, precision)
     x = torch.randn(2, 32, 3, 5, 32, device="cuda", dtype=precision)
 
     def step():
-        for p in ours.parameters():
+        for p in fused.parameters():
             p.grad = None
-        y = ours(x)
+        y = fused(x)
         y.square().mean().backward()
         return y
 
@@ -390,25 +415,28 @@ def test_conv_cuda_graph_of_a_training_step(backend, precision):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    grads = [p.grad for p in ours.parameters()]
+    grads = [p.grad for p in fused.parameters()]
     x.copy_(torch.randn_like(x))
     graph.replay()
     replayed = [t.clone() for t in (captured, *grads)]
-    expected = [step(), *(p.grad for p in ours.parameters())]
+    expected = [step(), *(p.grad for p in fused.parameters())]
     assert torch.equal(replayed[0], expected[0])
-    for mine, other in zip(replayed[1:], expected[1:]):
-        torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-3)
+    for replayed_gradient, gradient in zip(replayed[1:], expected[1:]):
+        torch.testing.assert_close(replayed_gradient, gradient, atol=1e-3, rtol=1e-3)
 
 
-# ---- When the kernel is taken ----
+# ---- Constant rows, hooks, when the kernel runs, errors ----
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
-    """Input that is constant along the width, and weights of the two middle columns that are equal: all 64 numbers of a
-    row are the same sum. Added up one by one, float32 outputs would be off by 5e-3."""
+    """A row of 64 equal sums gives gelu(bias).
+
+    The sums are equal because the input is constant along the width, and only the two middle columns of the weights are
+    not 0, and are equal. If each sum were added one by one, float32 outputs would be off by 5e-3.
+    """
     model = backend.Convolution(32, 64, 4, 2, 1).to(backend.device)
     with torch.no_grad(), convolutions_in_tf32(tf32):
         weight = model.conv_transpose.weight.zero_()
@@ -423,26 +451,26 @@ def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
 
 @convolutions_in_tf32(False)
 def test_conv_with_hooks(backend):
-    """Hooks of the inner modules run, forward and backward, and change nothing else."""
-    _, ours = models(backend, SCALED)
+    """Hooks and patches of the inner modules run, and change nothing else. A wrong argument raises a TypeError."""
+    _, fused = models(backend, SCALED)
     x = torch.randn(1, 32, 2, 3, 32, device=backend.device)
-    expected, seen = ours(x), []
-    for module in (ours.conv_transpose, ours.layer_norm):
+    expected, seen = fused(x), []
+    for module in (fused.conv_transpose, fused.layer_norm):
         for register in (module.register_forward_hook, module.register_full_backward_hook):
             hook = register(lambda *_: seen.append(1))
-            y = ours(x)
+            y = fused(x)
             y.sum().backward()
             hook.remove()
             torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     assert len(seen) == 4
 
-    parts = {ours.conv_transpose, ours.layer_norm}
+    parts = {fused.conv_transpose, fused.layer_norm}
     for register in (
         nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook,
         nn.modules.module.register_module_full_backward_pre_hook, nn.modules.module.register_module_full_backward_hook,
     ):  # fmt: skip
         seen, hook = [], register(lambda module, *_: seen.append(module))
-        ours(x.requires_grad_()).sum().backward()
+        fused(x.requires_grad_()).sum().backward()
         hook.remove()
         assert parts <= set(seen)
     for part in parts:
@@ -450,30 +478,30 @@ def test_conv_with_hooks(backend):
             with pytest.MonkeyPatch.context() as patch:
                 seen, original = [], owner.forward
                 patch.setattr(owner, "forward", lambda *arguments: seen.append(1) or original(*arguments))
-                torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=1e-4)
-            vars(part).pop("forward", None)  # what was put back is an attribute
-            assert seen == [1] and ours._in_one_kernel(x)
+                torch.testing.assert_close(fused(x), expected, atol=1e-4, rtol=1e-4)
+            vars(part).pop("forward", None)  # monkeypatch restores the method as an attribute of the instance
+            assert seen == [1] and fused._in_one_kernel(x)
     with pytest.raises(TypeError, match="argument 'input'.* not NoneType"):
-        ours(None)
-    ours.scaling_factor = "2"
+        fused(None)
+    fused.scaling_factor = "2"
     with pytest.raises(TypeError, match="scale to be a number"):
-        ours(x)
+        fused(x)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has one setting for all of cuDNN")
-def test_conv_asks_for_the_setting_of_convolutions(backend, monkeypatch):
-    """allow_tf32 raises when it is asked for where convolutions and RNNs differ."""
-    reference, ours = models(backend, SCALED)
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has one setting for cuDNN")
+def test_conv_reads_the_setting_of_convolutions(backend, monkeypatch):
+    """The kernel follows cudnn.conv.fp32_precision. Reading cudnn.allow_tf32 raises if RNNs have another setting."""
+    reference, fused = models(backend, SCALED)
     x, before = torch.randn(2, 32, 3, 5, 32, device=backend.device), torch.backends.cudnn.conv.fp32_precision
     with torch.no_grad():
         exact, errors = copy.deepcopy(reference).double()(x.double()), {}
         try:
             for precision in ("ieee", "tf32"):
                 torch.backends.cudnn.conv.fp32_precision = precision
-                errors[precision] = (ours(x) - exact).abs().max().item()
-            torch.backends.cudnn.enabled = False  # PyTorch's own convolutions take no TF32
-            errors["without cuDNN"] = (ours(x) - exact).abs().max().item()
+                errors[precision] = (fused(x) - exact).abs().max().item()
+            torch.backends.cudnn.enabled = False  # PyTorch's own convolutions do not use TF32
+            errors["without cuDNN"] = (fused(x) - exact).abs().max().item()
         finally:
             torch.backends.cudnn.enabled = True
             torch.backends.cudnn.conv.fp32_precision = before
@@ -481,8 +509,8 @@ def test_conv_asks_for_the_setting_of_convolutions(backend, monkeypatch):
     assert errors["without cuDNN"] < 1e-5
 
 
-def fused_conditions(module_of):
-    """Yields (what has been changed, a model, what is not true of its input)."""
+def models_without_a_kernel(module_of):
+    """Yields seven models that the fused kernel does not support."""
     for changed in (dict(output_padding=(1, 1, 0)), dict(dilation=(2, 1, 1)), dict(groups=2)):
         model, outs = module_of(padding=1), 64 * changed.get("groups", 1)
         dtype = model.conv_transpose.weight.dtype
@@ -501,8 +529,8 @@ def fused_conditions(module_of):
 @kernels
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_conv_fused_conditions(dtype, grad, restored):
-    """The kernel is taken where nobody would notice, and nowhere else."""
+def test_conv_fused_conditions(dtype, grad, restored_settings):
+    """The fused kernel runs only for the calls that it supports, and only if no hook would be skipped."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def module_of(padding):
@@ -515,7 +543,7 @@ def test_conv_fused_conditions(dtype, grad, restored):
         try:
             torch.empty(1, device="cuda").uniform_()
         except RuntimeError:  # PyTorch 2.6
-            pytest.skip("this PyTorch asks the driver for random numbers on a fake GPU")
+            pytest.skip("this PyTorch needs a driver for random numbers on a fake GPU")
     with FakeTensorMode(), torch.device("cuda"), torch.set_grad_enabled(grad):
         model, x = module_of(padding=1), torch.empty(2, 32, 3, 5, 32, dtype=dtype)
         y = model(x)
@@ -534,7 +562,7 @@ def test_conv_fused_conditions(dtype, grad, restored):
                 assert not model._in_one_kernel(x)
                 hook.remove()
         assert model._in_one_kernel(x)
-        assert [other._in_one_kernel(x) for other in fused_conditions(module_of)] == [False] * 7
+        assert [other._in_one_kernel(x) for other in models_without_a_kernel(module_of)] == [False] * 7
 
 
 @pytest.mark.parametrize("words,change", [
@@ -546,7 +574,7 @@ def test_conv_fused_conditions(dtype, grad, restored):
     ("Expected bias to be of same shape", dict(bias=(65,))),
 ])  # fmt: skip
 @pytest.mark.parametrize("device", ["meta", None])
-def test_conv_refuses(backend, words, change, device):
+def test_conv_rejects_bad_arguments(backend, words, change, device):
     shapes = dict(input=(1, 32, 2, 2, 32), conv_weight=(32, 64, 4, 4, 4), conv_bias=(64,), weight=(64,), bias=(64,))
     dtype, device = change.get("dtype", torch.float32), device or backend.device
     tensors = [torch.empty(change.get(k, v), device=device, dtype=dtype) for k, v in shapes.items()]
@@ -555,18 +583,20 @@ def test_conv_refuses(backend, words, change, device):
 
 
 def test_conv_scaled_by_a_parameter(backend):
+    """scaling_factor may be a parameter, which then gets a gradient."""
     model = backend.Convolution(*ARGUMENTS_34).to(backend.device)
     x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
     y = model(x)
     model.scaling_factor = nn.Parameter(torch.tensor(3.0, device=backend.device))
     tripled = model(x)
-    torch.testing.assert_close(tripled, 3 * y, atol=6e-3, rtol=2e-3)  # TF32
+    torch.testing.assert_close(tripled, 3 * y, atol=6e-3, rtol=2e-3)  # convolutions may round to TF32
     tripled.sum().backward()
     torch.testing.assert_close(3 * model.scaling_factor.grad, tripled.sum(), atol=1e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape,channels", [((1, 32, 2, 2, 31), 64), ((1, 3, 2, 2, 4), 9)])
-def test_conv_normalizes_the_width(backend, shape, channels):
+def test_conv_rejects_a_width_that_is_not_the_normalized_shape(backend, shape, channels):
+    """LayerNorm normalizes the width of the convolution's output, which must be the number of output channels."""
     for module in models(backend, (shape[1], channels, 4, 2, 1)):
         with torch.no_grad(), pytest.raises(RuntimeError, match=f"normalized_shape=\\[{channels}\\], expected input"):
             module(torch.randn(shape, device=backend.device))
@@ -577,14 +607,14 @@ def test_conv_normalizes_the_width(backend, shape, channels):
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-def test_conv_keeps_only_its_input(backend):
-    """A step keeps its input and its output; backward adds what parts of the batch take."""
-    backend.ask_for(4 << 30)
-    _, ours = models(backend, SCALED)
+def test_conv_saves_only_its_input(backend):
+    """Forward allocates the output only. Backward adds the scratch memory of a chunk of the batch."""
+    backend.need_memory(4 << 30)
+    _, fused = models(backend, SCALED)
     x = torch.randn(32, 32, 8, 32, 32, device="cuda", requires_grad=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    y = ours(x)
+    y = fused(x)
     assert torch.cuda.max_memory_allocated() - before < 1.1 * y.nbytes
     y.sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 3.4 * y.nbytes  # of which autograd's copy of ones: 1 times
+    assert torch.cuda.max_memory_allocated() - before < 3.4 * y.nbytes  # 1 of the 3.4 is autograd's grad_output

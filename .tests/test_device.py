@@ -1,4 +1,4 @@
-"""Streams, threads, CUDA graphs, other processes, other GPUs: the same bits whatever else goes on."""
+"""Tests on a GPU in use: streams, threads, CUDA graphs, other processes and devices, and very large inputs."""
 
 import concurrent.futures
 import functools
@@ -29,8 +29,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 
 @on_cuda_cases
-def test_the_same_bits_every_time(backend, case):
-    backend.ask_for(case.nbytes)
+def test_every_run_gives_the_same_bits(backend, case):
+    backend.need_memory(case.nbytes)
     function = functools.partial(backend.layer_norm, **case.epilogue)
     tensors = case.tensors(seed=1)
     first = run_case(function, *tensors)
@@ -42,17 +42,20 @@ def test_the_same_bits_every_time(backend, case):
 
 @on_cuda_cases
 def test_runs_on_the_current_stream(backend, case):
-    """Inputs come late, on a stream of their own: a kernel on another one would read what was there before."""
+    """Kernels run on the current stream.
+
+    The inputs are written late on a stream of their own, so that a kernel on another stream would read NaN.
+    """
     tensors, function = case.tensors(), functools.partial(backend.layer_norm, **case.epilogue)
-    run_case(function, *tensors)  # loads the kernels: that waits for all streams
-    late = [None if t is None else t.fill_(torch.nan) for t in case.tensors()]  # lie as the others do
+    run_case(function, *tensors)  # loads the kernels, which waits for all streams
+    late = [None if t is None else t.fill_(torch.nan) for t in case.tensors()]  # with the same alignment
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # 50 ms: the host is done with what follows
-        for to, t in zip(late, tensors):
+        torch.cuda._sleep(100_000_000)  # 50 ms: the host launches all that follows in less time
+        for destination, t in zip(late, tensors):
             if t is not None:
-                to.copy_(t)
+                destination.copy_(t)
         results = run_case(function, *late)
     stream.synchronize()
     compare_with_float64([(results, tensors)], **case.epilogue)
@@ -60,7 +63,8 @@ def test_runs_on_the_current_stream(backend, case):
 
 @on_cuda_cases
 def test_cuda_graph_of_a_training_step(backend, case):
-    backend.ask_for(case.nbytes)
+    """A captured forward and backward, replayed with other inputs, gives the bits of an eager call."""
+    backend.need_memory(case.nbytes)
     function = functools.partial(backend.layer_norm, **case.epilogue)
     tensors = case.tensors()
     stream = torch.cuda.Stream()
@@ -86,8 +90,9 @@ def test_cuda_graph_of_a_training_step(backend, case):
 
 @two_gpus
 @on_cuda_cases
-def test_a_device_that_is_not_current(backend, case):
-    backend.ask_for(case.nbytes)
+def test_device_that_is_not_current(backend, case):
+    """The kernels run on the device of their input, even if another one is current."""
+    backend.need_memory(case.nbytes)
     with torch.cuda.device(0):
         tensors = case.tensors(device="cuda:1")
         torch.cuda.synchronize("cuda:1")
@@ -103,7 +108,7 @@ def test_a_device_that_is_not_current(backend, case):
 @on_cuda
 @pytest.mark.parametrize("rows,cols", [(1000, 64), (300, 9000), (9, 262144), (4, 4194304), (3, 4194304)])
 def test_many_streams_and_threads_at_once(backend, rows, cols):
-    backend.ask_for(40 * rows * cols * 4)
+    backend.need_memory(40 * rows * cols * 4)
     cases = [random_case(rows, cols, torch.float32, "both", seed=i, device=backend.device) for i in range(3)]
     expected = [run_case(backend.layer_norm, *case) for case in cases]
 
@@ -120,9 +125,12 @@ def test_many_streams_and_threads_at_once(backend, rows, cols):
         assert all(pool.map(work, range(3)))
 
 
-# Of one kernel, rows of several lengths take different amounts of shared memory.
 @on_cuda
 def test_threads_with_rows_of_different_lengths(backend):
+    """Threads that run rows of different lengths at the same time get the right results.
+
+    The same kernel needs different amounts of shared memory for rows of different lengths.
+    """
     calls = [
         case
         for case in SOME
@@ -152,11 +160,11 @@ def test_threads_with_rows_of_different_lengths(backend):
 
 @on_cuda
 @pytest.mark.parametrize("rows,cols", [(500, 4096), (16, 262144)])
-def test_beside_a_process_that_fills_the_gpu(backend, rows, cols):
+def test_same_bits_beside_a_process_that_fills_the_gpu(backend, rows, cols):
     busy = "import torch\na = torch.randn(4096, 4096, device='cuda')\nprint('on', flush=True)\nwhile True: b = a @ a"
     case = random_case(rows, cols, torch.float32, "both", seed=0, device=backend.device)
     expected = run_case(backend.layer_norm, *case)
-    backend.ask_for(2 << 30)
+    backend.need_memory(2 << 30)
     other = start([sys.executable, "-c", busy], stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == "on\n"
@@ -168,8 +176,10 @@ def test_beside_a_process_that_fills_the_gpu(backend, rows, cols):
 
 
 def compare_before_hopper(backend):
-    """Calls whose kernels have other instructions before Hopper, or go elsewhere. Where a block goes from row to row,
-    there are more of them than SMs."""
+    """Compares calls with float64 whose code or kernel family is different on GPUs before Hopper.
+
+    Kernels in which a block handles several rows get more rows than the GPU has SMs.
+    """
     for rows, columns, dtypes, affine in (
         (5, (768, 8192, 20000, 262144), ("fp32",), "both"),
         (300, (12288, 16384), ("fp32", "fp16", "bf16"), "both"),
@@ -189,8 +199,9 @@ def compare_before_hopper(backend):
 
 
 @on_cuda
-@pytest.mark.parametrize("architecture", ["7.5", "8.0"])  # older than the GPU; 7.5 than the kernel of problem 34, too
+@pytest.mark.parametrize("architecture", ["7.5", "8.0"])  # both older than the GPU; 7.5 has no convolution kernel
 def test_ptx_of_an_older_architecture_runs(backend, tmp_path, architecture):
+    """A library that was compiled for an older architecture gives accurate results on this GPU."""
     code = """
         import torch, layernorm_inline
         torch.manual_seed(0)
@@ -211,21 +222,24 @@ def test_ptx_of_an_older_architecture_runs(backend, tmp_path, architecture):
 @pytest.mark.parametrize("offset", [0, 8, 40])
 @pytest.mark.parametrize("cols", [8712, 10008, 20008, 50264, 131080])
 def test_rows_off_cache_lines(backend, cols, offset, dtype):
-    """Rows on 16-byte boundaries, but not on those of cache lines: what is copied with them must not be taken for theirs."""
+    """Rows that start on 16-byte boundaries, but not on cache lines, give accurate results.
+
+    Kernels copy whole cache lines, and must not use the elements of neighbouring rows that they copy.
+    """
     rows = 150 if backend.is_cuda else 5
     if not backend.is_cuda and cols > 8192 * 8:
-        pytest.skip("longer than eight emulated SMs hold")
+        pytest.skip("the row is too long for eight emulated SMs")
     offsets = (offset, 0, 0, offset)
     assert_close_to_float64(backend, random_case(rows, cols, dtype, seed=cols, offsets=offsets, device=backend.device))
 
 
 @on_cuda
 @pytest.mark.parametrize("cols", [1024, 12288, 65536])
-def test_a_large_input_gives_the_bits_of_a_small_one(backend, cols):
-    """The kernels read what exceeds L2 with another priority."""
+def test_large_input_gives_the_same_bits_as_a_small_one(backend, cols):
+    """An input larger than the L2 cache, which kernels read with another L2 priority, gives the same bits."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     rows = max(160 << 20, 2 * l2_bytes) // (2 * cols)
-    backend.ask_for(30 * rows * cols)
+    backend.need_memory(30 * rows * cols)
     x, weight, bias, dy = random_case(rows, cols, torch.bfloat16, seed=cols, device="cuda")
     few = rows // 16
     with backend.poisoned():
@@ -239,8 +253,11 @@ def test_a_large_input_gives_the_bits_of_a_small_one(backend, cols):
 @pytest.mark.parametrize(
     "cols,offset", [(64, 0), (255, 1), (768, 0), (1024, 0), (2041, 0), (4096, 1), (6001, 0), (10008, 0), (16384, 0)]
 )
-def test_l2_prefetch(backend, cols, offset, dtype):
-    """So many bytes that blocks bring to L2 what later blocks read (40 KB for each SM ahead), up to the last row."""
+def test_input_longer_than_the_l2_prefetch_distance(backend, cols, offset, dtype):
+    """Inputs in which blocks prefetch the rows of later blocks into L2, up to the last row, give accurate results.
+
+    The prefetch distance is 40 KB per SM.
+    """
     rows = ((24 << 20) if backend.is_cuda else 600 << 10) // (cols * dtype.itemsize) + 1
     with backend.on(emulator.GPUS["hopper"](2)):
         options = dict(seed=cols, offsets=(offset, 0, 0, offset), device=backend.device)
@@ -251,7 +268,10 @@ def test_l2_prefetch(backend, cols, offset, dtype):
 
 
 def assert_row_close_to_float64(x, y, dy=None, dx=None, **tolerance):
-    """Output and grad_input of a row without weight and bias, piece by piece: in float64 a row can have 17 GB."""
+    """Compares output and grad_input of a row without weight and bias, piece by piece.
+
+    In float64 a whole row can have 17 GB.
+    """
 
     def pieces(*tensors):
         return zip(*((piece.double() for piece in t.split(1 << 24)) for t in tensors))
@@ -274,14 +294,18 @@ def assert_row_close_to_float64(x, y, dy=None, dx=None, **tolerance):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_more_than_2_to_the_31_elements(backend, rows, cols, dtype, direction):
-    """In registers, in the pipeline, together (520 float32 rows of 4194304), spread; in all and in one row."""
+    """Inputs of more than 2^31 elements give accurate results.
+
+    They run the register, the pipelined, the grid-resident (520 float32 rows of 4194304) and the two-pass kernels. One
+    input has more than 2^31 elements in a single row.
+    """
     backward = direction == "backward"
-    backend.ask_for((4 if backward else 2) * rows * cols * dtype.itemsize + (2 << 30))
+    backend.need_memory((4 if backward else 2) * rows * cols * dtype.itemsize + (2 << 30))
     x = torch.empty(rows, cols, device="cuda", dtype=dtype).normal_(1).requires_grad_(backward)
     y = backend.layer_norm(x, (cols,), eps=EPS)
     tensors = [x.detach(), y.detach()]
     if backward:
-        tensors.append(torch.empty_like(x).normal_(0.5).add_(x.detach(), alpha=0.5))  # not at right angles to x
+        tensors.append(torch.empty_like(x).normal_(0.5).add_(x.detach(), alpha=0.5))  # not orthogonal to x
         tensors += torch.autograd.grad(y, x, tensors[2])
     assert all(t.shape == x.shape for t in tensors)
     tolerance = dict(atol=2e-2, rtol=2e-2) if dtype == torch.bfloat16 else dict(atol=1e-5, rtol=1e-4)
@@ -292,11 +316,11 @@ def test_more_than_2_to_the_31_elements(backend, rows, cols, dtype, direction):
 @on_cuda
 @pytest.mark.parametrize("rows", [1_000_000, 3_000_001])
 def test_gradients_over_millions_of_rows(backend, rows):
-    backend.ask_for(4 << 30)
+    backend.need_memory(4 << 30)
     assert_close_to_float64(backend, random_case(rows, 24, torch.float32, seed=rows, device="cuda"))
 
 
-# ---- Rows that many SMs hold together ----
+# ---- The grid-resident kernel, the shape of problem 40 ----
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
@@ -304,15 +328,18 @@ def test_gradients_over_millions_of_rows(backend, rows):
 @pytest.mark.parametrize(
     "rows,cols", [(4, 16667), (13, 8334), (5, 22727), (5, 28688), (7, 32768), (4, 32769), (9, 25000)]
 )
-def test_joint_kernel(backend, rows, cols, affine, mean, activation):
-    """One group of blocks and several; slices with and without an incomplete last stage, and with one stage more in some
-    blocks than in others; as long as they can be, and just longer. cols: for each SM."""
+def test_grid_resident_kernel_is_accurate(backend, rows, cols, affine, mean, activation):
+    """Float32 rows that all SMs hold together give accurate results. cols is the number of columns per SM.
+
+    The shapes have one group of blocks and several, slices with and without an incomplete last stage, slices with one
+    more stage in some blocks than in others, the longest supported rows, and slightly longer ones.
+    """
     sms = torch.cuda.get_device_properties(0).multi_processor_count if backend.is_cuda else 8
     if not backend.is_cuda and (activation or rows * cols > 120_000 or affine in ("weight", "bias")):
-        pytest.skip("takes long on emulated GPUs")
+        pytest.skip("too slow on emulated GPUs")
     cols = cols * sms // 4 * 4
-    backend.ask_for(20 * rows * cols * 4 + (1 << 30))
-    options = dict(seed=cols, mean=mean, telling=False, device=backend.device)
+    backend.need_memory(20 * rows * cols * 4 + (1 << 30))
+    options = dict(seed=cols, mean=mean, emphasized=False, device=backend.device)
     epilogue = dict(activation=activation, scale=-1.5 if activation else 1.0)
     luck = SUMS if backend.is_cuda else NAMES
     assert_close_to_float64(
@@ -321,7 +348,7 @@ def test_joint_kernel(backend, rows, cols, affine, mean, activation):
 
 
 @on_cuda
-def test_main_shape(backend):
-    backend.ask_for(8 << 30)
-    case = random_case(16, 64 * 256 * 256, torch.float32, mean=0.0, telling=False, device="cuda")
+def test_shape_of_problem_40_is_accurate(backend):
+    backend.need_memory(8 << 30)
+    case = random_case(16, 64 * 256 * 256, torch.float32, mean=0.0, emphasized=False, device="cuda")
     assert_close_to_float64(backend, case, eps=1e-5, luck=SUMS)

@@ -1,5 +1,8 @@
-"""Which kernels run: each case of the table launches those of the rooms that it names, and every kernel that is in the
-library is launched by some case."""
+"""Tests of which kernels run.
+
+Each case of the table in cases.py launches kernels of the families that the table expects, and every kernel of the
+compiled libraries is launched by at least one case.
+"""
 
 import collections
 import ctypes
@@ -7,6 +10,7 @@ import functools
 import re
 
 import emulator
+import launches
 import pytest
 import torch
 from cases import CASES, FORMS, SOME, TYPES, this_gpu
@@ -14,17 +18,20 @@ from test_convolution import INPUT_PRECISIONS, convolution_call
 
 import layernorm_inline
 
-ROOMS = ("registers", "shared", "pipeline", "joint", "spread", "convolution")
+FAMILIES = ("registers", "shared_memory", "pipelined", "grid_resident", "two_pass", "convolution")
 
 
-def room_of(kernel):
-    """None of a kernel that all rooms share."""
+def family_of(kernel):
+    """Returns the kernel family of a demangled kernel name, or None for a kernel that all families share."""
     name = kernel.split("<")[0]
-    return next((room for room in ROOMS if re.search(rf"\b{room}::\w+$", name)), None)
+    return next((family for family in FAMILIES if re.search(rf"\b{family}::\w+$", name)), None)
 
 
 def demangled(names):
-    """Names of kernels as C++ writes them, from the room on (in the second library after "epilogue::"), without arguments."""
+    """Yields the C++ names of kernels, as "family::name<template arguments>" without function arguments.
+
+    Names of kernels in the second library begin with "epilogue::".
+    """
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p
     for name in names:
@@ -33,13 +40,16 @@ def demangled(names):
             text = demangle(name.encode(), None, None, ctypes.byref(status))
             name = ctypes.string_at(text).decode()
         name = re.sub(r"\(anonymous namespace\)::|^void |\blayernorm_inline_[0-9a-f]+(_|::)", "", name)
-        while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:  # arguments, also those of types in them
+        while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:  # function arguments, innermost first
             name = shorter
         yield name.replace(" >", ">")
 
 
 def compiled_kernels(ops):
-    """Of a library: the name of each stands there twice, as a symbol and as what it registers as."""
+    """Returns the names of all kernels in the library of `ops`.
+
+    A kernel's name occurs twice in the file: as a symbol, and as the name under which the kernel is registered.
+    """
     (path,) = (path for path in torch.ops.loaded_libraries if path.endswith(f"/{ops.name}.so"))
     with open(path, "rb") as library:
         names = re.findall(rb"(?<=\0)_ZN\d+layernorm_inline_\w+?_cuda_cu_\w+(?=\0)", library.read())
@@ -47,17 +57,17 @@ def compiled_kernels(ops):
 
 
 def compiled_in_both():
-    """(kernels of the import's library, those of the second)."""
+    """Returns [kernels of the library that the import loads, kernels of the second library]."""
     layernorm_inline._load_epilogue()
     return [compiled_kernels(ops) for ops in (layernorm_inline._ops, layernorm_inline._epilogue_ops)]
 
 
 def profiled(calls):
-    """The kernels that each of the calls launched, from one run under the profiler."""
+    """Returns a list with the set of kernels that each call launched, from one run under the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for call in calls:
-            torch.cuda._sleep(1)  # a kernel of its own: between those of two calls
+            torch.cuda._sleep(1)  # launches spin_kernel, which separates the kernels of two calls
             call()
             torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -72,8 +82,8 @@ def profiled(calls):
 
 
 def forward_and_backward(backend, case):
-    """Two functions, to be called one after the other."""
-    x, weight, bias, dy = case.tensors(telling=False)
+    """Returns two functions, which run forward and backward of the case if called in this order."""
+    x, weight, bias, dy = case.tensors(emphasized=False)
     leaves = [t if t is None else t.requires_grad_() for t in (x, weight, bias)]
     outputs = []
     forward = functools.partial(backend.layer_norm, x, (case.cols,), *leaves[1:], 0.1, **case.epilogue)
@@ -81,19 +91,22 @@ def forward_and_backward(backend, case):
 
 
 def unexpected(case, launched):
-    """A sentence for each room that is not the one that the table names; launched: kernels of forward, of backward."""
-    for what, room, kernels in zip(("forward", "backward"), (case.forward, case.backward), launched):
-        rooms = {room_of(kernel) for kernel in kernels} - {None}
-        if rooms != {room}:
-            yield f"{case}, {what}: {room} expected, launched {sorted(kernels)}"
+    """Yields a message for each direction that launched kernels of another family than the table expects.
+
+    launched: the kernels of forward, and those of backward.
+    """
+    for direction, family, kernels in zip(("forward", "backward"), (case.forward, case.backward), launched):
+        families = {family_of(kernel) for kernel in kernels} - {None}
+        if families != {family}:
+            yield f"{case}, {direction}: expected {family}, launched {sorted(kernels)}"
 
 
 def launched_on_the_gpu(backend):
-    """(kernels, what was not expected)."""
+    """Returns (all kernels that the cases launch on the GPU, messages about unexpected ones)."""
     reached, wrong, cases = set(), [], [case for case in CASES if case.gpu.name == "cuda"]
-    for begin in range(0, len(cases), 20):  # the tensors of so many at a time
+    for begin in range(0, len(cases), 20):  # so that the tensors of only 20 cases exist at once
         part = cases[begin : begin + 20]
-        backend.ask_for(sum(6 * case.elements * 4 for case in part))
+        backend.need_memory(sum(6 * case.elements * 4 for case in part))
         calls = [call for case in part for call in forward_and_backward(backend, case)]
         launched = profiled(calls)
         for case, pair in zip(part, zip(launched[::2], launched[1::2])):
@@ -106,7 +119,10 @@ def launched_on_the_gpu(backend):
 
 
 def launched_on_emulated_gpus(backend):
-    """Kernels end as they begin. Those of code for sm_80 have the names of the others."""
+    """Returns (all kernels that the cases launch on emulated GPUs, messages about unexpected ones).
+
+    Launches are recorded, but kernels do not run. Code for sm_80 has kernels of the same names as newer code.
+    """
     reached, wrong = set(), []
     for case in (case for case in CASES if case.gpu.name != "cuda"):
         with emulator.on(case.gpu, dry=True) as gpu:
@@ -124,7 +140,7 @@ def launched_on_emulated_gpus(backend):
 
 
 def test_cases_launch_expected_kernels(backend):
-    """And all kernels that there are."""
+    """Each case launches kernels of the expected families, and together the cases launch every compiled kernel."""
     if backend.is_cuda:
         (reached, wrong), compiled = launched_on_the_gpu(backend), set.union(*compiled_in_both())
     else:
@@ -132,29 +148,46 @@ def test_cases_launch_expected_kernels(backend):
         with emulator.on(emulator.GPUS["hopper"](8)) as gpu:
             compiled = emulator.kernels(gpu, every=True)
     assert not wrong, f"{len(wrong)} cases:\n" + "\n".join(wrong[:20])
-    if not backend.is_cuda or this_gpu()[0].code >= 90:  # an older GPU has kernels that only newer ones launch
+    if not backend.is_cuda or this_gpu()[0].code >= 90:  # libraries also contain kernels that only newer GPUs launch
         assert not compiled - reached, f"no case of the table launches {sorted(compiled - reached)}"
     assert not reached - compiled, f"launched, but not found in the library: {sorted(reached - compiled)}"
 
 
 @pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
-def test_the_libraries_have_kernels_of_every_room():
+def test_libraries_contain_kernels_of_every_family():
     plain, fused = compiled_in_both()
-    assert {room_of(name) for name in plain} - {None} == set(ROOMS) - {"convolution"}
-    assert {room_of(name) for name in fused} >= {"registers", "spread", "convolution"}
-    assert len(plain) <= 75, "the import waits for them"
+    assert {family_of(name) for name in plain} - {None} == set(FAMILIES) - {"convolution"}
+    assert {family_of(name) for name in fused} >= {"registers", "two_pass", "convolution"}
+    assert len(plain) <= 75, "the first import has to compile them all, so their number is limited"
 
 
-def test_the_table_has_every_room_form_and_dtype():
-    """Whatever lines come and go."""
+def test_cases_cover_every_family_form_and_dtype():
+    """The table has cases for each family, form and dtype, even after its shapes change."""
     assert len(CASES) > 500 and len(SOME) > 50
-    for direction, rooms in (("forward", ROOMS[:5]), ("backward", ("registers", "pipeline", "spread"))):
-        for room in rooms:
-            here = [case for case in CASES if getattr(case, direction) == room]
-            assert here, f"no case is for {room}, {direction}"
-            dtypes = {case.dtype for case in here}
+    for direction, families in (("forward", FAMILIES[:5]), ("backward", ("registers", "pipelined", "two_pass"))):
+        for family in families:
+            cases = [case for case in CASES if getattr(case, direction) == family]
+            assert cases, f"no case runs {family}, {direction}"
+            dtypes = {case.dtype for case in cases}
             for dtype in dtypes:
-                forms = {case.form for case in here if case.dtype == dtype}
-                assert forms in ({*FORMS}, {"plain"}), f"{room}, {direction}, {dtype}: {sorted(forms)}"
+                forms = {case.form for case in cases if case.dtype == dtype}
+                assert forms in ({*FORMS}, {"plain"}), f"{family}, {direction}, {dtype}: {sorted(forms)}"
     assert {case.dtype for case in CASES} == {*TYPES}
-    assert any(case.gpu.refuses for case in CASES)
+    assert any(case.gpu.lacks_cooperative_launches for case in CASES)
+
+
+@pytest.mark.full
+@pytest.mark.emulated
+@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
+def test_new_line_of_a_choice_table_changes_only_its_rows(tmp_path):
+    """A line that gives 16-bit rows of 1000 columns (125 loads) another kernel changes the launches of no other call."""
+    text = emulator.SOURCE.read_text()
+    line = "{97, 128, kAny, forward_kernel<T, 4, 1, kOneWarp>()},"
+    edited = tmp_path / "edited.py"
+    edited.write_text(text.replace(line, "{125, 125, kAny, forward_kernel<T, 1, 1>()}, " + line))
+    assert edited.read_text() != text
+    differences = list(launches.differences(emulator.SOURCE, edited))
+    assert len(differences) > 4
+    for call, old, new in differences:
+        assert re.search(r"x1000-(fp16|bf16)-.*, forward$", call), call
+        assert "<1, 1, false, false>" not in str(old) and ", 1, 1, false, false>" in str(new)

@@ -1,4 +1,4 @@
-"""What KernelBench asks for: its static rules, its harness's namespace, and the code that README shows."""
+"""Tests of the file as a KernelBench submission (its static rules, its harness), and of the code in README."""
 
 import inspect
 import re
@@ -11,7 +11,8 @@ from torch import nn
 from test_layernorm_inline import ARGUMENTS_34, Model, Model34
 
 
-def test_static_rules():
+def test_file_follows_the_static_rules():
+    """The code has what KernelBench's static checks require, and nothing that they forbid."""
     text = SOURCE.read_text()
     code = "\n".join(line.split("#")[0].split("//")[0] for line in text.split("\n"))
     for pattern in (
@@ -27,16 +28,20 @@ def test_static_rules():
 
 
 def readme_blocks(language):
+    """Returns the code blocks of README in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
 
 
-SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling\n"  # README's line for problem 34
+SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling\n"  # the line that README appends for problem 34
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("problem", [40, 34])
-def test_runs_as_the_harness_runs_it(problem, grad):
-    """Reference and submission, as texts in one namespace; both models from the same seed."""
+def test_submission_runs_like_in_the_harness(problem, grad):
+    """The submission gives the results of the reference if both run as KernelBench's harness runs them.
+
+    The harness executes their sources in one namespace, and constructs both models from the same seed.
+    """
     reference, appended, arguments, shape = {
         40: (Model, "", ((4, 6, 8),), (2, 4, 6, 8)),
         34: (Model34, "\n" + SUBMISSION_34, ARGUMENTS_34, (2, 32, 3, 4, 32)),
@@ -60,15 +65,17 @@ def test_runs_as_the_harness_runs_it(problem, grad):
         expected, y = (model(x) for model in models)
     torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     assert y.requires_grad == grad
-    if problem == 34:  # what the line rebinds is used nowhere else
+    if problem == 34:  # the appended line rebinds ModelNew, which no other code may depend on
         norm = namespace["replace_layer_norm"](nn.Sequential(nn.LayerNorm(8)))[0]
         assert norm(torch.rand(3, 8)).shape == (3, 8)
 
 
-def test_the_code_in_the_readme():
-    use, submission = readme_blocks("python")
+def test_code_in_the_readme_works():
+    first, use, submission = readme_blocks("python")
     assert submission == SUBMISSION_34
     namespace = {}
+    exec(first, namespace)
+    assert type(namespace["norm"]) is type(namespace["model"][0]) is namespace["LayerNorm"]
     exec(use, namespace)
     x, weight, bias, model = (namespace[name] for name in ("x", "weight", "bias", "model"))
     expected = nn.functional.gelu(nn.functional.layer_norm(x, (768,), weight, bias)) * 0.5

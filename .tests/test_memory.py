@@ -1,4 +1,4 @@
-"""Memory: what is allocated, what is read and written beside a tensor, and what happens when there is no more."""
+"""Tests of memory: how much is allocated, accesses outside of a tensor, and running out of memory."""
 
 import functools
 import re
@@ -21,6 +21,7 @@ on_cuda = pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("size", [1, 1000, 1 << 20, 100 << 20])
 def test_poisoned_memory_is_nan(backend, size, dtype):
+    """Tensors that are allocated inside backend.poisoned() are full of NaN. Other tests rely on that."""
     with backend.poisoned(1 << 30):
         outputs = [torch.empty(size // dtype.itemsize + 1, dtype=dtype, device=backend.device) for _ in range(4)]
     assert all(output.isnan().all() for output in outputs)
@@ -29,7 +30,7 @@ def test_poisoned_memory_is_nan(backend, size, dtype):
 @on_cuda
 @pytest.mark.parametrize("rows,cols", [(1 << 20, 256), (64, 1 << 22)])
 def test_out_of_memory_leaves_the_process_usable(backend, rows, cols):
-    backend.ask_for(3 << 30)
+    backend.need_memory(3 << 30)
     code = f"""
         import torch, layernorm_inline
         x = torch.randn({rows}, {cols}, device="cuda")
@@ -50,7 +51,7 @@ def test_out_of_memory_leaves_the_process_usable(backend, rows, cols):
 
 
 @on_cuda
-def test_no_statistics_without_grad(backend):
+def test_no_statistics_are_allocated_without_grad(backend):
     x = torch.randn(10000, 8, device=backend.device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -67,8 +68,8 @@ def test_no_statistics_without_grad(backend):
     [(1_000_000, 64), (40000, 1000), (4000, 16384), (64, 1 << 20), (8, 1 << 23), (8, 2160640), (265, 2810034)],
 )
 @pytest.mark.parametrize("activation", [None, "gelu"])
-def test_backward_keeps_its_scratch_small(backend, rows, cols, dtype, activation):
-    backend.ask_for(24 * rows * cols + (1 << 30))
+def test_backward_needs_little_scratch_memory(backend, rows, cols, dtype, activation):
+    backend.need_memory(24 * rows * cols + (1 << 30))
     x, weight, bias, dy = random_case(rows, cols, dtype, "both", seed=0, device=backend.device)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     y = backend.layer_norm(x, (cols,), weight, bias, activation=activation)
@@ -79,10 +80,13 @@ def test_backward_keeps_its_scratch_small(backend, rows, cols, dtype, activation
     assert scratch <= max(32 << 20, x.nbytes / 64), f"{scratch / 2**20:.1f} MB"
 
 
-# In words of 4 bytes, which have to begin at such: input and grad_output that do not are copied.
 @on_cuda
 @pytest.mark.parametrize("offsets", [(0, 1, 1, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1)], ids=str)
-def test_backward_copies_what_begins_between_words(backend, offsets):
+def test_backward_copies_only_tensors_that_start_between_words(backend, offsets):
+    """Backward copies a 16-bit input or grad_output that does not start at a multiple of 4 bytes, and nothing else.
+
+    The kernels load 16-bit elements in pairs.
+    """
     x, weight, bias, dy = random_case(
         200_000, 255, torch.bfloat16, "both", seed=0, offsets=offsets, device=backend.device
     )
@@ -96,8 +100,8 @@ def test_backward_copies_what_begins_between_words(backend, offsets):
     assert copied <= scratch <= copied + (32 << 20), f"{scratch / 2**20:.1f} MB"
 
 
-# An allocator for PyTorch that surrounds every buffer, and fills it, with NaN: reading what nobody wrote
-# spoils the result, and a write beside a buffer is counted when the buffer is given back.
+# An allocator for PyTorch that fills every buffer, and a guard band on each side of it, with NaN. A read of memory that
+# was not written spoils the result. A write outside of a buffer is counted when the buffer is released.
 GUARDS = r"""
 #include <cuda_runtime_api.h>
 #include <algorithm>
@@ -129,26 +133,32 @@ extern "C" void zero(void* pointer) { cudaMemset(pointer, 0, 1); }
 """
 
 
-# Few rows of each room for the sanitizers: racecheck (2025.3) does not follow a ring whose slots are used again, where
-# one lane arrives at a barrier for its warp after __syncwarp. It reports hazards in a textbook pipeline of 40 lines,
-# too, and none where all lanes arrive. So what would go round a ring is left out, or only run forward.
-def rings_wrap(case, room):
-    return room == "pipeline" and case.elements > 3 * 10**6
+def reuses_ring_slots(case, family):
+    """Returns True if pipelined kernels use the slots of their ring more than once for this case.
+
+    The sanitizers do not run these cases, or run only their forward direction. If one lane arrives at a barrier for
+    its warp after __syncwarp, racecheck (2025.3) reports false hazards in a ring whose slots are used again. It also
+    reports them for a textbook pipeline of 40 lines, and none if all lanes arrive.
+    """
+    return family == "pipelined" and case.elements > 3 * 10**6
 
 
 SANITIZED = [
     case for case in SOME
-    if case.gpu.name == "cuda" and not rings_wrap(case, case.forward) and case.dtype != "fp16" and case.affine in ("both", "float32")
-    and case.off in ("", "xwbd", "d")
+    if case.gpu.name == "cuda" and not reuses_ring_slots(case, case.forward) and case.dtype != "fp16"
+    and case.affine in ("both", "float32") and case.off in ("", "xwbd", "d")
 ]  # fmt: skip
 
 
-def every_room(backend, compare):
-    """Runs SANITIZED and the convolution, each of its own; compare: with float64, too. Yields after each."""
+def run_every_family(backend, compare):
+    """Runs each case of SANITIZED, then the convolution with each precision, and yields after each.
+
+    compare: compares the results with float64. If false, they only have to be finite.
+    """
     for case in SANITIZED:
         function = functools.partial(backend.layer_norm, **case.epilogue)
         tensors = case.tensors()
-        backward = not rings_wrap(case, case.backward)
+        backward = not reuses_ring_slots(case, case.backward)
         if compare:
             compare_with_float64([(run_case(function, *tensors), tensors)], **case.epilogue)
         elif backward:
@@ -163,7 +173,7 @@ def every_room(backend, compare):
 
 
 @on_cuda
-def test_guard_bands_around_every_buffer(backend, tmp_path):
+def test_guard_bands_around_buffers_stay_intact(backend, tmp_path):
     from torch.utils import cpp_extension
 
     (tmp_path / "guards.cpp").write_text(GUARDS)
@@ -177,13 +187,13 @@ def test_guard_bands_around_every_buffer(backend, tmp_path):
         guards = ctypes.CDLL({library!r})
         import conftest, test_memory
         backend = conftest.Backend("cuda")
-        backend.poisoned = contextlib.nullcontext  # the allocator does that
-        for cases, _ in enumerate(test_memory.every_room(backend, compare=True), 1):
+        backend.poisoned = contextlib.nullcontext  # the allocator fills all buffers with NaN
+        for cases, _ in enumerate(test_memory.run_every_family(backend, compare=True), 1):
             assert guards.damaged_buffers() == 0
         buffer = torch.empty(10, device="cuda")
         guards.zero(ctypes.c_void_p(buffer.data_ptr() + buffer.nbytes))
         del buffer
-        assert guards.damaged_buffers() == 1, "a write beside a buffer is noticed"
+        assert guards.damaged_buffers() == 1, "the write outside of a buffer was not counted"
         print(cases, "cases")
     """
     done = run_here(textwrap.dedent(code))
@@ -195,16 +205,16 @@ def test_guard_bands_around_every_buffer(backend, tmp_path):
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_compute_sanitizer_finds_nothing(backend, tmp_path, tool):
-    script = tmp_path / "rooms.py"
+    script = tmp_path / "families.py"
     script.write_text(
         "import conftest, test_memory\n"
-        "print(len(list(test_memory.every_room(conftest.Backend('cuda'), compare=False))), 'cases')\n"
+        "print(len(list(test_memory.run_every_family(conftest.Backend('cuda'), compare=False))), 'cases')\n"
     )  # fmt: skip
     changes = {"TORCH_EXTENSIONS_DIR": CACHE, "PYTHONPATH": f"{ROOT / '.tests'}:{ROOT}"}
-    if tool == "memcheck":  # one allocation a tensor: memcheck then knows where each one ends
+    if tool == "memcheck":  # one allocation per tensor, so that memcheck sees where each one ends
         changes["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = ["compute-sanitizer", "--tool", tool]
-    if tool != "initcheck":  # which has to see PyTorch's kernels write what ours read
+    if tool != "initcheck":  # initcheck must also see PyTorch's kernels, which write the inputs
         command += ["--kernel-name", "kns=layernorm_inline"]
     done = run([*command, sys.executable, str(script)], env=environment_with(**changes))
     assert done.returncode == 0 and f"{len(SANITIZED) + 4} cases" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,7 @@
-"""LayerNorm is nn.LayerNorm's twin, replace_layer_norm, and the rest of nn: hooks, tying, TorchScript, real models."""
+"""Tests of the classes LayerNorm and ModelNew, of replace_layer_norm, and of both together with the rest of torch.nn.
+
+These include hooks, tied parameters, TorchScript, torch.fx, and models of other libraries.
+"""
 
 import copy
 import inspect
@@ -23,39 +26,44 @@ from test_layernorm_inline import randomize
      dict(normalized_shape=torch.Size([5]), dtype=torch.float64), dict(normalized_shape=5, device="meta")],
     ids=str,
 )  # fmt: skip
-def test_module_parity(backend, arguments):
+def test_layer_norm_agrees_with_nn_layer_norm(backend, arguments):
+    """Construction, repr, state_dict, copying, pickling and results are those of nn.LayerNorm."""
     if "bias" in arguments and "bias" not in nn.LayerNorm.__init__.__code__.co_varnames:
         pytest.skip("this PyTorch's nn.LayerNorm has no bias argument")
-    theirs, ours = nn.LayerNorm(**arguments), backend.LayerNorm(**arguments)
-    assert isinstance(ours, nn.LayerNorm)
-    assert repr(ours) == repr(theirs)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert [p.dtype for p in ours.parameters()] == [p.dtype for p in theirs.parameters()]
+    original, new = nn.LayerNorm(**arguments), backend.LayerNorm(**arguments)
+    assert isinstance(new, nn.LayerNorm)
+    assert repr(new) == repr(original)
+    assert list(new.state_dict()) == list(original.state_dict())
+    assert [p.dtype for p in new.parameters()] == [p.dtype for p in original.parameters()]
     if arguments.get("device") == "meta":
         return
-    for p in theirs.parameters():
+    for p in original.parameters():
         nn.init.normal_(p)
-    ours.load_state_dict(theirs.state_dict())
-    theirs.load_state_dict(ours.state_dict())
+    new.load_state_dict(original.state_dict())
+    original.load_state_dict(new.state_dict())
     x = torch.randn(2, 3, 5, dtype=arguments.get("dtype", torch.float32), device=backend.device)
-    theirs.to(backend.device)
-    for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        torch.testing.assert_close(module.to(backend.device)(x), theirs(x))
-    torch.testing.assert_close(ours.float()(x.float()), theirs.float()(x.float()))
+    original.to(backend.device)
+    for module in (new, copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        torch.testing.assert_close(module.to(backend.device)(x), original(x))
+    torch.testing.assert_close(new.float()(x.float()), original.float()(x.float()))
 
 
-def test_replace_layer_norm(backend):
+def test_replace_layer_norm_converts_modules_in_place(backend):
+    """Exactly the modules of the given classes are converted, and objects, parameters, hooks and results stay the same.
+
+    Skipped subclasses cause one warning, and wrong arguments a TypeError.
+    """
+
     class Custom(nn.LayerNorm):
         pass
 
     LayerNorm = backend.LayerNorm
 
-    class Mine(LayerNorm):
+    class Derived(LayerNorm):
         pass
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8), Mine(8))).to(
-        backend.device
-    )
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), Custom(8), Derived(8)))
+    model.to(backend.device)
     calls = []
     model[1].register_forward_hook(lambda *_: calls.append(1))
     parameters, modules = list(model.parameters()), list(model.modules())
@@ -64,7 +72,7 @@ def test_replace_layer_norm(backend):
     with pytest.warns(UserWarning, match=r"skipped subclasses; .*: test_modules\..*\.Custom \(1\)\.") as warned:
         assert backend.replace_layer_norm(model) is model
     assert len(warned) == 1 and warned[0].filename == __file__
-    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [LayerNorm, LayerNorm, Custom, Mine]
+    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [LayerNorm, LayerNorm, Custom, Derived]
     assert all(a is b for a, b in zip(parameters, model.parameters()))
     assert all(a is b for a, b in zip(modules, model.modules()))
     torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
@@ -74,8 +82,8 @@ def test_replace_layer_norm(backend):
         assert type(backend.replace_layer_norm(nn.LayerNorm(3))) is LayerNorm
         assert type(backend.replace_layer_norm(Custom(3), types=Custom)) is LayerNorm
         backend.replace_layer_norm(model, types=(nn.LayerNorm, Custom))
-        assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [LayerNorm] * 3 + [Mine]
-        backend.replace_layer_norm(model)  # nothing is left to do
+        assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)] == [LayerNorm] * 3 + [Derived]
+        backend.replace_layer_norm(model)  # does nothing, and does not warn
         for types in ((nn.GroupNorm,), "LayerNorm", None, (cls for cls in [nn.LayerNorm])):
             with pytest.raises(TypeError, match="types to be nn.LayerNorm or subclasses of it, but got .*"):
                 backend.replace_layer_norm(model, types=types)
@@ -85,16 +93,17 @@ def test_replace_layer_norm(backend):
         torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_replace_layer_norm_says_what_it_skips(backend):
-    """Parametrized modules have a class of PyTorch's, which cannot be turned; accelerate sets forward on the module."""
-    parametrized, patched, x = (
-        nn.LayerNorm(3).to(backend.device),
-        nn.LayerNorm(3).to(backend.device),
-        torch.randn(2, 3, device=backend.device),
-    )
+def test_replace_layer_norm_warns_about_skipped_modules(backend):
+    """Modules whose class or forward was already replaced are skipped with a warning.
+
+    PyTorch gives a parametrized module a generated class, which cannot be replaced. accelerate's hooks set the
+    attribute forward of the module.
+    """
+    parametrized, patched = nn.LayerNorm(3).to(backend.device), nn.LayerNorm(3).to(backend.device)
+    x = torch.randn(2, 3, device=backend.device)
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
     patched.forward = lambda x: 2 * type(patched).forward(patched, x)
-    for module, words in [
+    for module, message in [
         (parametrized, "call replace_layer_norm first: torch.*ParametrizedLayerNorm \\(1\\)\\.$"),
         (
             nn.Sequential(patched, nn.LayerNorm(3).to(backend.device)),
@@ -104,14 +113,17 @@ def test_replace_layer_norm_says_what_it_skips(backend):
     ]:
         expected = module(x)
         for types in (nn.LayerNorm, [nn.LayerNorm, type(parametrized)]):
-            with pytest.warns(UserWarning, match=words) as warned:
+            with pytest.warns(UserWarning, match=message) as warned:
                 backend.replace_layer_norm(module, types)
             assert len(warned) == 1 and "in types" not in str(warned[0].message)
             torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_the_reference_model_of_problem_40_can_be_loaded(backend):
-    """KernelBench's Model holds the norm as `ln`. What ModelNew saves has nn.LayerNorm's names."""
+def test_model_new_loads_the_reference_model_of_problem_40(backend):
+    """ModelNew loads the state_dict of KernelBench's Model, whose norm is the attribute `ln`.
+
+    The state_dict of ModelNew itself has the names of nn.LayerNorm.
+    """
     reference = nn.Module()
     reference.ln = randomize(nn.LayerNorm((3, 8)))
     for model in (backend.ModelNew((3, 8)), nn.Sequential(backend.ModelNew((3, 8)))):
@@ -119,7 +131,7 @@ def test_the_reference_model_of_problem_40_can_be_loaded(backend):
         state = {prefix + name: value for name, value in reference.state_dict().items()}
         names = list(state)
         model.load_state_dict(state, strict=True)
-        assert list(state) == names, "the caller's dict stays as it is"
+        assert list(state) == names, "the caller's dict must not change"
         assert list(model.state_dict()) == [f"{prefix}weight", f"{prefix}bias"]
         assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), reference.state_dict().values()))
         model.load_state_dict(model.state_dict(), strict=True)
@@ -130,17 +142,20 @@ def test_the_reference_model_of_problem_40_can_be_loaded(backend):
 
 
 class Foreign(nn.Module):
-    """A layer norm of another library: not a subclass of nn.LayerNorm, and with other arguments."""
+    """A layer norm like one of another library. It is not a subclass of nn.LayerNorm, and has other arguments."""
 
     def __init__(self, hidden_size, eps=1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
 
-@pytest.mark.parametrize("what", ["ours", "Foreign"])
+@pytest.mark.parametrize("assigned", ["L.LayerNorm", "Foreign"])
 @pytest.mark.parametrize("when", ["before the import", "after the import"])
-def test_somebody_assigns_nn_layer_norm(what, when):
-    """Libraries and users do so, to catch every model that is built later."""
+def test_a_program_that_assigns_nn_layer_norm_works(assigned, when):
+    """A program can assign another class to the name nn.LayerNorm, before or after it imports layernorm_inline.
+
+    Libraries and users do this to change all models that are constructed later.
+    """
     code = f"""
         import torch, warnings
         from torch import nn
@@ -153,12 +168,12 @@ def test_somebody_assigns_nn_layer_norm(what, when):
             del sys.modules["layernorm_inline"]
             nn.LayerNorm = Foreign
         import layernorm_inline as L
-        nn.LayerNorm = {"L.LayerNorm" if what == "ours" else "Foreign"}
+        nn.LayerNorm = {assigned}
         assert issubclass(L.LayerNorm, original)
         torch.testing.assert_close(L.LayerNorm(8)(x), original(8)(x))
         assert type(L.replace_layer_norm(model)[0]) is L.LayerNorm
-        if {what == "ours"}:
-            L.replace_layer_norm(nn.Sequential(nn.LayerNorm(8)))  # nothing to do, and no warning
+        if nn.LayerNorm is L.LayerNorm:
+            L.replace_layer_norm(nn.Sequential(nn.LayerNorm(8)))  # does nothing, and does not warn
     """
     done = run_here(code)
     assert done.returncode == 0, done.stderr
@@ -166,7 +181,7 @@ def test_somebody_assigns_nn_layer_norm(what, when):
 
 @pytest.mark.full
 def test_a_reloaded_file_converts_its_earlier_class():
-    """As a notebook's autoreload does it."""
+    """After importlib.reload, which a notebook's autoreload calls, modules of the earlier class are converted."""
     code = """
         import importlib, torch, warnings
         import layernorm_inline as L
@@ -179,7 +194,8 @@ def test_a_reloaded_file_converts_its_earlier_class():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_overrides_functions_is_asked(backend):
+def test_layer_norm_calls_torch_function_overrides(backend):
+    """layer_norm calls the __torch_function__ of modes, of other classes, and of subclasses of Tensor."""
     calls = []
 
     class Mode(torch.overrides.TorchFunctionMode):
@@ -203,9 +219,9 @@ def test_what_overrides_functions_is_asked(backend):
     assert type(subclass).__name__ == "Subclass" and torch.equal(subclass.as_subclass(torch.Tensor), expected)
 
 
-@pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch has no such switch")
-def test_the_encoder_layer_of_pytorch(backend):
-    """In evaluation PyTorch's own path calls none of its modules, unless that is turned off."""
+@pytest.mark.skipif(not hasattr(torch.backends, "mha"), reason="this PyTorch cannot turn its fast path off")
+def test_pytorchs_encoder_layer_calls_layer_norm_without_fast_path(backend):
+    """In evaluation mode, PyTorch's fast path calls none of the encoder layer's modules, unless it is turned off."""
     LayerNorm = backend.LayerNorm
     encoder = backend.replace_layer_norm(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(backend.device)
@@ -224,26 +240,26 @@ def test_the_encoder_layer_of_pytorch(backend):
             assert len(calls) == expected
 
 
-def test_with_the_rest_of_nn(backend):
-    theirs = randomize(nn.LayerNorm(32).to(backend.device))
-    ours = backend.replace_layer_norm(copy.deepcopy(theirs))
+def test_layer_norm_works_with_the_rest_of_nn(backend):
+    """Inference mode, functional_call, hooks, tied parameters and parametrizations work."""
+    original = randomize(nn.LayerNorm(32).to(backend.device))
+    new = backend.replace_layer_norm(copy.deepcopy(original))
     x = torch.randn(4, 32, device=backend.device)
-    expected = theirs(x)
+    expected = original(x)
     with torch.inference_mode():
-        torch.testing.assert_close(ours(x), expected)
-    torch.testing.assert_close(torch.func.functional_call(ours, dict(theirs.named_parameters()), (x,)), expected)
+        torch.testing.assert_close(new(x), expected)
+    torch.testing.assert_close(torch.func.functional_call(new, dict(original.named_parameters()), (x,)), expected)
     calls = []
-    for register in (ours.register_forward_hook, ours.register_forward_pre_hook, ours.register_full_backward_hook):
+    for register in (new.register_forward_hook, new.register_forward_pre_hook, new.register_full_backward_hook):
         register(lambda *_: calls.append(1))
-    ours(x.clone().requires_grad_()).sum().backward()
+    new(x.clone().requires_grad_()).sum().backward()
     assert len(calls) == 3
 
     tied = nn.ModuleList([backend.LayerNorm(32), backend.LayerNorm(32)]).to(backend.device)
     tied[1].weight = tied[0].weight
     tied[1](tied[0](x)).square().sum().backward()
-    twice = [nn.functional.layer_norm, backend.layer_norm]
     gradients = []
-    for function in twice:
+    for function in (nn.functional.layer_norm, backend.layer_norm):
         w = tied[0].weight.detach().clone().requires_grad_()
         function(function(x, (32,), w), (32,), w).square().sum().backward()
         gradients.append(w.grad)
@@ -254,27 +270,29 @@ def test_with_the_rest_of_nn(backend):
         def forward(self, weight):
             return 2 * weight
 
-    parametrized = copy.deepcopy(theirs)
+    parametrized = copy.deepcopy(original)
     parametrized.__class__ = backend.LayerNorm
     nn.utils.parametrize.register_parametrization(parametrized, "weight", Double())
-    torch.testing.assert_close(parametrized(x) - theirs.bias, 2 * (expected - theirs.bias), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(parametrized(x) - original.bias, 2 * (expected - original.bias), atol=1e-5, rtol=1e-5)
 
 
-def test_torchscript_and_fx(backend):
-    theirs = randomize(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)))
-    ours = backend.replace_layer_norm(copy.deepcopy(theirs)).to(backend.device)
+def test_torchscript_and_fx_agree_with_pytorch(backend):
+    """torch.jit.script, torch.jit.trace and torch.fx.symbolic_trace can record LayerNorm and layer_norm."""
+    original = randomize(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)))
+    converted = backend.replace_layer_norm(copy.deepcopy(original)).to(backend.device)
     x = torch.randn(2, 8, device=backend.device, requires_grad=True)
-    expected = theirs.to(backend.device)(x)
-    graph = torch.fx.symbolic_trace(ours)
+    expected = original.to(backend.device)(x)
+    graph = torch.fx.symbolic_trace(converted)
     assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [backend.layer_norm] * 2
-    for module in (torch.jit.script(ours), torch.jit.trace(ours, x), graph, pickle.loads(pickle.dumps(graph))):
+    scripted, traced = torch.jit.script(converted), torch.jit.trace(converted, x)
+    for module in (scripted, traced, graph, pickle.loads(pickle.dumps(graph))):
         torch.testing.assert_close(module(x), expected)
-        torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, theirs)))
-    torch.testing.assert_close(torch.jit.script(ours[1])(x), theirs[1](x))
+        torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (module, original)))
+    torch.testing.assert_close(torch.jit.script(converted[1])(x), original[1](x))
 
     layer_norm = backend.layer_norm
 
-    def function(x):  # of a name that it has from the other file
+    def function(x):  # calls layer_norm through a variable, not as an attribute of a module
         return layer_norm(x, (8,), activation="gelu")
 
     graph = torch.fx.symbolic_trace(function)
@@ -283,7 +301,7 @@ def test_torchscript_and_fx(backend):
         torch.testing.assert_close(traced(x), function(x))
 
 
-def test_meta_device_then_materialized(backend):
+def test_a_module_on_the_meta_device_can_be_materialized(backend):
     with torch.device("meta"):
         module = backend.LayerNorm(24)
     assert module(torch.empty(3, 24, device="meta")).shape == (3, 24)
@@ -313,17 +331,19 @@ def torch_vision(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT", "ConvNeXt", "Swin"])
-def test_real_models(backend, name):
-    """Each gradient next to its own largest element, and to what PyTorch's float32 is off float64."""
+def test_real_models_are_as_accurate_as_with_pytorch(backend, name):
+    """The output and each gradient are about as close to float64 as with nn.LayerNorm.
+
+    The error of a gradient is compared with PyTorch's error, and with the gradient's largest element.
+    """
     torch.manual_seed(0)
     model, inputs = (torch_vision if name in ("ConvNeXt", "Swin") else hugging_face)(name)
-    theirs = model.to(backend.device).eval()
-    ours, exact = backend.replace_layer_norm(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
-    replaced = sum(type(m) is backend.LayerNorm for m in ours.modules())
-    # torchvision's ConvNeXt also has a subclass for channels first, which stays as it is.
-    assert replaced >= 2
+    original = model.to(backend.device).eval()
+    converted, exact = backend.replace_layer_norm(copy.deepcopy(original)), copy.deepcopy(original).double()
+    # torchvision's ConvNeXt also has a subclass of nn.LayerNorm that normalizes channels. It is not converted.
+    assert sum(type(m) is backend.LayerNorm for m in converted.modules()) >= 2
     results = []
-    for network in (exact, theirs, ours):
+    for network in (exact, original, converted):
         dtype = next(network.parameters()).dtype
         if isinstance(inputs, dict):
             given = {k: v.to(backend.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
@@ -332,23 +352,21 @@ def test_real_models(backend, name):
             y = network(inputs.to(backend.device, dtype))
         y.square().mean().backward()
         results.append([("output", y.detach())] + [(k, p.grad) for k, p in network.named_parameters()])
-    for (key, right), (_, their), (_, mine) in zip(*results):
+    for (key, right), (_, pytorch_result), (_, result) in zip(*results):
         if right is None:
-            assert mine is None
+            assert result is None
             continue
-        assert_no_worse(mine, their, right, factor=5, rounding=1e-5, name=key)
+        assert_no_worse(result, pytorch_result, right, factor=5, rounding=1e-5, name=key)
 
 
-def test_layer_norm_on_the_cpu():
+def test_layer_norm_on_the_cpu_is_equal_to_pytorchs():
     x, weight, bias, dy = random_case(4, 6, torch.float64)
-    for ours, theirs in zip(
-        run_case(layernorm_inline.layer_norm, x, weight, bias, dy),
-        run_case(nn.functional.layer_norm, x, weight, bias, dy),
-    ):
-        assert torch.equal(ours, theirs)
+    results = run_case(layernorm_inline.layer_norm, x, weight, bias, dy)
+    expected = run_case(nn.functional.layer_norm, x, weight, bias, dy)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected))
 
 
-def test_half_and_double_modules(backend):
+def test_modules_can_be_converted_to_half_and_double(backend):
     module = backend.LayerNorm(8)
     assert module.double().weight.dtype == torch.float64
     assert module.half().weight.dtype == torch.float16
@@ -365,6 +383,6 @@ def test_half_and_double_modules(backend):
         layernorm_inline.ConvTranspose3dLayerNormGELUScaling.forward,
     ],
 )
-def test_types_are_annotated(function):
+def test_all_arguments_are_annotated(function):
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     assert {*hints} == {*parameters, "return"} - {"self"}

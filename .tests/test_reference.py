@@ -1,4 +1,7 @@
-"""The comparison itself: it is PyTorch's in float64, it accepts float32 arithmetic, and it rejects each of some bugs."""
+"""Tests of the comparison in reference.py.
+
+Its float64 results equal PyTorch's, it accepts float32 arithmetic, and it rejects every bug of a list.
+"""
 
 import functools
 
@@ -20,7 +23,7 @@ from reference import (
 
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), (None, -1.5), ("gelu", 1.0), ("gelu_tanh", -0.5)])
 @pytest.mark.parametrize("affine", AFFINE[:4])
-def test_the_reference_is_pytorchs_in_float64(affine, activation, scale):
+def test_reference_equals_pytorch_in_float64(affine, activation, scale):
     case = random_case(7, 33, torch.float64, affine)
     expected = run_case(functools.partial(chain, activation=activation, scale=scale), *case)
     results = {name: [] for name in NAMES}
@@ -40,7 +43,10 @@ BUGS = [
 
 
 class LayerNormWith(torch.autograd.Function):
-    """Layer norm in float32 arithmetic, but for the mean, which is rounded once; with one of BUGS."""
+    """Layer norm in float32 arithmetic, with one of BUGS or, if bug is None, without.
+
+    The mean is computed in float64 and rounded once.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, activation, scale, bug):
@@ -54,10 +60,10 @@ class LayerNormWith(torch.autograd.Function):
             b[-1] = 0
         eps = {"eps left out": 0.0, "eps of 1e-5": 1e-5}.get(bug, eps)
         x32 = x.float()
-        some = x32[:, :-1] if bug == "last element left out of the statistics" else x32
-        mean = some.double().mean(1, keepdim=True).float() * (bug != "no mean")
-        count = some.shape[1] + (bug == "count off by one")
-        rstd = ((some - mean).square().sum(1, keepdim=True) / count + eps).rsqrt()
+        measured = x32[:, :-1] if bug == "last element left out of the statistics" else x32
+        mean = measured.double().mean(1, keepdim=True).float() * (bug != "no mean")
+        count = measured.shape[1] + (bug == "count off by one")
+        rstd = ((measured - mean).square().sum(1, keepdim=True) / count + eps).rsqrt()
         if bug == "another row's statistics":
             mean, rstd = mean.roll(1, 0), rstd.roll(1, 0)
         xhat = (x32 - mean) * rstd
@@ -85,7 +91,7 @@ class LayerNormWith(torch.autograd.Function):
 
 
 def layer_norm_with(bug, case, epilogue):
-    """Results of case."""
+    """Returns the results of a case, computed with a bug."""
 
     def function(x, shape, weight, bias, eps):
         return LayerNormWith.apply(x, weight, bias, eps, *epilogue, bug)
@@ -97,7 +103,7 @@ EPILOGUES = [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", -1.5)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_comparison_accepts_float32_arithmetic(dtype):
+def test_comparison_accepts_float32_arithmetic(dtype):
     compared = 0
     for rows, cols in ((3, 2), (5, 7), (1, 64), (40, 100), (1001, 24), (3, 4099), (1, 20001)):
         for number, affine in enumerate(AFFINE if dtype.itemsize == 2 else AFFINE[:4]):
@@ -110,8 +116,11 @@ def test_the_comparison_accepts_float32_arithmetic(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_comparison_rejects(bug, dtype):
-    """In short rows and, unless 16 bits cannot show it, in long ones; plain and with GELU."""
+def test_comparison_rejects_every_bug(bug, dtype):
+    """The comparison rejects each bug in short and in long rows, without an activation and with GELU.
+
+    A count that is off by one is only compared in short rows, because 16 bits cannot show it in long ones.
+    """
     for rows, cols in ((5, 7), (40, 100)) if bug == "count off by one" else ((5, 7), (1001, 24), (3, 4099)):
         for epilogue in EPILOGUES[:2]:
             case = random_case(rows, cols, dtype, seed=rows + cols)

@@ -1,5 +1,7 @@
-"""The companion fails where something is wrong: each thing that it verifies is broken on purpose, and the exit status is
-asked for. The scripts of .bench, README's commands, and that a test which hangs fails alone."""
+"""Tests of test_layernorm_inline.py as a script, of the scripts in .bench, and of README's commands and tables.
+
+For each thing that the script verifies, a module that is wrong in this way must make it fail.
+"""
 
 import importlib
 import json
@@ -36,7 +38,7 @@ class WrongInTraining(companion.ModelNew):
 
 
 class Remembered(companion.ModelNew):
-    """Gives what it gave for the first input."""
+    """Always returns the output of the first input."""
 
     def forward(self, x):
         self.first = getattr(self, "first", super().forward(x))
@@ -49,7 +51,7 @@ class WithoutBias(companion.ModelNew):
 
 
 class WithoutEps(companion.ModelNew):
-    """Right but for a row of equal numbers."""
+    """Correct except for a row of equal numbers."""
 
     def forward(self, x):
         variance = x.var((1, 2), keepdim=True, unbiased=False)
@@ -73,7 +75,7 @@ class AnotherDtype(companion.ModelNew):
 
 
 class Scaled(torch.autograd.Function):
-    """Passes on its input, and a scaled gradient."""
+    """The identity, with a gradient that is scaled by 1.001."""
 
     @staticmethod
     def forward(ctx, t):
@@ -114,7 +116,7 @@ class AnotherName(companion.ModelNew):
     WrongOutput, WrongInTraining, Remembered, WithoutBias, WithoutEps, SmallNumbersOnly, NotWritten, AnotherDtype,
     WrongInputGradient, WrongWeightGradient, WrongBiasGradient, NoWeightGradient, AnotherName,
 ])  # fmt: skip
-def test_what_is_wrong_fails(wrong, monkeypatch, capsys):
+def test_a_wrong_module_fails(wrong, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(companion, "broken_driver", lambda: "")
     monkeypatch.setattr(companion, "ModelNew", wrong)
@@ -125,7 +127,7 @@ def test_what_is_wrong_fails(wrong, monkeypatch, capsys):
 @pytest.mark.parametrize("name,wrong", [
     ("layer_norm", lambda y: y * 1.001), ("conv_transpose", lambda y: y.roll(1, -1)), ("forward", lambda y: y + 1e-4),
 ])  # fmt: skip
-def test_what_is_wrong_in_problem_34_fails(name, wrong, monkeypatch, capsys):
+def test_a_wrong_module_of_problem_34_fails(name, wrong, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(companion, "broken_driver", lambda: "")
 
@@ -148,7 +150,7 @@ def test_what_is_wrong_in_problem_34_fails(name, wrong, monkeypatch, capsys):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """The companion as with a GPU, on the CPU, with these times (ms)."""
+    """Makes the script believe that the CPU is a GPU, on which everything takes the returned times (ms)."""
     times = {
         "original": 8.0,
         "new": 0.5,
@@ -166,7 +168,7 @@ def timed(monkeypatch):
     return times
 
 
-def test_what_is_printed(timed, capsys, tmp_path):
+def test_the_printed_lines(timed, capsys, tmp_path):
     assert companion.run(40, str(tmp_path / "times.json")) == 0
     out = capsys.readouterr().out
     first, second, *rest = out.split("\n")
@@ -201,7 +203,7 @@ def test_times_on_a_gpu(backend, problem, monkeypatch, capsys):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_the_clock(backend):
-    """Twice as much work takes about twice as long, whichever is first."""
+    """Twice as much work takes about twice as long."""
     x = torch.ones(64 << 20, device="cuda")
     times = companion.milliseconds({"two": lambda: (x.add_(1), x.add_(1)), "one": lambda: x.add_(1)})
     assert 1.5 < times["two"] / times["one"] < 2.5
@@ -236,7 +238,7 @@ def test_a_driver_that_does_not_work(message, status, monkeypatch, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", [".bench/sweep.py", ".bench/models.py"])
-def test_where_only_a_gpu_will_do(script):
+def test_the_benchmarks_need_a_gpu(script):
     done = run_script(script=script)
     assert done.returncode == 1 and done.stdout.startswith("Nothing was timed"), done.stderr
 
@@ -246,9 +248,13 @@ def test_where_only_a_gpu_will_do(script):
     ("test_layernorm_inline.py", ["--json", "no/such/folder/times.json"], "cannot write to no/such/folder/times.json"),
     ("test_layernorm_inline.py", ["--json", str(ROOT)], "cannot write to"),
     (".bench/sweep.py", ["--plot", "no/such/folder/picture.png"], "cannot write to no/such/folder/picture.png"),
-    (".bench/models.py", ["no such model"], "no name contains 'no such model'"),
+    (".bench/sweep.py", ["--only", "8192:bf16"], "expected ROWSxCOLS:DTYPE"),
+    (".bench/sweep.py", ["--only", "8x8:bf16", "--json", "times.json"], "cannot be combined"),
+    (".bench/sweep.py", ["--against", "."], "--against needs --only"),
+    (".bench/sweep.py", ["--only", "8x8:bf16", "--against", "no/such/folder"], "no layernorm_inline.py in no/such/folder"),
+    (".bench/models.py", ["no such model"], "no model name contains 'no such model'"),
 ])  # fmt: skip
-def test_a_script_refuses_at_once(script, arguments, words):
+def test_wrong_arguments_fail_at_once(script, arguments, words):
     done = run_script(*arguments, script=script)
     assert done.returncode == 2 and words in done.stderr, done.stderr
 
@@ -256,8 +262,8 @@ def test_a_script_refuses_at_once(script, arguments, words):
 # ---- .bench ----
 
 TABLE = [
-    dict(what=what, rows=2**26 // cols, cols=cols, dtype=dtype, floor=1.0, eager=4.0, compile=2.0, ours=1.1)
-    for what in ("forward", "backward") for dtype in ("fp32", "bf16") for cols in (64, 1024)
+    dict(operation=operation, rows=2**26 // cols, cols=cols, dtype=dtype, floor=1.0, eager=4.0, compile=2.0, new=1.1)
+    for operation in ("forward", "backward") for dtype in ("fp32", "bf16") for cols in (64, 1024)
 ]  # fmt: skip
 
 
@@ -270,7 +276,7 @@ def test_plot_of_a_table(tmp_path, monkeypatch):
 
 
 def test_results_are_written(tmp_path, monkeypatch):
-    """A section is replaced where it was; the others stay."""
+    """write_section replaces the section of its heading, and keeps the others."""
     monkeypatch.setattr(sweep, "versions", lambda: "a GPU")
     file = tmp_path / "RESULTS.md"
     for heading, text in (
@@ -286,20 +292,31 @@ def test_results_are_written(tmp_path, monkeypatch):
 
 
 def test_tables_of_the_readme(monkeypatch):
-    """What README shows is in the sweep and among the models, and is found in RESULTS.md."""
+    """README's tables can be made from what the scripts write, and README shows those of RESULTS.md."""
     monkeypatch.setattr(sweep, "versions", lambda: "a GPU")
-    times = dict(floor=1.0, eager=4.0, compile=2.0, ours=1.25)
-    table = [dict(zip(("what", "rows", "cols", "dtype"), case), **times) for case in sweep.cases()]
-    norms = results.markdown_table(models.COLUMNS, [[name, "1/1", 4, 3, 1.5, 2] for name in models.REAL_MODELS])
+    monkeypatch.setattr(sweep, "time_forward", lambda setting, modes: dict(original=8.0, compile=0.5, new=0.25))
+    monkeypatch.setattr(sweep, "settings_40", lambda device: companion.settings_40("cpu"))
+    names = ["float32, TF32 allowed for convolutions (the default)", "float32, TF32 off"]
+    settings = [companion.Setting(name, *[None] * 8) for name in names]
+    monkeypatch.setattr(sweep, "settings_34", lambda device: settings)
+    times = dict(floor=1.0, eager=4.0, compile=2.0, new=1.25)
+    table = [dict(zip(("operation", "rows", "cols", "dtype"), case), **times) for case in sweep.cases()]
+    norms = results.markdown_table(
+        models.COLUMNS, [[name, "1/1", 4, 3, 1.5, 2, 1, 1, 1, 1] for name in models.REAL_MODELS]
+    )
     gpu = "NVIDIA H200"
     sections = {f"Sweep, {gpu}": sweep.as_markdown(table, []), f"Models, {gpu}": norms}
+    sections[f"KernelBench, {gpu}"] = sweep.problems_as_markdown()
     sections["Sweep, NVIDIA H100 80GB HBM3"] = sections[f"Sweep, {gpu}"]
     lines = results.readme_tables("".join(f"\n## {h}\n\n{text}\n" for h, text in sections.items())).split("\n")
-    assert "| forward, 8192 x 1024, bf16 | 4.00 | 2.00 | **1.25** | 3.2x | 1.6x |" in lines
-    assert "| training step, pair stack 256 x 256 x 128, bf16 | 4.00 | 1.50 | **3.00** | 1.33x | 0.5x |" in lines
-    assert "| backward, 32768 x 320, bf16 | 0.25 | 0.50 | **0.80** | 0.25 | 0.50 | **0.80** |" in lines
+    assert "| forward, 8192 x 1024, bf16 | 4.00 | 2.00 | 1.25 | 3.2x | 1.6x |" in lines
+    assert any(line.endswith("| 8.00 | 0.500 | 0.250 | 32x | 2x |") and "problem 40" in line for line in lines)
+    assert any("(faster than both in 30 of 30) |  |  |  | 3.20x | 1.60x |" in line for line in lines)
+    assert "| pair stack 256 x 256 x 128, bf16 | 4 | 3 | 1.5 | 2 |" in lines
+    assert "| backward, 32768 x 320, bf16 | 0.25 | 0.50 | 0.80 | 0.25 | 0.50 | 0.80 |" in lines
+    assert "| problem 34, float32, TF32 off | 8.00 | 0.500 | 0.250 |" in lines
     shown = (ROOT / "README.md").read_text()
-    assert all(line.split(" | ")[0] in shown for line in lines)
+    assert all(line.split(" | ")[0].split(": geometric")[0] in shown for line in lines)
     printed = results.readme_tables((ROOT / ".bench" / "RESULTS.md").read_text()).split("\n")
     assert [line for line in printed if line not in shown] == []
 
@@ -307,17 +324,36 @@ def test_tables_of_the_readme(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_the_sweep_on_a_gpu(backend, monkeypatch, tmp_path, capsys):
-    shapes = dict(FORWARD="fp32 bf16", MISALIGNED="bf16", BACKWARD="fp32", TRAINING="bf16", GELU="fp16")
+    shapes = dict(FORWARD="fp32 bf16", UNALIGNED="bf16", BACKWARD="fp32", TRAINING="bf16", GELU="fp16")
     for name, dtypes in shapes.items():
         monkeypatch.setattr(sweep, name, [(64, 256, dtypes)])
-    monkeypatch.setattr(results, "FILE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(sweep, "problems_as_markdown", lambda: "the problems")
     monkeypatch.setattr(results.write_section, "__defaults__", (tmp_path / "RESULTS.md",))
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--json", str(tmp_path / "table.json")])
     assert sweep.main() == 0
     assert len(re.findall(r"64 x 256 ", capsys.readouterr().out)) == 7
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert len(rows) == 7 and all(row[k] > 0 for row in rows for k in ("floor", "eager", "compile", "ours"))
+    assert len(rows) == 7 and all(row[k] > 0 for row in rows for k in ("floor", "eager", "compile", "new"))
     assert (tmp_path / "RESULTS.md").read_text().count("| 64 x 256 |") == 7
+    assert "the problems" in (tmp_path / "RESULTS.md").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_one_shape_against_another_version(backend, monkeypatch, capsys):
+    """--only with --against prints both versions, and writes no file."""
+
+    def write_section(*arguments):
+        raise AssertionError("a partial run must not write RESULTS.md")
+
+    monkeypatch.setattr(results, "write_section", write_section)
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--only", "64x256:bf16", "--against", str(ROOT)])
+    assert sweep.main() == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert [line.split(" 64 x 256 bf16: ")[0].strip() for line in lines if "against / new = " in line] == [
+        "forward",
+        "backward",
+    ]
 
 
 def test_row_of_a_real_model(backend, monkeypatch):

@@ -1,4 +1,4 @@
-"""Training as with nn.LayerNorm: losses of whole networks, and on two GPUs (DistributedDataParallel, FSDP2)."""
+"""Tests that networks train as with nn.LayerNorm, on one GPU and on two (DistributedDataParallel, FSDP2)."""
 
 import copy
 import os
@@ -20,7 +20,12 @@ pytestmark = pytest.mark.full
 
 
 def train(model, batches, steps, replacement=None, rate=1e-3):
-    """Losses of some steps of Adam on random but fixed batches. batches: list of (input, target)."""
+    """Trains a copy of the model with Adam. Returns the loss of each step as float64.
+
+    Args:
+        batches: list of (input, target), which are used in turn.
+        replacement: function that changes the copy before training.
+    """
     model = copy.deepcopy(model)
     if replacement is not None:
         replacement(model)
@@ -36,7 +41,10 @@ def train(model, batches, steps, replacement=None, rate=1e-3):
 
 
 class OtherSummationOrder(nn.LayerNorm):
-    """LayerNorm that rounds elsewhere: what remains of two such runs' difference is noise."""
+    """An nn.LayerNorm with another order of operations, so that its results differ only by rounding.
+
+    The difference between its losses and those of nn.LayerNorm shows how large the influence of rounding is.
+    """
 
     def forward(self, x):
         mean = x.mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
@@ -45,7 +53,7 @@ class OtherSummationOrder(nn.LayerNorm):
         return distance / (variance + self.eps).sqrt() * self.weight + self.bias
 
 
-def with_other_order(model):
+def use_other_summation_order(model):
     for module in model.modules():
         if type(module) is nn.LayerNorm:
             module.__class__ = OtherSummationOrder
@@ -71,15 +79,17 @@ def conv_model():
     return nn.Sequential(Model34(*ARGUMENTS_34))
 
 
-# Networks and steps in which rounding errors do not grow: losses differ by some 2e-7. With ReLU, whose derivative jumps,
-# it can be 3e-5, and later more; after 270 steps the convnet's loss is 1e-11, and what Adam then divides by their own
-# size are gradients that consist of rounding errors.
+# Rounding errors do not grow in these networks and in this number of steps: the losses differ by about 2e-7. With ReLU,
+# whose derivative jumps, they can differ by 3e-5, and by more after further steps. After 270 steps, the loss of the
+# convnet is 1e-11. Its gradients then consist of rounding errors, and Adam divides them by their own size.
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("make,shape,target", [
     (transformer, (16, 24, 64), (16, 24, 4)), (ConvNet, (16, 3, 32, 32), (16, 4)),
     (conv_model, (2, 32, 3, 5, 32), (2, 64, 6, 10, 64)),
 ], ids=["transformer", "convnet", "problem 34"])  # fmt: skip
 def test_training_follows_pytorch(backend, make, shape, target):
+    """The losses of a converted network differ from the original's by no more than rounding can explain."""
+
     def replace(model):
         backend.replace_layer_norm(model)
         if isinstance(model[0], Model34):
@@ -93,11 +103,11 @@ def test_training_follows_pytorch(backend, make, shape, target):
         (torch.randn(shape, device=backend.device), torch.randn(target, device=backend.device)) for _ in range(4)
     ]
     with convolutions_in_tf32(False):
-        theirs = train(model, batches, 60)
-        noise = (train(model, batches, 60, with_other_order) - theirs).abs().max()
-        difference = (train(model, batches, 60, replace) - theirs).abs().max()
-    assert theirs[-1] < 0.9 * theirs[0], "it learns"
-    assert difference <= 5 * noise + 1e-6, f"differs by {difference:.2e}, noise is {noise:.2e}"
+        losses = train(model, batches, 60)
+        noise = (train(model, batches, 60, use_other_summation_order) - losses).abs().max()
+        difference = (train(model, batches, 60, replace) - losses).abs().max()
+    assert losses[-1] < 0.9 * losses[0], "the loss must decrease"
+    assert difference <= 5 * noise + 1e-6, f"the losses differ by {difference:.2e}; rounding causes {noise:.2e}"
 
 
 DISTRIBUTED = """
@@ -111,7 +121,7 @@ DISTRIBUTED = """
     dist.init_process_group("nccl")
     kind = sys.argv[1]
 
-    def losses(replace):
+    def train(replace):
         torch.manual_seed(0)
         model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).cuda()
         if replace:
@@ -128,18 +138,18 @@ DISTRIBUTED = """
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         torch.manual_seed(rank + 1)
         x, target = torch.randn(32, 64, device="cuda"), torch.randn(32, 64, device="cuda")
-        result = []
+        losses = []
         for _ in range(30):
             loss = nn.functional.mse_loss(model(x), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            result.append(loss.detach())
-        return torch.stack(result)
+            losses.append(loss.detach())
+        return torch.stack(losses)
 
-    theirs, ours = losses(False), losses(True)
-    assert theirs[-1] < theirs[0]
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    original, converted = train(replace=False), train(replace=True)
+    assert original[-1] < original[0]
+    torch.testing.assert_close(converted, original, atol=1e-4, rtol=1e-4)
     dist.destroy_process_group()
     print("agree")
 """
@@ -147,7 +157,8 @@ DISTRIBUTED = """
 
 @two_gpus
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_distributed_training(kind, tmp_path):
+def test_distributed_training_follows_pytorch(kind, tmp_path):
+    """With DistributedDataParallel and FSDP2, a converted network has the same losses as the original."""
     shutil.copy(SOURCE, tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(DISTRIBUTED))
     port = str(29500 + os.getpid() % 2000)

@@ -1,5 +1,8 @@
-"""Output and gradients are as near to float64 as they have to be: every case of the table, random calls, and numbers
-that are hard (large means, constant rows, outliers, what overflows). How near: reference.py."""
+"""Tests that the output and the gradients are close to float64.
+
+They cover every case of the table in cases.py, random calls, and difficult numbers: large means, constant rows,
+outliers and overflow. reference.py defines how close a result must be.
+"""
 
 import functools
 import math
@@ -29,13 +32,14 @@ from layernorm_inline import layer_norm
 
 
 def run(backend, case, tensors, eps=EPS, wanted=(1, 1, 1), seed=0):
-    """[output, grad_input, grad_weight, grad_bias] on the GPU of the case, in memory full of NaN."""
-    backend.ask_for(case.nbytes)
+    """Returns [output, grad_input, grad_weight, grad_bias] from the case's GPU, computed in memory full of NaN."""
+    backend.need_memory(case.nbytes)
     with backend.on(case.gpu, seed), backend.poisoned(4 * tensors[0].nbytes + (1 << 26)):
         return run_case(functools.partial(backend.layer_norm, **case.epilogue), *tensors, eps, wanted)
 
 
 def check(backend, case, tensors, eps=EPS, wanted=(1, 1, 1), luck=NAMES):
+    """Runs the case and compares its results with float64."""
     compare_with_float64([(run(backend, case, tensors, eps, wanted), tensors)], eps, luck=luck, **case.epilogue)
 
 
@@ -44,7 +48,10 @@ def check(backend, case, tensors, eps=EPS, wanted=(1, 1, 1), luck=NAMES):
 
 @every_case
 def test_values(backend, case):
-    """On emulated GPUs the same bits, too, with threads and copies in another order."""
+    """The results are close to float64.
+
+    An emulated GPU must also give the same bits if it runs threads and copies in another order.
+    """
     tensors = case.tensors(seed=CASES.index(case))
     results = run(backend, case, tensors, seed=1)
     compare_with_float64([(results, tensors)], **case.epilogue)
@@ -52,60 +59,62 @@ def test_values(backend, case):
         assert same_bits(results, run(backend, case, tensors, seed=2))
 
 
-# Kinds of shapes, as (rows, columns) of the number of SMs and two fractions: what each room takes.
-KINDS = {
+# The kinds of shapes that random calls have. Each function returns (rows, columns), from the number of SMs and two
+# random fractions. Together the kinds reach every kernel family.
+SHAPE_KINDS = {
     "few short": lambda s, u, v: (1 + 3 * s * u, 1 + 299 * v),
     "many short": lambda s, u, v: (15 * s + 8 * s * u, 1 + 299 * v),
     "middle": lambda s, u, v: (1 + 3 * s * u, 301 + 8699 * v),
     "long": lambda s, u, v: (1 + 12 * u, 9001 + 1068 * s * v),
     "many long": lambda s, u, v: (s + 2 * s * u, 6001 + 15_000 * v),
     "many in shared memory": lambda s, u, v: (2 + 17 * s * u, 8200 + 8 * (1250 * v // 1)),
-    "together": lambda s, u, v: (4 + 4 * u, 8334 * s + 4 * (5300 * s * v // 1)),
-    "spread": lambda s, u, v: (1 + 2 * u, 8334 * s + 7576 * s * v),
+    "grid_resident": lambda s, u, v: (4 + 4 * u, 8334 * s + 4 * (5300 * s * v // 1)),
+    "two_pass": lambda s, u, v: (1 + 2 * u, 8334 * s + 7576 * s * v),
 }
 
 
-def any_call(gpu, number, most):
-    """(a case of at most so many elements, eps, options of its numbers)."""
+def random_call(gpu, number, max_elements):
+    """Returns (a case of at most max_elements, eps, options of random_case). The number is the seed of all choices."""
     rng = random.Random(number)
     while True:
-        kind, u, v = rng.choice(list(KINDS)), rng.random(), rng.random()
-        rows, cols = map(int, KINDS[kind](gpu.sms, u, v))
-        if rows * cols <= most:
+        kind, u, v = rng.choice(list(SHAPE_KINDS)), rng.random(), rng.random()
+        rows, cols = map(int, SHAPE_KINDS[kind](gpu.sms, u, v))
+        if rows * cols <= max_elements:
             break
     dtype = rng.choice(list(TYPES))
     affine = rng.choice(AFFINE if TYPES[dtype].itemsize == 2 else AFFINE[:4])
     off = rng.choice(["", "", *OFFSETS])
     mean, std = rng.choice([0.0, 1.0, -300.0, 1e6]), rng.choice([1e-3, 1.0, 1e3, 1e6])
-    if dtype == "fp16":
+    if dtype == "fp16":  # its largest number is 65504
         mean, std = min(mean, 1e4), min(std, 1e3)
-    numbers = dict(mean=mean, std=std, telling=False)
+    numbers = dict(mean=mean, std=std, emphasized=False)
     return Case(gpu, rows, cols, dtype, rng.choice(list(FORMS)), off, affine), rng.choice([1e-12, 1e-5, 1e-1]), numbers
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(50))
-def test_any_call(backend, part, seed):
+def test_random_calls(backend, part, seed):
+    """Calls with random shapes, dtypes, parameters, alignment and numbers give results close to float64."""
     for number in range(20 if backend.is_cuda else 4):
         number += 1000 * part + 100_000 * seed
         gpu = this_gpu()[0] if backend.is_cuda else random.Random(number).choice(EMULATED[:2] + EMULATED)
-        case, eps, numbers = any_call(gpu, number, 4 * 10**7 if backend.is_cuda else 10**5)
+        case, eps, numbers = random_call(gpu, number, 4 * 10**7 if backend.is_cuda else 10**5)
         check(backend, case, case.tensors(**numbers), eps)
 
 
-# ---- Which gradients, which eps ----
+# ---- Output mask, eps ----
 
 
 @some_cases
-def test_output_mask(backend, case):
-    """Only the gradients that are asked for."""
+def test_output_mask_selects_gradients(backend, case):
+    """Backward computes the requested gradients, and no others."""
     for wanted in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)):
         check(backend, case, case.tensors(), wanted=wanted)
 
 
 @pytest.mark.full
 @some_cases
-def test_eps(backend, case):
+def test_eps_of_any_size(backend, case):
     for eps in (0.0, 1e-12, 1e-5, 1.0, 1e10):
         check(backend, case, case.tensors(), eps)
 
@@ -115,6 +124,10 @@ def test_eps(backend, case):
 
 @some_cases
 def test_nan_stays_in_its_row(backend, case):
+    """NaN or infinity in a row of input spoils only that row of output and grad_input.
+
+    NaN in grad_output spoils one row of grad_input and one column of grad_weight and grad_bias.
+    """
     x, weight, bias, dy = case.tensors()
     row, col = case.rows // 2, case.cols // 3
     bad_x, bad_dy = placed(x), placed(dy)
@@ -133,12 +146,12 @@ def test_nan_stays_in_its_row(backend, case):
 
 
 NOT_FP16 = [case for case in SOME if case.dtype != "fp16"]
-SINGLE = [case for case in SOME if case.dtype in ("fp32", "bf16")]  # numbers as large as float32 has
+FLOAT32_RANGE = [case for case in SOME if case.dtype in ("fp32", "bf16")]  # dtypes whose range is that of float32
 with_parameters = functools.partial(pytest.mark.parametrize, "backend,case", indirect=["backend"])
 
 
 def only(cases):
-    """The parameters of some_cases that are of these cases."""
+    """Returns a decorator like some_cases that keeps only the given cases."""
     chosen = set(map(str, cases))
     return with_parameters([parameter for parameter in some_cases.args[1] if parameter.id in chosen])
 
@@ -146,8 +159,11 @@ def only(cases):
 @pytest.mark.full
 @only(NOT_FP16)
 @pytest.mark.parametrize("where", [slice(None), slice(5, 6)], ids=["everywhere", "one number"])
-def test_a_variance_that_overflows(backend, case, where):
-    """Is infinite, and rows are 0 before weight and bias: also where the mean's own rounding is multiplied by it."""
+def test_variance_that_overflows_is_infinite(backend, case, where):
+    """A variance that overflows is infinite, and the normalized row is 0.
+
+    This also holds where the kernel multiplies the rounding error of the mean by rstd.
+    """
     x, weight, bias, dy = case.tensors()
     x[:, where] *= 1e28
     y, dx, grad_weight, _ = run(backend, case, (x, weight, bias, dy), eps=1e-5)
@@ -157,9 +173,9 @@ def test_a_variance_that_overflows(backend, case, where):
 
 
 @pytest.mark.full
-@only(SINGLE)
-def test_sums_that_float32_does_not_have(backend, case):
-    """Are NaN in the end, or right, but nothing between."""
+@only(FLOAT32_RANGE)
+def test_sums_that_overflow_give_nan_or_bias(backend, case):
+    """If the sum of a constant row overflows float32, output is NaN or what bias gives, and nothing in between."""
     x, weight, bias, dy = case.tensors()
     y = run(backend, case, (x.fill_(2e36), weight, bias, dy), eps=1e-5)[0]
     expected = case.epilogue["scale"] * activated(bias.double(), case.epilogue["activation"])[0]
@@ -167,10 +183,13 @@ def test_sums_that_float32_does_not_have(backend, case):
 
 
 @pytest.mark.full
-@only([case for case in SINGLE if case.epilogue["activation"] is None])
+@only([case for case in FLOAT32_RANGE if case.epilogue["activation"] is None])
 @pytest.mark.parametrize("period", [1, 4])
-def test_rows_whose_distances_have_no_square(backend, case, period):
-    """Of 3e37 and -3e37: the variance is infinite and the row is bias, as PyTorch's; or NaN where a sum overflowed."""
+def test_squares_that_overflow_leave_bias_or_nan(backend, case, period):
+    """A row of 3e37 and -3e37 gives bias, or NaN in all columns if one of its sums overflows.
+
+    The squares of its distances from the mean overflow float32, so that the variance is infinite. PyTorch gives bias.
+    """
     x, weight, bias, dy = case.tensors()
     signs = 1 - 2 * (torch.arange(case.cols, device=x.device) // period % 2)
     x.copy_(3e37 * signs)
@@ -185,17 +204,21 @@ LARGE_MEANS = {"fp32": [(1e4, 1.0), (1e6, 0.1)], "fp16": [(1e3, 1.0)], "bf16": [
 
 
 @some_cases
-def test_large_mean(backend, case):
+def test_large_mean_is_accurate(backend, case):
     for mean, std in LARGE_MEANS[case.dtype]:
-        tensors = case.tensors(mean=mean, std=std, telling=False)
+        tensors = case.tensors(mean=mean, std=std, emphasized=False)
         check(backend, case, tensors, 1e-5, luck=NAMES if case.rows < 6 or not backend.is_cuda else SUMS)
 
 
 @pytest.mark.full
-@only(SINGLE)
-def test_huge_mean(backend, case):
-    """1e20, whose square float32 does not have: numbers around it, rows with some numbers next to it."""
-    tensors = case.tensors(mean=1e20, std=1e15, telling=False)
+@only(FLOAT32_RANGE)
+def test_huge_mean_is_accurate(backend, case):
+    """A mean of 1e20, whose square overflows float32, gives accurate results.
+
+    The first input varies around 1e20 (float32 only). The second is 1e20 except for a few elements, which are 1/128
+    larger.
+    """
+    tensors = case.tensors(mean=1e20, std=1e15, emphasized=False)
     if case.dtype == "fp32":
         check(backend, case, tensors, 1e-5)
     tensors[0].fill_(1e20)[:, :: min(5000, case.cols - 1)] *= 1 + 2**-7
@@ -204,16 +227,17 @@ def test_huge_mean(backend, case):
 
 @pytest.mark.full
 @some_cases
-def test_numbers_far_from_the_rest(backend, case):
-    """Where a row is sampled (means are then distances from an outlier, see reference_of), at its ends, at distances."""
+def test_outliers_do_not_spoil_their_row(backend, case):
+    """Outliers may be anywhere in a row: at the columns that kernels sample, at its ends, or at regular distances."""
     cols = case.cols
     tensors = case.tensors()
+    # Some kernels sum distances from a reference value, the median of the elements in these three columns.
     tensors[0][:, [cols * 5 // 13, cols // 2, cols * 8 // 13]] = 30
     check(backend, case, tensors)
     if not backend.is_cuda or case.dtype != "fp32":
         return
     for where in (slice(0, min(2048, cols // 2)), slice(0, None, 997), slice(-5, None), slice(0, None, cols // 5)):
-        tensors = case.tensors(mean=0.0, telling=False)
+        tensors = case.tensors(mean=0.0, emphasized=False)
         tensors[0][:, where] += 1e4
         check(backend, case, tensors, 1e-5)
 
@@ -221,15 +245,15 @@ def test_numbers_far_from_the_rest(backend, case):
 @pytest.mark.full
 @pytest.mark.parametrize("std,dtype", [(1e-39, "fp32"), (1e15, "fp32"), (6e-6, "fp16"), (1e4, "fp16"), (1e15, "bf16")])
 @pytest.mark.parametrize("cols", [64, 5000, 60000])
-def test_tiny_and_huge_numbers(backend, cols, std, dtype):
-    case = random_case(5, cols, TYPES[dtype], seed=cols, mean=0.0, std=std, telling=False, device=backend.device)
+def test_tiny_and_huge_numbers_are_accurate(backend, cols, std, dtype):
+    case = random_case(5, cols, TYPES[dtype], seed=cols, mean=0.0, std=std, emphasized=False, device=backend.device)
     assert_close_to_float64(backend, case, eps=1e-5, luck=SUMS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("cols", [1000, 9000, 16392, 20001])
-def test_rstd_whose_square_overflows(backend, cols):
-    options = dict(mean=0.0, std=3e-20, telling=False, device=backend.device)
+def test_rstd_whose_square_overflows_is_accurate(backend, cols):
+    options = dict(mean=0.0, std=3e-20, emphasized=False, device=backend.device)
     assert_close_to_float64(backend, random_case(40, cols, torch.bfloat16, seed=cols, **options), eps=0.0, luck=SUMS)
 
 
@@ -237,7 +261,10 @@ def test_rstd_whose_square_overflows(backend, cols):
 
 
 def rounded_sums():
-    """Cases whose sums of equal numbers are rounded: of float16, of 11 bits, from 8192 columns on."""
+    """Yields float16 cases in which float32 rounds the sum of equal numbers.
+
+    A float16 number has 11 significant bits, so that sums of up to 8192 of them are exact in float32.
+    """
     hopper, turing, ampere = (emulator.GPUS[name] for name in ("hopper", "turing", "ampere"))
     for gpu, rows, cols in (
         (hopper(2), 3, 16384), (turing(2), 3, 14335), (ampere(2), 3, 65544), (hopper(8), 3, 60000),
@@ -256,8 +283,11 @@ def constant_row_parameters():
 @with_parameters(constant_row_parameters())
 @pytest.mark.parametrize("off", ["", "x"])
 def test_constant_rows_give_bias(backend, case, off):
-    """To the bit, where rstd is 10^6; also of numbers so large that float32 does not have mean * rstd. grad_weight is 0,
-    grad_input, of numbers that are not that large, that of zeros."""
+    """The output of a constant row is bias, bit for bit, although rstd is 10^6. The gradient of weight is 0.
+
+    This holds even for values so large that mean * rstd overflows float32. For values below 10^6, grad_input is close
+    to that of a row of zeros.
+    """
     values = (0.0, 1.0, 1 / 3, 100.0, 1234.567, -3.7e5, 1e20, -7.7e29, *[1e33] * (case.cols < 300_000))
     if case.dtype == "fp16":
         values = (0.0, 1.0, 1 / 3, 2047.0, -1234.567, 16376.0, 65504.0)
@@ -281,11 +311,14 @@ def test_constant_rows_give_bias(backend, case, off):
 
 
 @pytest.mark.full
-def test_a_row_is_the_same_among_many(backend):
-    """Up to rounding, although the number of rows decides the kernel. If the shared-memory kernel subtracted a mean that
-    is rounded to float32, rows of mean 10^4 would change by 5e-4."""
+def test_row_has_the_same_output_alone_and_among_many(backend):
+    """A row's output does not depend on the number of rows, up to rounding, although that number decides the kernel.
+
+    If the shared-memory kernel subtracted a mean that is rounded to float32, rows with a mean of 10^4 would change by
+    5e-4.
+    """
     many, cols = (15 * 160 + 1 if backend.is_cuda else 31), 9000
-    x = random_case(many, cols, torch.float32, "none", mean=1e4, telling=False, device=backend.device)[0]
+    x = random_case(many, cols, torch.float32, "none", mean=1e4, emphasized=False, device=backend.device)[0]
     with backend.on(emulator.GPUS["hopper"](2)):
         together, alone = (backend.layer_norm(t, (cols,), eps=1e-12)[:1].double() for t in (x, x[:1].clone()))
     exact = x[:1].double() - x[:1].double().mean()
@@ -300,19 +333,36 @@ def test_a_row_is_the_same_among_many(backend):
 @pytest.mark.parametrize("gpu,rows,cols,value", [
     (emulator.GPUS["hopper"](1), 1100, 2056, 0.931),
     (emulator.GPUS["ada"](2), 600, 4104, 0.847),  # two blocks share all rows
+    (emulator.GPUS["hopper"](1), 1100, 4095, 0.931),  # register kernels: more blocks than run at once
+    (emulator.GPUS["hopper"](1), 300, 16387, 0.847),  # two-pass kernels: a thread adds to its partial sums
 ], ids=str)  # fmt: skip
-def test_gradients_of_many_rows(backend, gpu, rows, cols, value):
-    """Of a constant grad_output, rows added up one by one would be off by 136 and 74 roundings."""
+def test_gradients_of_many_rows_are_accurate(backend, gpu, rows, cols, value):
+    """grad_bias of a constant grad_output is accurate.
+
+    If rows were added one by one, it would be off by 136 roundings in the first case, by 74 in the second, and so on.
+    """
     if backend.is_cuda:
-        rows = 700 * 132  # of each thread
+        rows = min(700 * 132, 2**28 // cols)
     case = Case(gpu, rows, cols, "fp32", "plain")
-    x, weight, bias, dy = case.tensors(mean=0.0, telling=False, device=backend.device)
+    x, weight, bias, dy = case.tensors(mean=0.0, emphasized=False, device=backend.device)
     grad_bias = run(backend, case, (x, weight, bias, dy.fill_(value)))[3]
     exact = rows * dy[0, 0].double()
     assert ((grad_bias - exact).abs() <= 48 * 2**-23 * exact).all()
 
 
-# ---- Statistics: the last digits ----
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_odd_rows_on_an_odd_number_of_sms(backend, dtype):
+    """Blocks of 16-bit backward handle either even or odd rows only, also where one block per SM would be an odd number.
+
+    In rows with an odd number of columns, even and odd rows have other words.
+    """
+    case = Case(emulator.GPUS["hopper"](3), 40, 4095, dtype, "plain")
+    check(backend, case, case.tensors())
+
+
+# ---- Accuracy of the statistics to the last digits ----
 
 
 @pytest.mark.full
@@ -320,31 +370,35 @@ def test_gradients_of_many_rows(backend, gpu, rows, cols, value):
     "rows,cols,calls",
     [(1, 26157, 400), (2, 10006, 400), (1, 85994, 400), (2, 159866, 100), (5, 294000, 40), (1, 1 << 21, 40)],
 )
-def test_the_means_rest_is_subtracted_too(backend, rows, cols, calls):
-    """What is subtracted from a row is more than its mean rounded to a float, which is off by up to half a unit in the
-    last place: without weight and bias it is the mean of the output that shows it."""
+def test_mean_is_more_precise_than_float32(backend, rows, cols, calls):
+    """The mean that is subtracted from a row has more digits than a float32.
+
+    A mean rounded to float32 is off by up to half a unit in the last place. Without weight and bias, the mean of the
+    output shows that error.
+    """
     if not backend.is_cuda:
         calls = min(calls, 8) if cols < 60_000 else 0
     if calls == 0:
-        pytest.skip("the shorter rows are enough on emulated GPUs")
-    unit = 2.0**-10  # in the last place of 1e4
-    options = dict(mean=1e4, telling=False, device=backend.device)
+        pytest.skip("emulated GPUs run only the shorter rows")
+    unit = 2.0**-10  # one unit in the last place of the mean, 1e4
+    options = dict(mean=1e4, emphasized=False, device=backend.device)
     for number in range(calls):
         offsets = (number % 6, 0, 0, 0)
         x = random_case(rows, cols, torch.float32, "none", seed=number, offsets=offsets, **options)[0]
         y, exact = backend.layer_norm(x, (cols,), eps=1e-12).double(), x.double() - x.double().mean(1, keepdim=True)
         exact /= exact.square().mean(1, keepdim=True).sqrt()
         assert (y.mean(1) * x.double().std(1)).abs().max() < 0.05 * unit, number
-        rstd_is_off = (y * exact).sum(1) / exact.square().sum(1) - 1
-        assert rstd_is_off.abs().max() < 4 * 2.0**-24, number  # 46 where parts' means are off by what a sum rounds
+        rstd_error = (y * exact).sum(1) / exact.square().sum(1) - 1  # relative
+        # It would be up to 46 of these units if the means of a row's parts had the rounding error of a sum.
+        assert rstd_error.abs().max() < 4 * 2.0**-24, number
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rows,cols", [(4, 65536), (1, 1 << 21), (8, 1 << 21)])
-def test_rstd_of_long_rows(backend, rows, cols):
-    """Of rows of 1 and -1, whose variance is 1: their output is rstd, within 0.62 units in the last place."""
+def test_rstd_of_long_rows_is_accurate(backend, rows, cols):
+    """The output of a row of 1 and -1, whose variance is 1, is rstd to within 0.8 units in the last place."""
     if not backend.is_cuda:
-        pytest.skip("rsqrtf is not that of a GPU")
+        pytest.skip("the emulated rsqrtf rounds differently than a GPU's")
     x = torch.ones(rows, cols, device=backend.device)
     x[:, 1::2] = -1
     for eps in (k * 7951 / 2**20 for k in range(400)):
@@ -359,9 +413,12 @@ def test_rstd_of_long_rows(backend, rows, cols):
 @pytest.mark.parametrize("rows,cols", [(40, 3), (64, 129), (9, 4096), (40, 9000), (5, 20001), (3, 40000)])
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation,scale", [("gelu", 1.0), ("gelu_tanh", -0.5), (None, 2.0), ("gelu", 0.0)])
-def test_activation(backend, rows, cols, dtype, activation, scale):
-    """Tests of accuracy, of several inputs, as the largest error of a few numbers is a matter of luck."""
-    options = dict(mean=0.0, telling=False, device=backend.device)
+def test_activation_is_accurate(backend, rows, cols, dtype, activation, scale):
+    """Results with activation and scale are accurate.
+
+    Small shapes run with several inputs, because the largest error of a few numbers is a matter of luck.
+    """
+    options = dict(mean=0.0, emphasized=False, device=backend.device)
     numbers = range(rows + cols, rows + cols + (8 if rows * cols < 1e5 and backend.is_cuda else 1))
     cases = [random_case(rows, cols, TYPES[dtype], seed=number, **options) for number in numbers]
     luck = SUMS if backend.is_cuda else NAMES
@@ -371,8 +428,11 @@ def test_activation(backend, rows, cols, dtype, activation, scale):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_activation_of_every_argument(backend, activation, dtype):
-    """gelu(z) and its derivative, element by element: with a weight of 0, z is the bias."""
+def test_activation_of_every_argument_is_accurate(backend, activation, dtype):
+    """GELU and its derivative are accurate in each element, for arguments from -12 to 12 and for huge ones.
+
+    The weight is 0, so that bias is the argument of the activation.
+    """
     dtype = TYPES[dtype]
     huge = [-1e4, -100.0, -0.0, 100.0, 1e4] + [-1e15, 1e15] * (dtype == torch.float32)
     line = torch.linspace(-12, 12, 1 << (20 if backend.is_cuda else 14))
@@ -387,7 +447,7 @@ def test_activation_of_every_argument(backend, activation, dtype):
     exact.sum().backward()
     eps = torch.finfo(dtype).eps
     error, slope_error = (y.double() - exact).abs(), (z.grad.double() - exact_z.grad).abs()
-    if dtype in (torch.float16, torch.bfloat16):  # but for the rounding of the result
+    if dtype in (torch.float16, torch.bfloat16):  # beyond the rounding of the result
         assert (error <= 0.75 * eps * exact.abs() + 1e-6).all()
         assert (slope_error <= 0.6 * eps * exact_z.grad.abs() + 1e-5).all()
         return
@@ -400,12 +460,13 @@ def test_activation_of_every_argument(backend, activation, dtype):
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 @pytest.mark.parametrize("rows,cols", [(3, 8), (30, 33), (9, 4096), (9, 16392), (5, 20001), (3, 70000)])
-def test_gelu_of_infinity(backend, rows, cols, activation, dtype):
+def test_gelu_of_infinity_nan_and_zero(backend, rows, cols, activation, dtype):
+    """GELU of infinity, -infinity, NaN and -0 is infinity, NaN, NaN and -0."""
     x, weight, bias, _ = random_case(rows, cols, TYPES[dtype], seed=cols, device=backend.device)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0], device=backend.device, dtype=TYPES[dtype])
     bias[:4], bias[-1], weight[:4] = special, torch.inf, 0
     y = backend.layer_norm(x, (cols,), weight, bias, activation=activation)
-    expected = torch.tensor([torch.inf, torch.nan, torch.nan, -0.0]).to(special)  # as z / 2 * (1 + erf) has them
+    expected = torch.tensor([torch.inf, torch.nan, torch.nan, -0.0]).to(special)  # the results of z / 2 * (1 + erf)
     assert (y[:, -1] == torch.inf).all()
     torch.testing.assert_close(y[:, :4], expected.expand(rows, 4), rtol=0, atol=0, equal_nan=True)
     assert y[:, 4:-1].isfinite().all()
@@ -413,9 +474,9 @@ def test_gelu_of_infinity(backend, rows, cols, activation, dtype):
 
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation,scale", [("gelu", 1.0), ("gelu_tanh", -0.5), (None, 2.0), ("gelu", 0.0)])
-def test_activation_on_the_cpu(dtype, activation, scale):
+def test_activation_on_the_cpu_equals_pytorchs_operations(dtype, activation, scale):
     case = random_case(5, 24, TYPES[dtype])
-    ours, theirs = (
+    results, expected = (
         run_case(functools.partial(f, activation=activation, scale=scale), *case) for f in (layer_norm, chain)
     )
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected))
