@@ -61,8 +61,8 @@ def run_here(code, **environment):
 
 
 def package(name):
-    """Imports an optional package. If it is not installed, skips the test, or fails it in CI, which installs it."""
+    """Imports an optional package. If it is not installed, skips the test, or fails it with REQUIRE_PACKAGES=1."""
     if importlib.util.find_spec(name) is None:
-        report = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        report = pytest.fail if os.environ.get("REQUIRE_PACKAGES") == "1" else pytest.skip
         report(f"{name} is not installed")
     return importlib.import_module(name)

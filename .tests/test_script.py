@@ -391,3 +391,12 @@ def test_a_test_that_hangs_fails_alone(tmp_path):
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"], cwd=tmp_path, env=environment
     )
     assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout and "more than 2 s" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("required, outcome", [("", pytest.skip.Exception), ("1", pytest.fail.Exception)])
+def test_missing_package_skips_a_test_or_fails_it_if_required(required, outcome, monkeypatch):
+    """CI services set CI=true. A user's CI that installs only the packages of README must pass."""
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setenv("REQUIRE_PACKAGES", required)
+    with pytest.raises(outcome, match="no_such_package is not installed"):
+        package("no_such_package")
