@@ -20,6 +20,9 @@ How to use it
         replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
     For KernelBench, ModelNew is level 1 problem 40, and ConvTranspose3dLayerNormGELUScaling is level 2 problem 34.
+    Without KernelBench, both classes and the string _CONVOLUTION can be deleted, together with the code that calls the
+    convolution: the section "Convolution" and two m.def in CPP_SOURCE, the struct Convolution, and _DISPATCH's launch
+    for it.
 
 What the import does
     The first import compiles the kernels in 15 to 30 s and stores the library in the folder TORCH_EXTENSIONS_DIR
@@ -136,6 +139,10 @@ _is_dynamo_tracing = torch.compiler.is_dynamo_compiling if torch.__version__ >= 
 _tracing_state = torch._C._get_tracing_state  # this function returns None unless torch.jit.trace runs
 _HAS_EXPORT_FLAG = torch.__version__ >= "2.7"  # the flag that _is_exporting reads
 
+# The longest rows that _is_left_to_pytorch leaves to Inductor: in bytes, and under autocast in columns. Replaced models
+# with such rows were 1% to 5% slower when the op ran them (GPT-2, ViT and ConvNeXt on an H200, training).
+_INDUCTOR_ROW_BYTES, _INDUCTOR_AUTOCAST_COLUMNS = 16 << 10, 16 << 10
+
 
 def _is_exporting():
     """Returns True while torch.export runs, strict or not.
@@ -164,9 +171,9 @@ def _is_left_to_pytorch(input, normalized_shape, eps):
     if _is_exporting() or not isinstance(eps, (float, int)):
         return True
     if torch.is_autocast_enabled():
-        return columns <= 16384
+        return columns <= _INDUCTOR_AUTOCAST_COLUMNS
     row_bytes = columns * input.element_size()
-    return row_bytes <= 16384 and row_bytes % 16 == 0
+    return row_bytes <= _INDUCTOR_ROW_BYTES and row_bytes % 16 == 0
 
 
 def _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale):
@@ -241,7 +248,7 @@ def layer_norm(
     if (_OVERRIDES_ARE_TRACED or not _is_dynamo_tracing()) and has_torch_function_variadic(input, weight, bias):
         keywords = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
         return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **keywords)
-    if type(scale) is not float and not isinstance(scale, numbers.Real):
+    if type(scale) is not float and not isinstance(scale, numbers.Real):  # the first test is only for speed
         raise TypeError(f"Expected scale to be a number, but got {type(scale).__name__}")
     if activation not in _ACTIVATION_NAMES:  # a tuple, because a dict raises TypeError for an unhashable activation
         raise ValueError(f"Expected activation to be one of {_ACTIVATION_NAMES}, but got {activation!r}")
@@ -249,7 +256,7 @@ def layer_norm(
     if not runs_on_cuda or _tracing_state() is not None:  # torch.jit.trace, or torch.onnx.export without dynamo
         return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
     if _is_dynamo_tracing() or _is_exporting():
-        if _is_left_to_pytorch(input, normalized_shape, eps):
+        if _is_left_to_pytorch(input, normalized_shape, eps):  # also if the op does not accept the types
             return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
     elif not _has_usual_types(normalized_shape, weight, bias, eps):
         # Calls PyTorch's function with no rows. It raises its TypeError if it does not accept the types.
@@ -435,8 +442,10 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
             and all(t.is_cuda and t.dtype == x.dtype for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
-            and (x.dim() == 5 and x.shape[1] == 32 and x.shape[4] == 32)
-            and (_is_plain(conv, _TorchConvTranspose3d) and _is_plain(norm, LayerNorm))
+            and x.dim() == 5
+            and x.shape[1] == x.shape[4] == 32
+            and _is_plain(conv, _TorchConvTranspose3d)
+            and _is_plain(norm, LayerNorm)
             and conv.weight.shape == (32, 64, 4, 4, 4)
             and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))
             and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))
@@ -487,8 +496,8 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
 #
 # Safe changes, and what guards them. Tests without a file name are in .tests/test_build.py.
 #   - Flags can be changed and added in _CUDA_FLAGS and _CPP_FLAGS, which are part of the folder's name, so that all
-#     libraries are compiled again. If _CUDA_FLAGS is left out of the name, test_one_namespace_of_ops_for_all_libraries
-#     fails. No test notices the same for _CPP_FLAGS, or a flag that is added only in _compile.
+#     libraries are compiled again. If one of these is left out of the name,
+#     test_one_namespace_of_ops_for_all_libraries fails. No test notices a flag that is added only in _compiler_flags.
 #   - A library is found by the names of its folders and the file `complete`, without a lock. So everything that changes
 #     what the library computes must be in these names (sources, versions, flags, codes), and `complete` must be written
 #     last (tests with "incomplete_library" and "container" in their names). The compilers are not in the names: a
@@ -498,7 +507,8 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
 #   - Compiling changes the process: environment variables (PATH, TORCH_CUDA_ARCH_LIST), cpp_extension.CUDA_HOME and a
 #     logging filter. Every change must be registered with an ExitStack named `restored`, which undoes it. For variables
 #     and CUDA_HOME, test_an_error_of_the_build_reaches_the_user_at_each_import fails otherwise. Run it alone: if
-#     another test has left the same variable set, it notices nothing. No test notices a filter that is left.
+#     another test has left the same variable set, it notices nothing. For the filter,
+#     test_looking_for_pytorchs_compiler_leaves_logging_unchanged fails.
 #   - The _process_lock keeps two threads from compiling at the same time (test_threads_import_copies_of_the_file), and
 #     build.lock does the same for processes (tests with "the_lock" and "many_processes" in their names).
 #   - Any other way to catch errors makes test_file_follows_the_static_rules (test_kernelbench.py) fail.
@@ -595,6 +605,7 @@ def _gpus():
     contains all GPUs, not only the visible ones. It is empty if CUDA_VISIBLE_DEVICES hides all GPUs, or if the driver's
     major CUDA version is older than PyTorch's.
     """
+    # CUDA hides all GPUs if the first entry is none of: a number as C's atoi reads it, GPU-<uuid>, MIG-<uuid>.
     if not re.match(r"\s*\+?\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return []
     with contextlib.suppress(OSError, AttributeError):
@@ -673,7 +684,7 @@ def _find_cuda_home():
         headers = [f"{glob.escape(home)}/{p}include/cuda_runtime_api.h" for p in ("", "targets/*/")]
         if os.path.exists(nvcc) and any(map(glob.glob, headers)):
             version_text = _output(nvcc, "--version")
-            release = re.search(r"release (\d+\.\d+)|$", version_text)[1]
+            release = re.search(r"release (\d+\.\d+)|$", version_text)[1]  # None if there is no release
             if release and _parse_version(release)[0] == major and _parse_version(release) >= _OLDEST_CUDA:
                 return home, release
             problem = (
@@ -734,34 +745,24 @@ def _supported_codes(cuda_home, release, codes):
     return supported, remark
 
 
-def _compile(folder, codes):
-    """Compiles CPP_SOURCE and CUDA_SOURCE to the library in `folder`, which must be empty, and loads it.
+def _compiler_flags(name, cuda_home, codes):
+    """Returns the flags for the C++ compiler and those for nvcc.
 
-    The name of the library says which one it is: the name of the second library, which contains the kernels for
-    activations, scale and the convolution, ends with _epilogue.
+    All of them follow from _CPP_FLAGS, _CUDA_FLAGS, the library's name and the codes, which name the library's folder,
+    or do not change the machine code. Other flags must not be added here: a library in the cache would be loaded that
+    was compiled without them.
     """
-    name = os.path.basename(os.path.dirname(folder))
-    macros, kernels = [], "CUDA kernels"
-    if name.endswith("_epilogue"):
-        macros, kernels = ["-DLAYERNORM_HAS_EPILOGUE"], "CUDA kernels for activations and scale"
-    _check_host_compiler()
-    cuda_home, release = _find_cuda_home()
-    codes, remark = _supported_codes(cuda_home, release, codes)
-    # The folder is named after all requested codes, also those that this nvcc cannot generate, so that later imports
-    # find the library and do not compile again. A newer nvcc is therefore only used once the folder is deleted.
-    compiled_for = ", ".join(codes) + (
-        f" ({remark}, and delete the folder {os.path.basename(folder)})" if remark else ""
-    )
-    # A rough estimate: one code needs 14 to 18 s (sm_90a, on different CPUs), and each further code adds about 10 s.
-    _print(f"compiling {kernels} for {compiled_for}, about {10 + 10 * len(codes)} s, only this once")
+    macros = ["-DLAYERNORM_HAS_EPILOGUE"] if name.endswith("_epilogue") else []
     cuda_flags = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in codes]
     if "--split-compile" in _output(f"{cuda_home}/bin/ptxas", "--help"):  # not in CUDA 11
         # Assembles the kernels in parallel, to the same machine code. Compiling then needs a third less time (measured
         # on 16 cores).
         cuda_flags += ["-Xptxas", f"--split-compile={min(8, len(os.sched_getaffinity(0)))}"]
-    # The toolkit that pip installs has libcudart.so.13 but not libcudart.so, which the linker looks for.
-    for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_parse_version(release)[0]}*")[:1]:
-        os.symlink(library, f"{folder}/libcudart.so")
+    return [*_CPP_FLAGS, *macros], [*_CUDA_FLAGS, *macros, *cuda_flags]
+
+
+def _load_inline(name, folder, cuda_home, compiled_for, cpp_flags, cuda_flags):
+    """Calls PyTorch's load_inline, and undoes what it and this function change in the process."""
     cpp_extension = _cpp_extension()
     # PyTorch marks an extension as built as soon as its build starts. Without this line it would not build again after
     # a failure.
@@ -776,8 +777,8 @@ def _compile(folder, codes):
             name,
             cpp_sources=[f'#define LAYERNORM_COMPILED_FOR "{compiled_for}"', CPP_SOURCE],
             cuda_sources=CUDA_SOURCE,
-            extra_cflags=[*_CPP_FLAGS, *macros],
-            extra_cuda_cflags=[*_CUDA_FLAGS, *macros, *cuda_flags],
+            extra_cflags=cpp_flags,
+            extra_cuda_cflags=cuda_flags,
             extra_ldflags=["-L."],  # the folder, in which ninja runs the linker
             build_directory=folder,
             is_python_module=False,
@@ -787,11 +788,35 @@ def _compile(folder, codes):
         )
     if not os.path.exists(_library_path(folder)):
         function = cpp_extension.load_inline
-        name = getattr(function, "__qualname__", type(function).__qualname__)
+        replacement = getattr(function, "__qualname__", type(function).__qualname__)
         raise RuntimeError(
-            f"layernorm_inline: load_inline did not write {_library_path(folder)}. {name} of {function.__module__} has"
-            " replaced it; a replacement must keep the arguments name and build_directory."
+            f"layernorm_inline: load_inline did not write {_library_path(folder)}. {replacement} of"
+            f" {function.__module__} has replaced it; a replacement must keep the arguments name and build_directory."
         )
+
+
+def _compile(folder, codes):
+    """Compiles CPP_SOURCE and CUDA_SOURCE to the library in `folder`, which must be empty, and loads it.
+
+    The name of the library says which one it is: the name of the second library, which contains the kernels for
+    activations, scale and the convolution, ends with _epilogue.
+    """
+    name = os.path.basename(os.path.dirname(folder))
+    kernels = "CUDA kernels for activations and scale" if name.endswith("_epilogue") else "CUDA kernels"
+    _check_host_compiler()
+    cuda_home, release = _find_cuda_home()
+    codes, remark = _supported_codes(cuda_home, release, codes)
+    # The folder is named after all requested codes, also those that this nvcc cannot generate, so that later imports
+    # find the library and do not compile again. A newer nvcc is therefore only used once the folder is deleted.
+    compiled_for = ", ".join(codes) + (
+        f" ({remark}, and delete the folder {os.path.basename(folder)})" if remark else ""
+    )
+    # A rough estimate: one code needs 14 to 18 s (sm_90a, on different CPUs), and each further code adds about 10 s.
+    _print(f"compiling {kernels} for {compiled_for}, about {10 + 10 * len(codes)} s, only this once")
+    # The toolkit that pip installs has libcudart.so.13 but not libcudart.so, which the linker looks for.
+    for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_parse_version(release)[0]}*")[:1]:
+        os.symlink(library, f"{folder}/libcudart.so")
+    _load_inline(name, folder, cuda_home, compiled_for, *_compiler_flags(name, cuda_home, codes))
 
 
 def _is_trusted(path):
@@ -817,7 +842,7 @@ def _cache(name):
         )
     root = os.path.realpath(given)
     folder = os.path.join(root, name)
-    with _SuppressAndKeep(OSError) as caught:
+    with _SuppressAndKeep(OSError) as caught:  # a RuntimeError is not suppressed
         for path in (root, folder):
             os.makedirs(path, 0o755, exist_ok=True)
         mode = os.stat(root).st_mode
@@ -1121,7 +1146,7 @@ CPP_SOURCE = (
 //   - kDoubleBackwardElements, kConvolutionBytes. Any positive number is correct; they limit memory. Tests use smaller
 //     ones: emulator.py replaces the two definitions, so edit BINDING there, too.
 //   - Included headers must exist in the oldest supported PyTorch: `.ci/run headers` compiles this section with it.
-//   - Nothing guards that layer_norm is the last op that is defined (see m.def).
+//   - The op layer_norm must be the last one that is defined (see m.def; test_layer_norm_is_the_last_op).
 
 #define AT_PER_OPERATOR_HEADERS  // allows ATen/ops/*.h; including ATen/ATen.h instead costs g++ 5 s
 #include <ATen/Context.h>
@@ -1278,6 +1303,7 @@ void launch_call(const Call& call, const Tensor& input) {
   const c10::cuda::CUDAGuard guard(input.device());
   Tensor scratch;
   const auto allocate_scratch = [&](size_t bytes) {
+    TORCH_INTERNAL_ASSERT(!scratch.defined(), "a second allocation would free the first");
     scratch = allocate({static_cast<int64_t>(bytes)}, at::kByte, input);
     return scratch.data_ptr();
   };
@@ -1302,6 +1328,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
   Tensor output = allocate(input.sym_sizes(), input.scalar_type(), input), statistics;
   if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, normalized_shape)}, at::kFloat, input);
   if (!input.is_meta() && input.numel() > 0) {
+    // Not make_aligned: the kernels of forward load rows that start at any element (struct Unaligned).
     const Tensor x = input.contiguous(), w = contiguous(weight), b = contiguous(bias);
     auto call = make_call<Forward>(x, w, b, eps, scale);
     call.output = mutable_ptr(output);
@@ -1443,7 +1470,7 @@ Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymI
   const Tensor x = as_matrix(input, shape), w = as_row(weight, shape), b = as_row(bias, shape);
   const auto [xhat, rstd] = statistics.defined() ? saved_normalized(x, statistics) : composed_normalized(x, eps);
   Tensor dy = as_matrix(grad_output, shape);
-  if (kHasEpilogue) {
+  if (kHasEpilogue) {  // in the first library, to_activation has checked that there is no activation and no scale
     const Tensor z = apply_weight(xhat, w);
     dy =
         composed_epilogue_backward(dy.to(at::kFloat), b.defined() ? z + b : z, to_activation(activation, scale), scale);
@@ -1468,9 +1495,14 @@ bool has_tangent(const Inputs&... inputs) {
   return (test(inputs) || ...);
 }
 
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using Tensors = std::array<Tensor, 5>;
 using GradMask = std::array<bool, 5>;  // which of a node's inputs need a gradient
+
+// Returns t in the form in which a node saves it. t must be an input of the node or a constant. A result of the node
+// would need is_output = true: it refers to the node, so that neither would ever be freed.
+SavedVariable to_saved(const OptionalTensor& t) { return {t, /*is_output=*/false}; }
 
 // A node of the autograd graph that calls a function to compute its gradients. It is not a torch::autograd::Function,
 // because that costs 3 us more host time per call (input of 8 x 768 with gradient).
@@ -1478,10 +1510,13 @@ template <typename Function>
 struct FunctionNode : torch::autograd::Node {
   const char* label;
   Function function;  // variable_list function(grad_outputs, saved tensors, grad_mask) returns the inputs' gradients
-  std::array<torch::autograd::SavedVariable, 5> saved;  // the inputs, then other tensors that the function reads
+  std::array<SavedVariable, 5> saved;  // the inputs, then a constant that the function reads
 
   FunctionNode(const char* label, Function function) : label(label), function(std::move(function)) {}
   std::string name() const override { return label; }
+
+  // Saves a tensor that autograd treats as a constant, after the inputs. add_node has saved these.
+  void save_constant(const Tensor& t) { saved.at(num_outputs()) = to_saved(t); }
 
   // Frees the saved tensors. PyTorch's lock is held, because another thread may be unpacking them.
   void release_variables() override {
@@ -1512,6 +1547,7 @@ struct FunctionNode : torch::autograd::Node {
 // Puts a node into the graph, which computes the gradients of `inputs` from those of `outputs`. Saves the inputs in it.
 template <typename Function, typename... Inputs>
 auto& add_node(const char* name, variable_list outputs, Function function, const Inputs&... inputs) {
+  static_assert(sizeof...(inputs) <= std::tuple_size<Tensors>::value, "a node saves at most five tensors");
   using Pointer = decltype(torch::autograd::Edge::function);
   Pointer pointer;
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
@@ -1523,7 +1559,7 @@ auto& add_node(const char* name, variable_list outputs, Function function, const
   }
   auto& node = static_cast<FunctionNode<Function>&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(inputs...));
-  node.saved = {{{inputs, false}...}};
+  node.saved = {{to_saved(inputs)...}};
   torch::autograd::set_history(outputs, pointer);
   return node;
 }
@@ -1634,7 +1670,7 @@ Gradients layer_norm_backward_autograd(const Tensor& grad_output, const Tensor& 
   };
   const auto& [dx, dw, db] = gradients;
   auto& node = add_node("LayerNormBackwardBackward", {dx, dw, db}, backward, grad_output, input, weight);
-  node.saved[3] = {statistics, false};
+  node.save_constant(statistics);
   return gradients;
 }
 
@@ -1659,7 +1695,7 @@ Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef normaliz
       return variable_list{dx, dw, db};
     };
     auto& node = add_node("LayerNormBackward", {output}, backward, input, weight, bias);
-    node.saved[3] = {statistics, false};
+    node.save_constant(statistics);
   }
   return outputs;
 }
@@ -1701,6 +1737,31 @@ int64_t batch_level(const OptionalTensor& t) {
   return batch == nullptr ? -1 : batch->level();
 }
 
+// Returns all slices of the vmap of this level in one tensor, along dimension 0, or t itself if it is the same for all.
+OptionalTensor all_slices(const OptionalTensor& t, int64_t level) {
+  if (batch_level(t) != level) return t;
+  const auto* batch = at::functorch::maybeGetBatchedImpl(*t);
+  return batch->value().movedim(batch->bdim(), 0);
+}
+
+// Returns scale * activation(xhat * weight + bias), where weight, bias or both differ between the slices. xhat holds
+// all slices, each with row_dims dimensions before those of a row.
+Tensor apply_sliced_affine(const Tensor& xhat, int64_t row_dims, const OptionalTensor& weight,
+                           const OptionalTensor& bias, int64_t level, int64_t activation, double scale) {
+  // Returns weight or bias with shape (slices, 1, ..., 1, *normalized_shape), so that a slice's rows share its own.
+  const auto with_row_dims = [&](const OptionalTensor& t) {
+    Tensor value = *all_slices(t, level);
+    if (batch_level(t) == level) {
+      for (int64_t i = 0; i < row_dims; ++i) value = value.unsqueeze(1);
+    }
+    return value;
+  };
+  Tensor z = xhat.to(at::kFloat);
+  if (is_given(weight)) z = z * with_row_dims(weight);
+  if (is_given(bias)) z = z + with_row_dims(bias);
+  return composed_epilogue(z, to_activation(activation, scale), scale).to(xhat.scalar_type());
+}
+
 // The ops `layer_norm` and, with SAVE_STATISTICS, `layer_norm_forward` under vmap. The rows of all slices become the
 // rows of one call. If weight or bias differ between slices, the kernels only normalize, and PyTorch's operations do
 // the rest.
@@ -1712,17 +1773,10 @@ auto layer_norm_vmap(const Tensor& input, SymIntArrayRef normalized_shape, const
   check_inputs(input, normalized_shape, weight, bias);  // sizes are those of one slice
   const SymInt rows = row_count(input, normalized_shape);
   const int64_t level = std::max({batch_level(input), batch_level(weight), batch_level(bias)});
-  const bool is_batched = batch_level(input) == level;
-  // Returns all slices in one tensor, along dimension 0, or t itself if it is the same for all slices.
-  const auto unwrap = [&](const OptionalTensor& t) -> OptionalTensor {
-    if (batch_level(t) != level) return t;
-    const auto* batch = at::functorch::maybeGetBatchedImpl(*t);
-    return batch->value().movedim(batch->bdim(), 0);
-  };
+  const bool input_is_batched = batch_level(input) == level;
+  const bool affine_is_batched = batch_level(weight) == level || batch_level(bias) == level;
   const c10::impl::ExcludeDispatchKeyGuard below_vmap(c10::DispatchKey::FuncTorchBatched);
-  const auto wrap = [&](const Tensor& t, int64_t dim) { return at::functorch::makeBatched(t, dim, level); };
-  const Tensor x = *unwrap(input);
-  const bool same_affine = batch_level(weight) != level && batch_level(bias) != level;
+  const Tensor x = *all_slices(input, level);
   Tensor output, statistics;
   const auto call = [&](const OptionalTensor& w, const OptionalTensor& b, int64_t act, double s) {
     if constexpr (SAVE_STATISTICS) {
@@ -1731,25 +1785,18 @@ auto layer_norm_vmap(const Tensor& input, SymIntArrayRef normalized_shape, const
       output = op.call(x, normalized_shape, w, b, eps, act, s);
     }
   };
-  if (same_affine) {
-    call(weight, bias, activation, scale);
-  } else {
+  if (affine_is_batched) {
     call({}, {}, 0, 1);
-    // Returns weight or bias with shape (slices, 1, ..., 1, *normalized_shape), so that a slice's rows share its own.
     const int64_t row_dims = input.dim() - static_cast<int64_t>(normalized_shape.size());
-    const auto with_row_dims = [&](const OptionalTensor& t) {
-      Tensor value = *unwrap(t);
-      for (int64_t i = 0; i < row_dims && batch_level(t) == level; ++i) value = value.unsqueeze(1);
-      return value;
-    };
-    output = output.to(at::kFloat);
-    if (is_given(weight)) output = output * with_row_dims(weight);
-    if (is_given(bias)) output = output + with_row_dims(bias);
-    output = composed_epilogue(output, to_activation(activation, scale), scale).to(input.scalar_type());
+    output = apply_sliced_affine(output, row_dims, weight, bias, level, activation, scale);
+  } else {
+    call(weight, bias, activation, scale);
   }
+  const auto wrap = [&](const Tensor& t, int64_t dim) { return at::functorch::makeBatched(t, dim, level); };
   output = wrap(output, 0);
   if constexpr (SAVE_STATISTICS) {
-    if (is_batched) statistics = wrap(statistics.reshape_symint({2, x.sym_size(0), rows}), 1);
+    // If only weight or bias differ between slices, the statistics are the same for all slices.
+    if (input_is_batched) statistics = wrap(statistics.reshape_symint({2, x.sym_size(0), rows}), 1);
     return Outputs(output, statistics);
   } else {
     return output;
@@ -1873,6 +1920,7 @@ auto convolution_backward(const Tensor& grad_output, const Tensor& input, const 
   // Gradients of parameters are sums over chunks, in float32 until the end.
   Tensor grad_input, grad_conv_weight, grad_conv_bias, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = allocate(input.sym_sizes(), dtype, input);
+  // Also computed for conv_bias, whose gradient is NaN where that of conv_weight is (see the end).
   if (output_mask[1] || output_mask[2]) grad_conv_weight = at::zeros_like(conv_weight, at::kFloat);
   if (output_mask[3] && w.defined()) grad_weight = at::zeros_like(w32);
   if (output_mask[4] && b.defined()) grad_bias = at::zeros_like(b32);
@@ -2014,8 +2062,8 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
     m.impl("convolution_backward", dispatch(device, convolution_backward));
   }
 #endif
-  // Defined last, because _find_or_build uses this op to detect a loaded library: a thread that finds it, while another
-  // thread still loads the library, can use all other ops.
+  // Defined last, because _find_or_build and _load_epilogue take this op as a sign that the library is loaded.
+  // _load_epilogue looks for it without a lock, while another thread may still be loading.
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
       " int activation=0, float scale=1.0) -> Tensor");

@@ -240,9 +240,9 @@ def of_each_kind(cases):
     """Returns the smallest case of each kind: architecture, kernel families, dtype, alignment, and few or many rows.
 
     These cases have both weight and bias, no offsets, at least 60 columns and fewer than 40 million elements. Some
-    kinds are plain, the others have GELU.
+    kinds are plain, the others have GELU, if both exist: some kernel families never run an activation.
     """
-    smallest = {}
+    by_kind = {}
     for case in cases:
         kind = (
             case.gpu.name == "cuda",
@@ -253,10 +253,12 @@ def of_each_kind(cases):
             case.aligned("x"),
             case.rows > 16 * case.gpu.sms,
         )
-        if case.off or case.affine != "both" or case.cols < 60 or case.form != pick(["plain", "gelu"], *kind):
+        if case.off or case.affine != "both" or case.cols < 60 or case.elements >= 4 * 10**7:
             continue
-        smallest[kind] = min(case, smallest.get(kind, case), key=lambda case: case.elements)
-    return [case for case in smallest.values() if case.elements < 4 * 10**7]
+        if case.form in ("plain", "gelu"):
+            smallest = by_kind.setdefault(kind, {})
+            smallest[case.form] = min(case, smallest.get(case.form, case), key=lambda case: case.elements)
+    return [smallest[pick(sorted(smallest), *kind)] for kind, smallest in by_kind.items()]
 
 
 def cross_section(cases):

@@ -9,8 +9,10 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
+import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,13 +153,14 @@ def test_one_namespace_of_ops_for_all_libraries(builds, monkeypatch):
         (torch, "__version__", "99.9"),
         (torch, "compiled_with_cxx11_abi", lambda: None),
         (layernorm_inline, "_CUDA_FLAGS", ["-O0"]),
+        (layernorm_inline, "_CPP_FLAGS", ["-O0"]),
         (os, "environ", {**os.environ, "TORCH_CUDA_ARCH_LIST": "8.0"}),
         (os, "environ", {**os.environ, "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, value)
             _load()
-    assert len(builds.built) == len(set(builds.loaded)) == 7, "each setting needs its own library"
+    assert len(builds.built) == len(set(builds.loaded)) == 8, "each setting needs its own library"
     assert {os.path.basename(path) for path in builds.loaded} == {NAME + ".so"}, (
         "the namespace of the ops must be the same"
     )
@@ -555,6 +558,13 @@ def test_the_error_names_setuptools_if_they_are_missing(monkeypatch):
         layernorm_inline._cpp_extension()
 
 
+def test_looking_for_pytorchs_compiler_leaves_logging_unchanged():
+    """The filter that hides a warning of torch.utils.cpp_extension is removed again."""
+    filters = list(logging.getLogger("torch.utils.cpp_extension").filters)
+    layernorm_inline._cpp_extension()
+    assert logging.getLogger("torch.utils.cpp_extension").filters == filters
+
+
 def write_library(name, build_directory, **options):
     """Writes a library of ten bytes. It replaces load_inline, and has some of its arguments."""
     Path(build_directory, name + ".so").write_text("0123456789")
@@ -767,8 +777,8 @@ def test_no_kernel_has_local_memory(tmp_path, arch, library):
 
     A kernel uses it if registers spill, or if an array is indexed with a number that is only known at run time.
     """
-    if machine_code.cuobjdump() is None:
-        pytest.skip("needs cuobjdump, which comes with Triton")
+    if machine_code.cuobjdump() is None or shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc on PATH, and cuobjdump, which comes with Triton")
     if arch not in subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True).stdout + " sm_90a":
         pytest.skip(f"this nvcc does not support {arch}")
     cubin = machine_code.compile_kernels(layernorm_inline.CUDA_SOURCE, arch, machine_code.MACROS[library], tmp_path)

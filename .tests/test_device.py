@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import emulator
 import pytest
 import torch
 from cases import FORMS, SOME, TYPES, parameters
-from processes import run_here, start
+from processes import ROOT, run_here, start
 from reference import (
     EPS,
     FLOATS,
@@ -199,10 +200,17 @@ def compare_before_hopper(backend):
 
 
 @on_cuda
-@pytest.mark.parametrize("architecture", ["7.5", "8.0"])  # both older than the GPU; 7.5 has no convolution kernel
+@pytest.mark.parametrize("architecture", [75, 80])  # both older than the GPU; 7.5 has no convolution kernel
 def test_ptx_of_an_older_architecture_runs(backend, tmp_path, architecture):
-    """A library that was compiled for an older architecture gives accurate results on this GPU."""
-    code = """
+    """Code for an older architecture gives accurate results on this GPU.
+
+    It runs from a copy of the file that compiles for the older architecture, because the file itself compiles for the
+    machine's GPUs.
+    """
+    text, codes = emulator.SOURCE.read_text(), "codes = _codes(architectures)"
+    assert text.count(codes) == 1
+    (tmp_path / "layernorm_inline.py").write_text(text.replace(codes, f'codes = ["compute_{architecture}"]'))
+    code = f"""
         import torch, layernorm_inline
         torch.manual_seed(0)
         model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1).cuda()
@@ -212,9 +220,12 @@ def test_ptx_of_an_older_architecture_runs(backend, tmp_path, architecture):
             for torch.backends.cudnn.allow_tf32, atol in ((True, 1e-2), (False, 2e-5)):
                 torch.testing.assert_close(model.float()(x).double(), exact, atol=atol, rtol=atol)
         import conftest, test_device
-        test_device.compare_before_hopper(conftest.Backend("cuda"))
+        backend = conftest.Backend("cuda")
+        assert backend.module is layernorm_inline and layernorm_inline.__file__.startswith({str(tmp_path)!r})
+        test_device.compare_before_hopper(backend)
     """
-    done = run_here(code, TORCH_CUDA_ARCH_LIST=architecture + "+PTX", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
+    path = os.pathsep.join(map(str, (tmp_path, ROOT / ".tests", ROOT)))
+    done = run_here(code, PYTHONPATH=path, TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
 
 

@@ -173,6 +173,17 @@ def test_cases_cover_every_family_form_and_dtype():
                 forms = {case.form for case in cases if case.dtype == dtype}
                 assert forms in ({*FORMS}, {"plain"}), f"{family}, {direction}, {dtype}: {sorted(forms)}"
     assert {case.dtype for case in CASES} == {*TYPES}
+
+    def kind_of_gpu(case):
+        return "cuda" if case.gpu.name == "cuda" else case.gpu.code
+
+    for gpu in set(map(kind_of_gpu, CASES)):
+        for direction in ("forward", "backward"):
+            all_families, some_families = (
+                {getattr(case, direction) for case in cases if kind_of_gpu(case) == gpu and case.elements < 4 * 10**7}
+                for cases in (CASES, SOME)
+            )
+            assert all_families == some_families, f"{gpu}, {direction}"
     assert any(case.gpu.lacks_cooperative_launches for case in CASES)
 
 

@@ -351,7 +351,7 @@ def test_gradients_of_many_rows_are_accurate(backend, gpu, rows, cols, value):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+@pytest.mark.parametrize("backend", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_odd_rows_on_an_odd_number_of_sms(backend, dtype):
     """Blocks of 16-bit backward handle either even or odd rows only, also where one block per SM would be an odd number.
