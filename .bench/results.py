@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 FILE = Path(__file__).parent / "RESULTS.md"
-TITLE = "# Results\n\nWritten by sweep.py, sizes.py and models.py of this folder. Do not edit.\n"
+TITLE = "# Results\n\nWritten by the scripts of this folder. Do not edit.\n"
 
 # The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
 TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]

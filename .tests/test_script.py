@@ -237,7 +237,7 @@ def test_a_driver_that_does_not_work(message, status, monkeypatch, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", [".bench/sweep.py", ".bench/models.py"])
+@pytest.mark.parametrize("script", [".bench/sweep.py", ".bench/models.py", ".bench/sizes.py", ".bench/ddp.py"])
 def test_the_benchmarks_need_a_gpu(script):
     done = run_script(script=script)
     assert done.returncode == 1 and done.stdout.startswith("Nothing was timed"), done.stderr
@@ -354,6 +354,19 @@ def test_one_shape_against_another_version(backend, monkeypatch, capsys):
         "forward",
         "backward",
     ]
+
+
+@pytest.mark.full
+def test_two_processes_time_a_training_step(tmp_path):
+    """Without GPUs, .bench/ddp.py runs with PyTorch's operations and gloo, and prints a table with every mode."""
+    (tmp_path / "small.py").write_text("import ddp\nddp.main('cpu', columns=(64, 96), elements=1 << 12)\n")
+    environment = environment_with(PYTHONPATH=str(ROOT / ".bench"), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "small.py"]
+    done = run(command, cwd=tmp_path, env=environment)
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.split("\n") if line.startswith("| ")]
+    assert done.returncode == 0 and len(lines) == 2 + 2 * 2, done.stderr
+    assert [line[:2] for line in lines[2:]] == [[c, d] for d in ("bfloat16", "float32") for c in ("64", "96")]
+    assert all(len(line) == 2 + 2 * 3 and min(map(float, line[2:])) >= 0 for line in lines[2:])
 
 
 def test_row_of_a_real_model(backend, monkeypatch):
