@@ -771,7 +771,7 @@ def test_one_of_many_processes_builds(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("library", machine_code.MACROS)
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_110", "sm_120"])
 def test_no_kernel_has_local_memory(tmp_path, arch, library):
     """No kernel uses local memory.
 
