@@ -3185,7 +3185,7 @@ struct LaunchContext {
   cudaStream_t stream;
 };
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
@@ -3270,7 +3270,7 @@ bool cannot_cooperate(cudaError_t error) {
 
 // Returns how many threads share a row of `loads` loads if each thread has up to `loads_per_thread`: a power of two up
 // to 32, or a multiple of 32.
-int row_threads(int64_t loads, int loads_per_thread) {
+constexpr int row_threads(int64_t loads, int loads_per_thread) {
   const int64_t threads = ceil_div(loads, loads_per_thread);
   if (threads > 32) return ceil_div(threads, 32) * 32;
   int power = 1;
@@ -3607,7 +3607,7 @@ struct PrefetchWindow {
 // Prefetches this block's part of the window, rounded to whole 16-byte units. Nothing is prefetched beyond the end of
 // input.
 __device__ inline void prefetch_later_rows(const PrefetchWindow& window, uint64_t policy) {
-  const char* begin = window.begin + uint64_t(blockIdx.x) * window.block_bytes / 16 * 16;
+  const char* begin = window.begin + (uint64_t(blockIdx.x) * window.block_bytes) / 16 * 16;
   // Rounded up so that the rows are covered wherever they start. The first and last bytes may belong to other rows.
   const unsigned bytes = (window.block_bytes + 31) / 16 * 16;
   if (begin + bytes <= window.end) prefetch_units(begin, bytes, policy);
@@ -3721,18 +3721,23 @@ namespace registers {
 //
 // Safe changes, and what guards them. This list is also about backward, which follows below.
 //   - The tables that choose a kernel: see "How to change the kernel for rows of one width". static_asserts check each
-//     line.
+//     line, and the geometry of all its launches (geometry_of), for every row length.
 //   - kShortRows, kBlockThreads, kUnalignedBlockThreads16Bits, kBackwardBlockThreads and kBackwardBlockThreads16Bits
-//     affect only speed and the rounding of sums. All are powers of two, within limits that static_asserts state.
+//     affect only speed and the rounding of sums. All are powers of two. static_asserts check the blocks of all row
+//     lengths.
+//   - geometry_of and backward_block choose the block of a launch. static_asserts check their results for all row
+//     lengths. The grid depends on the number of rows, so only the tests in test_values.py check it (mutants with "last
+//     incomplete group of rows" and "an odd number of blocks" in their names).
 //   - kMaxLoads, kMaxRowThreads and kMaxUnalignedRowThreads (backward: kBackwardColumns, kBackwardThreads and
 //     kBytesBeforePipeline) determine which rows run here. If you change them, adapt the tables of forward
 //     (static_asserts compare them), the overview, and forward_family and backward_family in .tests/cases.py. Otherwise
 //     test_cases_launch_expected_kernels (test_dispatch.py) fails.
 //   - Blocks per SM in Bounds, kEarly and kHidesActivation affect only speed and registers. kFloat32AffineChoices needs
 //     kernels without kEarly (static_assert). test_no_kernel_has_local_memory (test_build.py) fails if a kernel spills.
-//   - The columns and rows of a thread: see the numbered conditions at ForwardColumns, in layer_norm_rows and in
-//     "Backward". test_values (test_values.py) detects violations (mutants with "columns:", "registers:" and "backward"
-//     in their names; a mutant is a copy of this file with one bug, see .tests/mutants.py).
+//   - The columns and rows of a thread: see the numbered conditions at TeamRows, at ForwardColumns and in "Backward".
+//     They say which of them static_asserts check. test_values (test_values.py) detects violations of the others
+//     (mutants with "columns:", "registers:" and "backward" in their names; a mutant is a copy of this file with one
+//     bug, see .tests/mutants.py).
 //   - The offset of a row in a tensor needs 64 bits. Only test_more_than_2_to_the_31_elements (test_device.py, needs a
 //     GPU) detects one of 32 bits.
 
@@ -3752,17 +3757,11 @@ constexpr int kBlockThreads = 128, kUnalignedBlockThreads16Bits = 64;
 // rows leave fewer threads (H200, 16384 bf16 rows of 256 in L2: 6% slower with four rows than with two). With an
 // epilogue four are faster (H200, 1048576 bf16 rows of 64 with GELU: 10% slower with two rows than with four).
 constexpr int kShortRows = kHasEpilogue ? 4 : 2;
-static_assert(kMaxRowThreads <= 32 * kMaxWarps && kMaxUnalignedRowThreads <= kMaxRowThreads,
-              "A row may have at most kMaxWarps warps, because RowSlots has a slot for each.");
-static_assert(is_power_of_two(kBlockThreads) && is_power_of_two(kUnalignedBlockThreads16Bits) && kBlockThreads <= 256 &&
-                  kUnalignedBlockThreads16Bits <= kBlockThreads && kBlockThreads <= kMaxUnalignedRowThreads,
-              "The number of teams in a block must be a power of two (see layer_norm_rows), but a block of, for "
-              "example, 512 threads would have 5 teams of 96. No block with several teams may have more threads than a "
-              "block with one team.");
 
 // The launch bounds of a kernel: the most threads of a block, and the number of blocks per SM that the compiler must
 // leave registers for. A thread then has at most 65536 / (threads * blocks) registers. More blocks hide more latency.
-// The numbers were chosen so that no kernel needs local memory (nvcc 13.0). Those that depend on the GPU are in kArchs.
+// The numbers were chosen so that no kernel needs local memory (nvcc 13.0). Those that depend on the GPU are in kArchs,
+// the others are the same for all GPUs.
 //
 //   kernel (the first line that matches)                 threads              blocks per SM on sm_90
 //   16 bits, one load of each of several rows            128                  7, unaligned 6
@@ -3778,7 +3777,7 @@ static_assert(is_power_of_two(kBlockThreads) && is_power_of_two(kUnalignedBlockT
 //
 // The numbers of blocks never change results. If one is too high, a kernel needs local memory, and the test
 // test_no_kernel_has_local_memory (test_build.py) fails. kMaxThreads limits which rows a kernel can run: see
-// kernels_cover_rows.
+// covers_row.
 //
 // The template parameters are those of layer_norm_rows.
 template <typename T, int PACKS, int ROWS, bool UNALIGNED, bool IN_WARP>
@@ -3791,7 +3790,7 @@ struct Bounds {
     constexpr bool k16Bits = sizeof(T) == 2;
     if (kShort16Bits) return UNALIGNED ? kArch.short_unaligned_blocks_16_bits : kArch.short_blocks_16_bits;
     if (IN_WARP && PACKS == kMaxLoads) return k16Bits ? kArch.warp_four_load_blocks_16_bits : 5;
-    if (IN_WARP) return PACKS < kMaxLoads ? 10 - PACKS : 4;
+    if (IN_WARP) return PACKS <= 2 ? 8 : PACKS == 3 ? 7 : 4;
     if (ROWS > 1) return 1;
     if (PACKS == 2) return kArch.two_load_blocks[k16Bits];
     if (k16Bits && PACKS == kMaxLoads) return kArch.four_load_blocks_16_bits;
@@ -3802,7 +3801,7 @@ struct Bounds {
 // The numbers that a thread holds in registers: its columns of ROWS rows, and weight and bias of these columns if they
 // are loaded early. Packs and columns that do not exist are zeros, so that they can be summed.
 template <typename T, int PACKS, int ROWS>
-struct ForwardParts {
+struct ForwardRegisters {
   static constexpr int V = 16 / sizeof(T);
   Pack<T, V> packs[PACKS][ROWS], weight[PACKS], bias[PACKS];
   Pack<T, 1> edge[ROWS];  // see ForwardColumns
@@ -3818,7 +3817,43 @@ struct ForwardParts {
   }
 };
 
-// The columns of ROWS rows that a thread loads, measures and writes.
+// The rows of a team: first, first + step, and so on, `count` in all. With several rows per thread (ROWS > 1), `step`
+// consecutive teams handle a batch of ROWS * step rows, and team k of them begins with row k of the batch.
+//
+// Example with ROWS = 2, step_log2 = 3 and two teams per block: teams 0 to 7, which are blocks 0 to 3, handle the
+// batch of rows 0 to 15. Team 3 has rows 3 and 11. Team 11 has row 3 of the second batch, which is row 19, and
+// row 27.
+//
+// Every row belongs to exactly one team, and all rows of a team have the same alignment. This follows from:
+//   1. blockDim.y and step are powers of two with blockDim.y <= step, so that a block's teams are of one batch. Checked
+//      by static_assert (divides_rows).
+//   2. The grid has all teams of the last batch. launch() ensures it: it counts whole batches, and the blocks of a
+//      batch are a whole number because of condition 1. Teams whose rows do not exist have count <= 0.
+//   3. For unaligned rows, step is a multiple of V, so that `step` rows are a multiple of 16 bytes. Checked by
+//      static_assert (divides_rows).
+// A violation of 2, or an error in team_rows, makes test_values (test_values.py) fail. If you change these lines, run
+// it for all register kernels on emulated GPUs, which also check every address:
+//   python -m pytest --full .tests/test_values.py -k "test_values[ and registers"
+struct TeamRows {
+  int64_t first;
+  int step, count;  // count: rows of the team that exist; may be 0 or less
+};
+
+// Returns the rows of the team that this thread belongs to. total_rows: rows of the call.
+template <int ROWS>
+__device__ TeamRows team_rows(int64_t total_rows, int step_log2) {
+  const int64_t first_team = int64_t(blockIdx.x) * blockDim.y;  // of the block
+  if (ROWS == 1) return {first_team + threadIdx.y, 1, first_team + threadIdx.y < total_rows};
+  const int step = 1 << step_log2;
+  // Earlier batches have ROWS rows per team, so that `first` is larger than the number of the team.
+  const int64_t earlier_teams = first_team >> step_log2 << step_log2;
+  const int64_t first = first_team + earlier_teams * (ROWS - 1) + threadIdx.y;
+  // Rows from `first` to the end of the call, but at most ROWS * step, because the team has at most ROWS rows.
+  const int64_t rows_left = min(total_rows - first, int64_t(ROWS * step));
+  return {first, step, int(rows_left + step - 1) >> step_log2};  // rows_left / step, rounded up
+}
+
+// The columns of a row that a thread has.
 //
 // An aligned row consists of packs of V columns, 16 bytes each. A thread has the packs at first + i * stride.
 //
@@ -3843,17 +3878,44 @@ struct ForwardParts {
 //   2. end - begin is a multiple of V, so that a pack is either inside of the columns begin to end - 1 or outside.
 //      Therefore has() only tests its first column.
 //   3. cols - end < V, so that the trailing columns are those of threads V, V + 1, ..., at most 2 V - 2.
-//   4. A team has at least 2 V threads if rows are unaligned. launch() ensures it.
-//   5. blockDim.x * PACKS >= cols / V, the largest number of packs of a row. launch() ensures it with row_threads, and
-//      kernels_cover_rows checks it for teams of one warp.
-//   6. All rows of a team have the same offset from a 16-byte boundary (see layer_norm_rows), because `begin` and `end`
-//      are computed from its first row only.
+//   4. A team has at least 2 V threads if rows are unaligned. Checked by static_assert (covers_row).
+//   5. blockDim.x * PACKS >= cols / V, the largest number of packs of a row. Checked by static_assert (covers_row).
+//   6. All rows of a team have the same offset from a 16-byte boundary (see TeamRows), because `begin` and `end` are
+//      computed from its first row only.
 // If a column belongs to no thread, output keeps what was in memory. If it belongs to two, the statistics are wrong.
 // Both make test_values (test_values.py) fail: cases.py has unaligned rows of 1, 9, 33, 41, 65, 255, ... columns, and
 // tensors that are moved by one element.
-template <typename T, int PACKS, int ROWS, bool UNALIGNED, bool IN_WARP>
+template <typename T, bool UNALIGNED, bool IN_WARP>
 struct ForwardColumns {
-  using Parts = ForwardParts<T, PACKS, ROWS>;
+  static constexpr int V = 16 / sizeof(T);
+  int begin = 0, end;    // the packs of the row are columns begin to end - 1
+  int first, stride;     // the column of the thread's first pack; columns from one of its packs to the next
+  int edge_column = -1;  // the thread's leading or trailing column, or -1
+
+  // output_row: the row in output. cols: its columns, or 0 if the row does not exist.
+  __device__ ForwardColumns(const T* output_row, int cols) {
+    if (UNALIGNED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(output_row) % 16 / sizeof(T)));
+    end = UNALIGNED ? begin + (cols - begin) / V * V : cols;
+    first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
+    const int thread = threadIdx.x, col = thread < V ? thread : end + thread - V;
+    if (UNALIGNED && col < (thread < V ? begin : cols)) edge_column = col;
+  }
+  __device__ int column(int i) const { return first + i * stride; }
+  __device__ bool has(int i) const { return column(i) < end; }
+  __device__ bool has_edge() const { return UNALIGNED && edge_column >= 0; }
+  // Returns how many columns the thread has in its first PACKS packs, and at the edges.
+  template <int PACKS>
+  __device__ int count() const {
+    int columns = has_edge();
+    UNROLL(i, PACKS) columns += has(i) ? V : 0;
+    return columns;
+  }
+};
+
+// Loads, measures and writes the columns that a thread has in the rows of its team.
+template <typename T, int PACKS, int ROWS, bool UNALIGNED, bool IN_WARP>
+struct ForwardRows {
+  using Registers = ForwardRegisters<T, PACKS, ROWS>;
   static constexpr int V = 16 / sizeof(T);
   // Weight and bias are loaded before the statistics, which hide their latency, if the kernel has registers for them.
   // Early loads read them in input's dtype. The choice of kernel ensures that they have it (kFloat32AffineChoices).
@@ -3862,41 +3924,26 @@ struct ForwardColumns {
   T* output;              // the same place in output
   int row_stride, rows;   // elements from one of the thread's rows to the next; how many of its rows exist
   bool input_is_aligned;  // true if packs are 16-byte aligned in input, too
-  int begin = 0, end;     // the packs of the row are columns begin to end - 1
-  int first, stride;      // the column of the thread's first pack; columns from one of its packs to the next
-  int edge_column = -1;   // the thread's leading or trailing column, or -1
+  ForwardColumns<T, UNALIGNED, IN_WARP> columns;
 
-  // row: the thread's first row. rows may be 0 or less; the thread then has no columns.
-  __device__ ForwardColumns(const Forward& call, int64_t row, int row_stride, int rows)
-      : row_stride(row_stride), rows(rows) {
-    const T* input_row = static_cast<const T*>(call.input) + row * int(call.cols);
-    T* output_row = static_cast<T*>(call.output) + row * int(call.cols);
-    const int cols = rows > 0 ? call.cols : 0;
-    if (UNALIGNED) begin = min(cols, int(-reinterpret_cast<uintptr_t>(output_row) % 16 / sizeof(T)));
-    end = UNALIGNED ? begin + (cols - begin) / V * V : cols;
-    first = begin + int(threadIdx.x) * V, stride = (IN_WARP ? 32 : blockDim.x) * V;
-    const int thread = threadIdx.x, col = thread < V ? thread : end + thread - V;
-    if (UNALIGNED && col < (thread < V ? begin : cols)) edge_column = col;
-    input_is_aligned = (reinterpret_cast<uintptr_t>(input_row) - reinterpret_cast<uintptr_t>(output_row)) % 16 == 0;
-    input = keep_pointer(input_row + first), output = keep_pointer(output_row + first);
-  }
-  __device__ int column(int i) const { return first + i * stride; }
-  __device__ bool has(int i) const { return column(i) < end; }
-  __device__ bool has_edge() const { return UNALIGNED && edge_column >= 0; }
-  // Returns how many columns of each row the thread has.
-  __device__ int columns_per_row() const {
-    int columns = has_edge();
-    UNROLL(i, PACKS) columns += has(i) ? V : 0;
-    return columns;
+  // row: the first row. rows may be 0 or less; the thread then has no columns.
+  __device__ ForwardRows(const Forward& call, int64_t row, int row_stride, int rows)
+      : input(static_cast<const T*>(call.input) + row * int(call.cols)),
+        output(static_cast<T*>(call.output) + row * int(call.cols)),
+        row_stride(row_stride),
+        rows(rows),
+        columns(output, rows > 0 ? int(call.cols) : 0) {
+    input_is_aligned = (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0;
+    input = keep_pointer(input + columns.first), output = keep_pointer(output + columns.first);
   }
 
-  // Loads the thread's columns of all of its rows. No branch separates the loads, so that all are in flight together.
-  __device__ void load_rows(Parts& x, uint64_t policy) const {
+  // Loads the columns of all rows. No branch separates the loads, so that all are in flight together.
+  __device__ void load_rows(Registers& x, uint64_t policy) const {
     x = {};
     const auto each = [&](auto f) {
       UNROLL(i, PACKS) {
         UNROLL(r, ROWS) {
-          if (has(i) & (r < rows)) f(i, r, input + r * row_stride + i * stride);
+          if (columns.has(i) & (r < rows)) f(i, r, input + r * row_stride + i * columns.stride);
         }
       }
     };
@@ -3911,40 +3958,43 @@ struct ForwardColumns {
       UNROLL(i, PACKS) { UNROLL(r, ROWS) x.packs[i][r] = words[i][r].get(mid_word); }
     }
     UNROLL(r, ROWS) {
-      if (has_edge() && r < rows) x.edge[r] = load<T, 1>(input + r * row_stride + (edge_column - first));
+      if (columns.has_edge() && r < rows)
+        x.edge[r] = load<T, 1>(input + r * row_stride + (columns.edge_column - columns.first));
     }
   }
   // Loads weight and bias of the thread's packs early, in input's dtype. Absent ones become 1 and 0.
-  __device__ void load_affine_packs(Parts& x, const Forward& call, uint64_t policy) const {
+  __device__ void load_affine_packs(Registers& x, const Forward& call, uint64_t policy) const {
     const auto ones = packed<T>(Vec<float, V>() + 1.0f);
     UNROLL(i, PACKS) {
       x.weight[i] = ones, x.bias[i] = {};
-      const bool exists = has(i);
+      const bool exists = columns.has(i);
       if (exists & (call.weight != nullptr))
-        x.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + column(i), policy);
-      if (exists & (call.bias != nullptr)) x.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + column(i), policy);
+        x.weight[i] = load<T, V>(static_cast<const T*>(call.weight) + columns.column(i), policy);
+      if (exists & (call.bias != nullptr))
+        x.bias[i] = load<T, V>(static_cast<const T*>(call.bias) + columns.column(i), policy);
     }
   }
-  // Returns the sums over the thread's columns of row r that are defined by DistanceSums: of the distances from the
+  // Returns the sums over the columns of row r that are defined by DistanceSums: of the distances from the
   // mean, and of their squares. Packs that do not exist are left out: they are zeros, but their distances are not 0.
-  __device__ DistanceSums<T> distances_of_row(const Parts& x, int r, float mean) const {
+  __device__ DistanceSums<T> distances_of_row(const Registers& x, int r, float mean) const {
     DistanceSums<T> total = {};
-    if (has_edge()) add_distance(total, widen(x.edge[r].data[0]) - mean);
+    if (columns.has_edge()) add_distance(total, widen(x.edge[r].data[0]) - mean);
     UNROLL(i, PACKS) {
       const auto of_pack = distances_of<DistanceSums<T>>(widened(x.packs[i][r]) - mean);
-      if (has(i)) total = combine(total, of_pack);
+      if (columns.has(i)) total = combine(total, of_pack);
     }
     return total;
   }
 
-  // Normalizes and writes the thread's columns of all of its rows. Loads weight and bias unless load_affine_packs did,
+  // Normalizes and writes the columns of all rows. Loads weight and bias unless load_affine_packs did,
   // once per column for all rows. SAME_DTYPE: see with_same_dtype.
   template <bool SAME_DTYPE>
-  __device__ void write_rows(const Forward& call, const Parts& x, const float (&mean)[ROWS], const float (&rstd)[ROWS],
-                             const Epilogue& epilogue) const {
+  __device__ void write_rows(const Forward& call, const Registers& x, const float (&mean)[ROWS],
+                             const float (&rstd)[ROWS], const Epilogue& epilogue) const {
     const auto write = [&](int offset, const auto& elements, auto weight, auto bias) {
       constexpr int N = decltype(weight)::kSize;
-      if constexpr (!kEarly) load_affine_pair<T, N, UNALIGNED, SAME_DTYPE>(weight, bias, call, first + offset, begin);
+      if constexpr (!kEarly)
+        load_affine_pair<T, N, UNALIGNED, SAME_DTYPE>(weight, bias, call, columns.first + offset, columns.begin);
       // Hides the activation only if a thread has one row: for several rows, the compiler then tests it once for all.
       // Hiding it there, too, is 4% slower (H200, 1048576 bf16 rows of 64 with GELU, four per thread).
       constexpr bool kHidesActivation = kHasEpilogue && ROWS == 1;
@@ -3956,71 +4006,51 @@ struct ForwardColumns {
       }
     };
     UNROLL(i, PACKS) {
-      if (has(i)) write(i * stride, x.packs[i], widened(x.weight[i]), widened(x.bias[i]));
+      if (columns.has(i)) write(i * columns.stride, x.packs[i], widened(x.weight[i]), widened(x.bias[i]));
     }
-    if (has_edge()) write(edge_column - first, x.edge, Vec<float, 1>(), Vec<float, 1>());
+    if (columns.has_edge()) write(columns.edge_column - columns.first, x.edge, Vec<float, 1>(), Vec<float, 1>());
   }
 };
 
 // Normalizes rows. PACKS: 16-byte loads per thread and row. ROWS: rows per team. UNALIGNED: rows need not begin on a
 // 16-byte boundary. IN_WARP: a team is one warp; otherwise it is blockDim.x threads. blockDim.y: teams of a block. The
-// rows of a team are 2^step_log2 apart.
+// rows of a team are 2^step_log2 apart (see TeamRows).
 template <typename T, int PACKS, int ROWS, bool UNALIGNED, bool IN_WARP>
 __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kMaxThreads,
                                   Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::blocks())
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
-  using Columns = ForwardColumns<T, PACKS, ROWS, UNALIGNED, IN_WARP>;
+  using Rows = ForwardRows<T, PACKS, ROWS, UNALIGNED, IN_WARP>;
   __shared__ RowSlots<T, ROWS, IN_WARP ? 1 : kMaxWarps> slots;
   const int cols = call.cols;
   const uint64_t policy = l2_policy(constants.priority);
-
-  // Find the team's rows: `row`, row + step, and so on, ROWS in all. With several rows per thread, `step` consecutive
-  // teams handle a batch of ROWS * step rows, and team k of them begins with row k of the batch.
-  //
-  // Example with ROWS = 2, step_log2 = 3 and two teams per block: teams 0 to 7, which are blocks 0 to 3, handle the
-  // batch of rows 0 to 15. Team 3 has rows 3 and 11. Team 11 has row 3 of the second batch, which is row 19, and
-  // row 27.
-  //
-  // Every row belongs to exactly one team, and all rows of a team have the same alignment. This follows from:
-  //   1. blockDim.y and step are powers of two with blockDim.y <= step, so that a block's teams are of one batch.
-  //   2. The grid has all teams of the last batch. Those whose rows do not exist have rows <= 0.
-  //   3. For unaligned rows, step is a multiple of V, so that `step` rows are a multiple of 16 bytes.
-  // launch() chooses blockDim.y, step and the grid accordingly. A violation makes test_values (test_values.py) fail. If
-  // you change these lines, run it for all register kernels on emulated GPUs, which also check every address:
-  //   python -m pytest --full .tests/test_values.py -k "test_values[ and registers"
-  int64_t row = int64_t(blockIdx.x) * blockDim.y;
-  if (ROWS > 1) row += (row >> step_log2 << step_log2) * (ROWS - 1);
-  row += threadIdx.y;
-  const int step = ROWS > 1 ? 1 << step_log2 : 1;
-  const int rows =  // how many rows of the team exist; may be 0 or less
-      ROWS == 1 ? row < call.rows : int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;
-  const Columns columns(call, row, cols * step, rows);
+  const TeamRows team = team_rows<ROWS>(call.rows, step_log2);
+  const Rows rows(call, team.first, cols * team.step, team.count);
 
   // Load.
-  typename Columns::Parts x;
-  if (!Columns::kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
-  columns.load_rows(x, policy);
+  typename Rows::Registers x;
+  if (!Rows::kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
+  rows.load_rows(x, policy);
   // Weight and bias stay in L2 longest, because all blocks read them.
-  if (Columns::kEarly) columns.load_affine_packs(x, call, l2_policy(L2Priority::Last));
+  if (Rows::kEarly) rows.load_affine_packs(x, call, l2_policy(L2Priority::Last));
   if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
   // Measure: the mean first, then the distances from it.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) sum[r] = x.sum_of_row(r);
-  row_means<T, PACKS * kMaxRowThreads * Columns::V>(mean, sum, columns.columns_per_row(), cols, constants.per_col,
-                                                    slots);
-  UNROLL(r, ROWS) distances[r] = columns.distances_of_row(x, r, mean[r]);
+  const int count = rows.columns.template count<PACKS>();
+  row_means<T, PACKS * kMaxRowThreads * Rows::V>(mean, sum, count, cols, constants.per_col, slots);
+  UNROLL(r, ROWS) distances[r] = rows.distances_of_row(x, r, mean[r]);
   combine_row(distances, slots.distances);
   UNROLL(r, ROWS) {
     const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // also updates mean[r]
     rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
-    if (threadIdx.x == 0 && r < rows) save_statistics(call, row + r * step, mean[r], rstd[r]);
+    if (threadIdx.x == 0 && r < team.count) save_statistics(call, team.first + r * team.step, mean[r], rstd[r]);
   }
 
   // Write.
-  with_same_dtype<T, Columns::kEarly>(call, [&](auto same_dtype) {
-    columns.template write_rows<same_dtype.value>(call, x, mean, rstd, constants.epilogue);
+  with_same_dtype<T, Rows::kEarly>(call, [&](auto same_dtype) {
+    rows.template write_rows<same_dtype.value>(call, x, mean, rstd, constants.epilogue);
   });
 }
 
@@ -4037,24 +4067,27 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kM
 // Example: 8192 bf16 rows of 768 columns on 132 SMs have 96 loads per row and are 2.9 waves.
 //
 // How to change the kernel for rows of one width, for example for 16-bit rows of 768 columns:
-//   1. Compute the loads: 768 * 2 / 16 = 96. Find the first line that matches: {65, 96, kAny, ...} of k16BitChoices.
+//   1. Compute the loads: 768 * 2 / 16 = 96. Find the first line that matches: {65, 96, kAnyWaves, ...} of
+//   k16BitChoices.
 //   2. Insert a line above it, and above its comment, that matches 96 loads only:
 //          // 768 columns: one load per thread.
-//          {96, 96, kAny, forward_kernel<T, 1, 1>()},
+//          {96, 96, kAnyWaves, forward_kernel<T, 1, 1>()},
 //      All other widths keep their kernels. If the matching line has no other width that you care about, edit it
-//      instead. To change calls with few rows only, write a number of waves in place of kAny. k16BitChoices is used for
-//      float16 and for bfloat16. Rows of 768 columns that are not aligned, or whose weight and bias are float32, use
-//      the other tables, so they keep their kernels, too. In kUnalignedChoices, 96 loads are eight widths: 768 to 775
-//      columns of 16 bits.
+//      instead. To change calls with few rows only, write a number of waves in place of kAnyWaves. k16BitChoices is
+//      used for float16 and for bfloat16. Rows of 768 columns that are not aligned, or whose weight and bias are
+//      float32, use the other tables, so they keep their kernels, too. In kUnalignedChoices, 96 loads are eight widths:
+//      768 to 775 columns of 16 bits.
 //   3. The static_asserts below the tables check each line when the file is compiled:
-//        - The kernel has a load for each 16 bytes of the longest rows of the line:
+//        - The kernel has a load for each 16 bytes of the longest rows of the line (covers_row):
 //              with kOneWarp                                  max_loads <= 32 * (loads per thread)
 //              16 bits, one load of each of several rows      max_loads <= 128
 //              otherwise                                      max_loads <= 512 * (loads per thread); unaligned: 448
+//        - Blocks and the distance between the rows of a team, which geometry_of computes for each number of loads of
+//          the line, fulfil the conditions of the kernel (covers_row, divides_rows, can_reduce).
 //        - A kernel of kUnalignedChoices has `true` as its last argument. Kernels of the other tables do not.
 //        - A kernel of kFloat32AffineChoices has at least kMaxLoads loads per thread and no kOneWarp. All other kernels
 //          for aligned rows load weight and bias early, in input's dtype (kEarly).
-//        - Every number of loads that the table must support matches a line with kAny.
+//        - Every number of loads that the table must support matches a line with kAnyWaves.
 //   4. Check which calls changed:
 //          python .tests/launches.py HEAD
 //      It prints each call that launches another kernel, grid or block than in the last commit. It makes calls of the
@@ -4077,6 +4110,7 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kM
 
 struct ForwardKernel {
   void (*kernel)(Forward, RowConstants, PrefetchWindow, int) = nullptr;
+  int element_bytes = 0;           // of T
   int loads = 0, rows = 0;         // 16-byte loads per thread and row; rows per thread; 0 if there is no kernel
   bool in_warp = false;            // true if one warp handles a row
   int max_threads = 0;             // of a block
@@ -4091,9 +4125,8 @@ struct Choice {
   ForwardKernel kernel;  // if there is none, the line matches no call
 };
 
-// Loads per SM of a wave. It is 2048 also on GPUs whose SMs hold fewer threads.
-constexpr int kSmThreads = 2048;
-constexpr double kAny = 1e30;  // any number of waves
+constexpr int kWaveLoadsPerSm = 2048;  // also on GPUs whose SMs hold fewer threads
+constexpr double kAnyWaves = 1e30;     // any number of waves
 
 // The number of threads per row. kAsNeeded: as many as the loads of the row need, see row_threads.
 enum ThreadsPerRow { kAsNeeded, kOneWarp };
@@ -4102,12 +4135,13 @@ template <typename T, int LOADS, int ROWS, ThreadsPerRow THREADS = kAsNeeded, bo
 constexpr ForwardKernel forward_kernel() {
   constexpr bool kInWarp = THREADS == kOneWarp;
   return {layer_norm_rows<T, LOADS, ROWS, UNALIGNED, kInWarp>,
+          sizeof(T),
           LOADS,
           ROWS,
           kInWarp,
           Bounds<T, LOADS, ROWS, UNALIGNED, kInWarp>::kMaxThreads,
           UNALIGNED,
-          !ForwardColumns<T, LOADS, ROWS, UNALIGNED, kInWarp>::kEarly};
+          !ForwardRows<T, LOADS, ROWS, UNALIGNED, kInWarp>::kEarly};
 }
 
 // Returns a kernel that the epilogue library lacks. It would be no faster there than the kernels that the library has.
@@ -4126,16 +4160,16 @@ constexpr Choice kFloatChoices[] = {
     // Few short rows: one row per thread, so that there are threads for all SMs.
     {1, 32, 0.5, forward_kernel<T, 1, 1>()},
     // Short rows: several per thread share one load of weight and bias (see kShortRows).
-    {1, 32, kAny, forward_kernel<T, 1, kShortRows>()},
+    {1, 32, kAnyWaves, forward_kernel<T, 1, kShortRows>()},
     // Up to 640 columns: one warp per row, which needs no barrier. Lanes have as few loads as the row allows, because
     // otherwise more of them would have nothing to load.
-    {33, 64, kAny, plain_kernel<T, 2, 1, kOneWarp>()},
+    {33, 64, kAnyWaves, plain_kernel<T, 2, 1, kOneWarp>()},
     // H200, 5461 rows of 384: 15% slower with two loads per thread.
-    {65, 96, kAny, plain_kernel<T, 3, 1, kOneWarp>()},
+    {65, 96, kAnyWaves, plain_kernel<T, 3, 1, kOneWarp>()},
     // 512 columns are exactly 4 x 32 loads.
-    {97, 128, kAny, plain_kernel<T, 4, 1, kOneWarp>()},
+    {97, 128, kAnyWaves, plain_kernel<T, 4, 1, kOneWarp>()},
     // H200, 6553 rows of 640 in L2: 17% slower with two loads per thread.
-    {129, 160, kAny, plain_kernel<T, 5, 1, kOneWarp>()},
+    {129, 160, kAnyWaves, plain_kernel<T, 5, 1, kOneWarp>()},
     // Up to 1024 columns, but few rows: one warp per row, too (H200, 1365 rows of 768: 10% slower with two loads per
     // thread).
     {161, 256, 1, plain_kernel<T, 8, 1, kOneWarp>()},
@@ -4145,7 +4179,7 @@ constexpr Choice kFloatChoices[] = {
     // One wave or less: one load per thread. Only the epilogue library reaches this line.
     {33, 512, 1, forward_kernel<T, 1, 1>()},
     // All others: four loads in flight per thread.
-    {33, 2048, kAny, forward_kernel<T, 4, 1>()},
+    {33, 2048, kAnyWaves, forward_kernel<T, 4, 1>()},
 };
 
 // Aligned rows of float16 and bfloat16, with weight and bias (if any) of the same dtype.
@@ -4155,27 +4189,27 @@ constexpr Choice k16BitChoices[] = {
     // Few short rows: one row per thread, so that there are threads for all SMs.
     {1, 32, 0.5, forward_kernel<T, 1, 1>()},
     // Short rows: several per thread share one load of weight and bias (see kShortRows).
-    {1, 32, kAny, forward_kernel<T, 1, kShortRows>()},
+    {1, 32, kAnyWaves, forward_kernel<T, 1, kShortRows>()},
     // Up to 1024 columns: one warp per row, which needs no barrier. Lanes have as few loads as the row allows, because
     // otherwise more of them would have nothing to load (H200, 26214 bf16 rows of 320 in L2: 31% slower with four loads
     // per lane).
-    {33, 64, kAny, forward_kernel<T, 2, 1, kOneWarp>()},
+    {33, 64, kAnyWaves, forward_kernel<T, 2, 1, kOneWarp>()},
     // 768 columns are exactly 3 x 32 loads (H200, 10922 bf16 rows of 768 in L2: 17% slower with four loads per lane).
-    {65, 96, kAny, forward_kernel<T, 3, 1, kOneWarp>()},
+    {65, 96, kAnyWaves, forward_kernel<T, 3, 1, kOneWarp>()},
     // 1024 columns are exactly 4 x 32 loads.
-    {97, 128, kAny, forward_kernel<T, 4, 1, kOneWarp>()},
+    {97, 128, kAnyWaves, forward_kernel<T, 4, 1, kOneWarp>()},
     // One wave or less: one load per thread, so that as many threads as possible load.
     {129, 512, 1, forward_kernel<T, 1, 1>()},
     // One wave or less, but more loads than a row can have threads: two loads per thread.
     {513, 1024, 1, plain_kernel<T, 2, 1>()},
     // All others: four loads in flight per thread.
-    {129, 2048, kAny, forward_kernel<T, 4, 1>()},
+    {129, 2048, kAnyWaves, forward_kernel<T, 4, 1>()},
 };
 
 // Aligned rows of float16 and bfloat16 with weight and bias of float32. Only kernels that load weight and bias late can
 // convert them (see kEarly).
 template <typename T>
-constexpr Choice kFloat32AffineChoices[] = {{1, 2048, kAny, forward_kernel<T, 4, 1>()}};
+constexpr Choice kFloat32AffineChoices[] = {{1, 2048, kAnyWaves, forward_kernel<T, 4, 1>()}};
 
 // Unaligned rows of all dtypes.
 template <typename T>
@@ -4183,34 +4217,114 @@ constexpr Choice kUnalignedChoices[] = {
     // min and max loads per row, max waves, kernel<T, loads per thread, rows per thread, threads per row, unaligned>
     // Short rows: one load of each of four rows, which share weight and bias (H200, bf16 rows of 255: 24% slower with
     // four loads of one row).
-    {1, 32, kAny, forward_kernel<T, 1, 4, kAsNeeded, true>()},
+    {1, 32, kAnyWaves, forward_kernel<T, 1, 4, kAsNeeded, true>()},
     // One wave or less: one row per thread, so that there are twice as many threads.
     {33, 1536, 1, forward_kernel<T, 4, 1, kAsNeeded, true>()},
     // Two rows per thread: both share one load of weight and bias, which is slow because they are not aligned (H200,
     // 16384 float32 rows of 4099: 11% slower with one row per thread). For rows of more than 384 threads, one row per
     // thread is faster (float32 rows of 7001: 2% slower with two).
-    {33, 1536, kAny, plain_kernel<T, 4, 2, kAsNeeded, true>()},
+    {33, 1536, kAnyWaves, plain_kernel<T, 4, 2, kAsNeeded, true>()},
     // All others: four loads of one row.
-    {33, 1792, kAny, forward_kernel<T, 4, 1, kAsNeeded, true>()},
+    {33, 1792, kAnyWaves, forward_kernel<T, 4, 1, kAsNeeded, true>()},
 };
 
-// ---- Forward: checks of the tables ----
-// Lines whose kernel the epilogue library lacks have loads == 0 and match no call, so that they need no check.
+// ---- Forward: geometry of a launch ----
 
-// Returns true if the kernel of every line has a load for each 16 bytes of the longest rows of the line.
-template <size_t N>
-constexpr bool kernels_cover_rows(const Choice (&choices)[N]) {
-  for (const Choice& choice : choices) {
-    const ForwardKernel& kernel = choice.kernel;
-    const int threads = kernel.in_warp ? 32 : kernel.max_threads;  // per row, at most
-    if (kernel.loads > 0 && choice.max_loads > threads * kernel.loads) return false;
-  }
-  return true;
+// The block of a launch, and the distance between the rows of a team.
+struct Geometry {
+  int threads;      // of a team
+  int block_teams;  // teams of a block
+  int step_log2;    // the rows of a team are 2^step_log2 apart
+};
+
+// Returns how a kernel is launched for rows of `loads` loads (see loads_of). The static_asserts below check the results
+// for all lines of the choice tables and all row lengths.
+constexpr Geometry geometry_of(const ForwardKernel& kernel, int loads) {
+  const bool is_16_bits = kernel.element_bytes == 2;
+  const int V = 16 / kernel.element_bytes;
+  int threads = kernel.in_warp ? 32 : row_threads(loads, kernel.loads);
+  if (kernel.is_unaligned) threads = std::max(threads, 2 * V);  // at least one per edge column, see ForwardColumns
+  const int block_threads = kernel.is_unaligned && is_16_bits ? kUnalignedBlockThreads16Bits : kBlockThreads;
+  const int block_teams = std::max(1, block_threads / threads);
+  const int min_step = std::max(block_teams, kernel.is_unaligned && kernel.rows > 1 ? V : 1);
+  int step_log2 = 0;
+  while (1 << step_log2 < min_step) ++step_log2;
+  return {threads, block_teams, step_log2};
 }
-static_assert(kernels_cover_rows(kFloatChoices<float>) && kernels_cover_rows(k16BitChoices<__half>) &&
-                  kernels_cover_rows(kFloat32AffineChoices<__half>) && kernels_cover_rows(kUnalignedChoices<float>) &&
-                  kernels_cover_rows(kUnalignedChoices<__half>),
-              "A line of a choice table has a kernel with too few loads for the longest rows of the line.");
+
+// Returns true if every column of a row belongs to one thread (conditions 4 and 5 of ForwardColumns), and if the block
+// keeps to the launch bounds.
+constexpr bool covers_row(const ForwardKernel& kernel, const Geometry& geometry, int loads) {
+  const bool has_edge_threads = !kernel.is_unaligned || geometry.threads >= 2 * 16 / kernel.element_bytes;
+  return geometry.threads * kernel.loads >= loads && has_edge_threads &&
+         geometry.threads * geometry.block_teams <= kernel.max_threads;
+}
+
+// Returns true if every row belongs to one team, and all rows of a team have the same alignment (conditions 1 and 3 of
+// TeamRows; step is a power of two because it is 2^step_log2).
+constexpr bool divides_rows(const ForwardKernel& kernel, const Geometry& geometry) {
+  const int step = 1 << geometry.step_log2;
+  const bool keeps_alignment = !kernel.is_unaligned || kernel.rows == 1 || step % (16 / kernel.element_bytes) == 0;
+  return is_power_of_two(geometry.block_teams) && geometry.block_teams <= step && keeps_alignment;
+}
+
+// Returns true if the reductions of a row work. combine_row requires that
+//   - a team has a multiple of 32 threads, or a power of two below 32,
+//   - the block has no incomplete warp, because all lanes of a warp exchange numbers,
+//   - each warp of the block has a slot, or, in kernels with one warp per row, a team is one warp.
+// row_means requires that a row is not longer than MAX_COLS. An unaligned row may have one incomplete pack more than it
+// has loads.
+constexpr bool can_reduce(const ForwardKernel& kernel, const Geometry& geometry, int loads) {
+  const int threads = geometry.threads, block_threads = threads * geometry.block_teams;
+  const bool has_team_size = threads % 32 == 0 || (threads < 32 && is_power_of_two(threads));
+  const bool has_slots = kernel.in_warp ? threads == 32 : block_threads <= 32 * kMaxWarps;
+  const bool keeps_max_cols = loads + kernel.is_unaligned <= kernel.loads * kMaxRowThreads;
+  return has_team_size && block_threads % 32 == 0 && has_slots && keeps_max_cols;
+}
+
+// ---- Forward: checks of the tables ----
+// Lines whose kernel the epilogue library lacks have loads == 0 and match no call, so that they need no check. The
+// tables of bfloat16 have the same lines as those of float16.
+
+// A condition that the geometry of a launch violates.
+enum class GeometryError { kNone, kCoversRow, kDividesRows, kCanReduce };
+
+// Returns the first condition that a launch for some line and some row length violates. Rows of (n - 1) * kernel.loads
+// + 1 to n * kernel.loads loads have the same geometry. If the longest of them fulfil the conditions, all do. To
+// compile faster, only these are checked, and the longest rows of the line.
+template <size_t N>
+constexpr GeometryError geometry_error(const Choice (&choices)[N]) {
+  for (const Choice& choice : choices) {
+    if (choice.kernel.loads == 0) continue;
+    for (int loads = choice.min_loads; loads <= choice.max_loads; ++loads) {
+      if (loads % choice.kernel.loads != 0 && loads != choice.max_loads) continue;
+      const Geometry geometry = geometry_of(choice.kernel, loads);
+      if (!covers_row(choice.kernel, geometry, loads)) return GeometryError::kCoversRow;
+      if (!divides_rows(choice.kernel, geometry)) return GeometryError::kDividesRows;
+      if (!can_reduce(choice.kernel, geometry, loads)) return GeometryError::kCanReduce;
+    }
+  }
+  return GeometryError::kNone;
+}
+constexpr GeometryError kGeometryErrors[] = {
+    geometry_error(kFloatChoices<float>), geometry_error(k16BitChoices<__half>),
+    geometry_error(kFloat32AffineChoices<__half>), geometry_error(kUnalignedChoices<float>),
+    geometry_error(kUnalignedChoices<__half>)};
+
+constexpr bool geometry_has_error(GeometryError error) {
+  for (const GeometryError found : kGeometryErrors) {
+    if (found == error) return true;
+  }
+  return false;
+}
+static_assert(!geometry_has_error(GeometryError::kCoversRow),
+              "A line of a choice table has a kernel with too few loads for the longest rows of the line, or "
+              "geometry_of returns too few or too many threads.");
+static_assert(!geometry_has_error(GeometryError::kDividesRows),
+              "geometry_of violates a condition of TeamRows. For example, the teams of a block are a power of two only "
+              "if kBlockThreads is one and is at most 256: a block of 512 threads would have 5 teams of 96.");
+static_assert(!geometry_has_error(GeometryError::kCanReduce),
+              "geometry_of returns a block that combine_row or row_means does not support (see can_reduce).");
 
 // Returns true if the kernel of every line is compiled for unaligned rows (or, if `unaligned` is false, if none is).
 template <size_t N>
@@ -4248,17 +4362,18 @@ constexpr bool lines_match_every_row(const Choice (&choices)[N], int max_loads) 
   for (size_t i = 0; i < N; ++i) {
     for (const Choice& choice : choices) {
       const bool matches_next = choice.min_loads <= matched + 1 && choice.max_loads > matched;
-      if (choice.kernel.loads > 0 && choice.max_waves >= kAny && matches_next) matched = choice.max_loads;
+      if (choice.kernel.loads > 0 && choice.max_waves >= kAnyWaves && matches_next) matched = choice.max_loads;
     }
   }
   return matched == max_loads;
 }
-static_assert(lines_match_every_row(kFloatChoices<float>, kMaxRowLoads) &&
-                  lines_match_every_row(k16BitChoices<__half>, kMaxRowLoads) &&
-                  lines_match_every_row(kFloat32AffineChoices<__half>, kMaxRowLoads) &&
-                  lines_match_every_row(kUnalignedChoices<float>, kMaxUnalignedRowLoads) &&
-                  lines_match_every_row(kUnalignedChoices<__half>, kMaxUnalignedRowLoads),
-              "The lines with kAny of a choice table must match all rows that supports() accepts, and no longer ones.");
+static_assert(
+    lines_match_every_row(kFloatChoices<float>, kMaxRowLoads) &&
+        lines_match_every_row(k16BitChoices<__half>, kMaxRowLoads) &&
+        lines_match_every_row(kFloat32AffineChoices<__half>, kMaxRowLoads) &&
+        lines_match_every_row(kUnalignedChoices<float>, kMaxUnalignedRowLoads) &&
+        lines_match_every_row(kUnalignedChoices<__half>, kMaxUnalignedRowLoads),
+    "The lines with kAnyWaves of a choice table must match all rows that supports() accepts, and no longer ones.");
 
 // ---- Forward: host side ----
 
@@ -4274,7 +4389,7 @@ bool supports(const Forward& call, bool aligned) {
 template <size_t N>
 ForwardKernel choose_from(const Choice (&choices)[N], const Forward& call, const Device& device) {
   const int64_t loads = loads_of(call);
-  const double waves = double(call.rows) * loads / (kSmThreads * device.sms);
+  const double waves = double(call.rows) * loads / (kWaveLoadsPerSm * device.sms);
   for (const Choice& choice : choices) {
     const bool fits = loads >= choice.min_loads && loads <= choice.max_loads && waves <= choice.max_waves;
     if (fits && choice.kernel.loads > 0) return choice.kernel;
@@ -4294,24 +4409,17 @@ ForwardKernel choose_kernel(const Forward& call, const Device& device) {
     return choose_from(k16BitChoices<T>, call, device);
 }
 
+// Launches forward. UNALIGNED is a bool; the second argument of backward's launch is a number of columns, V.
 template <typename T, bool UNALIGNED>
 cudaError_t launch(const Forward& call, const LaunchContext& context) {
-  constexpr int V = 16 / sizeof(T);
   const ForwardKernel chosen = choose_kernel<T, UNALIGNED>(call, context.device);
-  int threads = chosen.in_warp ? 32 : row_threads(loads_of(call), chosen.loads);
-  if (UNALIGNED) threads = std::max(threads, 2 * V);  // at least one per edge column, see ForwardColumns
-  // Teams of a block. Their number is a power of two, because `threads` is a power of two or a multiple of 32.
-  const int block_teams = std::max(1, (V == 8 && UNALIGNED ? kUnalignedBlockThreads16Bits : kBlockThreads) / threads);
-  // The rows of a team are `step` apart: a power of two, at least block_teams and, for several unaligned rows, a
-  // multiple of V. See the numbered conditions in layer_norm_rows.
-  const int min_step = UNALIGNED && chosen.rows > 1 ? V : 1;
-  int step_log2 = 0;
-  while (1 << step_log2 < std::max(block_teams, min_step)) ++step_log2;
-  const int64_t step = int64_t(1) << step_log2;
-  const int64_t teams = ceil_div(call.rows, step * chosen.rows) * step;
-  return launch_kernel(chosen.kernel, {dim3(ceil_div(teams, block_teams)), dim3(threads, block_teams)}, context, call,
+  const Geometry geometry = geometry_of(chosen, int(loads_of(call)));
+  const int64_t step = int64_t(1) << geometry.step_log2;
+  const int64_t batches = ceil_div(call.rows, step * chosen.rows);
+  const int64_t blocks = batches * (step / geometry.block_teams);
+  return launch_kernel(chosen.kernel, {dim3(blocks), dim3(geometry.threads, geometry.block_teams)}, context, call,
                        row_constants(call, context.device),
-                       prefetch_window(call, chosen.rows * block_teams, context.device), step_log2);
+                       prefetch_window(call, chosen.rows * geometry.block_teams, context.device), geometry.step_log2);
 }
 
 // ---- Backward ----
@@ -4341,9 +4449,10 @@ cudaError_t launch(const Forward& call, const LaunchContext& context) {
 // holds four blocks, which makes 528 blocks. Each handles two rows per iteration, in 62 or 63 iterations.
 //
 // Unaligned 16-bit rows are loaded in words of 4 bytes, two columns each (H200, 32768 bf16 rows of 2041: 26% slower
-// with one column per load). Words are aligned to 4 bytes. If the number of columns is odd, one column of each row is
-// outside of whole words: the last column of even rows and the first of odd rows. Thread 0 handles this edge column. A
-// block has only even or only odd rows, so that its threads keep their columns.
+// with one column per load). Words are aligned to 4 bytes, because the binding lets input and grad_output start at a
+// multiple of 4 bytes (make_aligned), and allocates grad_input. If the number of columns is odd, one column of each row
+// is outside of whole words: the last column of even rows and the first of odd rows. Thread 0 handles this edge column.
+// A block has only even or only odd rows, so that its threads keep their columns.
 //
 //   Example: bf16 rows of 5 columns. Brackets are words.
 //             columns              first byte of the row    edge column    handled by
@@ -4352,31 +4461,33 @@ cudaError_t launch(const Forward& call, const LaunchContext& context) {
 //     row 2   [0 1] [2 3]  4       20                       4              blocks 0, 2, 4, ...
 //
 // Every column of a row belongs to exactly one thread, and every row to exactly one block. This follows from:
-//   1. blockDim.x * PACKS * V >= cols, which plan() ensures with row_threads.
+//   1. blockDim.x * PACKS * V >= cols. Checked by static_assert (backward_blocks_are_valid).
 //   2. Packs of V columns cover an aligned row, because cols is a multiple of V. For unaligned float32 rows V is 1. For
 //      unaligned 16-bit rows V is 2, and the edge column is the only column outside of whole words.
 //   3. With words, gridDim.x is even, which plan() ensures. A block therefore keeps the parity of its first row, and
 //      blocks 2 k and 2 k + 1 together handle consecutive rows.
-// A violation of 1 or 2 makes test_values (test_values.py) fail. A violation of 3 shows only on GPUs with an odd number
+// A violation of 2 makes test_values (test_values.py) fail. A violation of 3 shows only on GPUs with an odd number
 // of SMs, and makes test_odd_rows_on_an_odd_number_of_sms fail.
 
 // Columns per thread, and threads per SM. With 8 columns of two rows, a thread fits into 128 registers, so that an SM
 // holds 512 threads. Aligned 16-bit rows can also have 16 columns of one row per thread. launch() chooses this if an SM
 // then holds more rows. Both exist because each is slower for other rows (H200, bf16: with 8 columns of two rows, rows
 // of 2560 are 13% slower; with 16 columns of one row, rows of 768 are 9% slower).
+//
+// kBackwardThreads is also the most threads of a block: for the longest rows, an SM has one block.
 constexpr int kBackwardColumns = 8, kBackwardThreads = 512;
 // Threads of a block with several rows. For float32, larger blocks are faster, because fewer blocks leave fewer partial
 // sums (H200, rows of 64 to 1024: 2% faster with 256 than with 128 threads).
 constexpr int kBackwardBlockThreads16Bits = 128, kBackwardBlockThreads = 256;
-static_assert(
-    is_power_of_two(kBackwardBlockThreads) && is_power_of_two(kBackwardBlockThreads16Bits) &&
-        kBackwardBlockThreads <= 256,
-    "write_partial needs a power of two of rows per block, but blocks of 512 threads would have 5 rows of 96.");
-static_assert(kBackwardBlockThreads16Bits <= kBackwardBlockThreads && kBackwardThreads <= 32 * kMaxWarps,
-              "The shared memory of layer_norm_backward_rows is too small for these blocks.");
 // Bytes of the longest aligned row for which the register kernels are preferred to the pipelined ones. An SM holds too
 // few longer rows to load some of them while others are combined.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
+
+// Floats of shared memory of a backward kernel. thread_columns: V * PACKS. With an epilogue it holds bias during the
+// loop. After the loop it holds the gradient sums of a block that has several rows.
+constexpr int backward_shared_floats(int thread_columns) {
+  return (kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * thread_columns;
+}
 
 // True for unaligned 16-bit rows, whose packs are words of two columns.
 template <typename T, int V>
@@ -4403,9 +4514,9 @@ __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t 
 // The numbers that a thread holds of N neighbouring columns: weight, gradient sums over all of its rows, the ROWS rows
 // of this iteration, and the ROWS rows of the next one, which are being loaded.
 template <typename T, int N, int ROWS>
-struct BackwardPack {
+struct BackwardRegisters {
   int col, offset;                                   // the first column; columns from the thread's first pack to it
-  int is_active;                                     // 1 if all N columns are inside of the row
+  int is_active;                                     // 1 if all N columns are in the row; int because of opaque()
   Vec<float, N> weight, grads[2] = {};               // grads: the sums of grad_weight and of grad_bias
   Pack<T, N> next_x[ROWS] = {}, next_dy[ROWS] = {};  // input and grad_output of the next iteration
   Pack<T, N> dy[ROWS];
@@ -4452,11 +4563,11 @@ struct BackwardPack {
 // The columns of a thread: PACKS packs of V columns, blockDim.x * V columns apart, and, with words, the edge column.
 template <typename T, int V, int PACKS, int ROWS>
 struct BackwardColumns {
-  BackwardPack<T, V, ROWS> packs[PACKS];
-  BackwardPack<T, 1, ROWS> edge;
+  BackwardRegisters<T, V, ROWS> packs[PACKS];
+  BackwardRegisters<T, 1, ROWS> edge;
   float next_mean[ROWS], next_rstd[ROWS];  // of the rows of the next iteration
 
-  // Calls f with each active pack, or with all packs, and with the edge column if this thread has it.
+  // Calls f with each active pack, or with all packs (see kAddsZeros), and with the edge column if this thread has it.
   template <bool ALL_PACKS = false, typename F>
   __device__ void each(F f) {
     UNROLL(i, PACKS) {
@@ -4522,12 +4633,9 @@ struct BackwardColumns {
 template <typename T, int V, int PACKS, int ROWS>
 __global__ void __launch_bounds__(kBackwardThreads)
     layer_norm_backward_rows(Backward call, float* partials, L2Priority priority) {
-  // Floats of shared memory. With an epilogue it holds bias during the loop. After the loop it holds the gradient sums
-  // of a block that has several rows.
-  constexpr int kShared = (kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS;
   constexpr int kSpacing = kRowSpacing<T, V>;
   __shared__ GradSums slots[2][kMaxWarps][ROWS];
-  __shared__ __align__(16) float shared[kShared];
+  __shared__ __align__(16) float shared[backward_shared_floats(V * PACKS)];
   const int cols = call.cols, first_row = threadIdx.y * kSpacing, next_row = blockDim.y * kSpacing;
   const float per_col = 1.0f / cols;
   const uint64_t policy = l2_policy(priority);
@@ -4537,7 +4645,9 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS;
   const int mid_word = kLoadsWords<T, V> ? row * cols % 2 : 0;
   BackwardColumns<T, V, PACKS, ROWS> columns(call, mid_word);
-  float* bias = shared + mid_word;  // so that the two columns of a word are aligned to 8 bytes
+  // Shifted by mid_word, so that the two columns of a word are aligned to 8 bytes. mid_word is 1 only if cols is odd.
+  // The last column is then in shared[cols], which exists (backward_blocks_are_valid).
+  float* bias = shared + mid_word;
   if constexpr (kHasEpilogue) {
     // Bias is converted to float once, so that no load in the loop branches on its dtype (H200, 65536 bf16 rows of 1024
     // with GELU: 4% slower with such branches).
@@ -4554,6 +4664,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
 
   start_iteration(row);
   int parity = 0;  // alternates between two sets of slots, so that one barrier per iteration is enough
+  // row - first_row is the same for all threads of the block, which the barrier in combine_row needs.
   for (; row - first_row < call.rows; row += row_stride, parity ^= 1) {
     // Add up.
     GradSums sums[ROWS] = {};
@@ -4565,7 +4676,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
           [&](auto& pack) { pack.add_row(call, r, columns.next_mean[r], rstd[r], bias, sums[r]); });
     }
     start_iteration(row + row_stride);
-    if (call.grad_input == nullptr) continue;
+    if (call.grad_input == nullptr) continue;  // the same for all threads
 
     // Write grad_input.
     combine_row(sums, slots[parity]);
@@ -4581,6 +4692,44 @@ __global__ void __launch_bounds__(kBackwardThreads)
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
   UNROLL(n, 2) columns.write_partial(partials + (n * gridDim.x + blockIdx.x) * int64_t(cols), shared, n, cols);
 }
+
+// ---- Backward: blocks ----
+
+struct BackwardBlock {
+  int threads, rows;  // threads per row; rows side by side
+};
+
+// Returns the block for rows of `cols` columns. thread_columns: V * PACKS of the kernel.
+constexpr BackwardBlock backward_block(int64_t cols, int thread_columns, int element_bytes) {
+  const int threads = row_threads(cols, thread_columns);
+  const int block_threads = element_bytes == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
+  return {threads, std::max(1, block_threads / threads)};
+}
+
+// Returns true if backward_block returns a valid block for every number of columns that a kernel supports. Rows of
+// (n - 1) * thread_columns + 1 to n * thread_columns columns have the same block. Only the longest of them are checked:
+// they need most threads and most shared memory.
+constexpr bool backward_blocks_are_valid(int thread_columns, int element_bytes) {
+  const int shared_floats = backward_shared_floats(thread_columns);
+  for (int cols = thread_columns; cols <= thread_columns * kBackwardThreads; cols += thread_columns) {
+    const BackwardBlock block = backward_block(cols, thread_columns, element_bytes);
+    const int block_threads = block.threads * block.rows;
+    // Every column belongs to a thread (condition 1 of "Backward").
+    const bool covers_row = block.threads * thread_columns >= cols;
+    // The block keeps to the launch bounds. combine_row needs whole warps, and a slot for each.
+    const bool is_supported =
+        block_threads <= kBackwardThreads && block_threads % 32 == 0 && block_threads <= 32 * kMaxWarps;
+    // write_partial halves the number of rows, and gathers the sums of several rows in shared memory.
+    const bool can_add_rows = is_power_of_two(block.rows) && (block.rows == 1 || block.rows * cols <= shared_floats);
+    // Bias needs cols + 1 floats if mid_word is 1. Then cols is odd, and the longest rows have an even number of
+    // columns, so that they are at least one column longer.
+    const bool has_space_for_bias = !kHasEpilogue || (cols % 2 == 0 && cols <= shared_floats);
+    if (!(covers_row && is_supported && can_add_rows && has_space_for_bias)) return false;
+  }
+  return true;
+}
+template <int THREAD_COLUMNS, int ELEMENT_BYTES>
+constexpr bool kBackwardBlocksAreValid = backward_blocks_are_valid(THREAD_COLUMNS, ELEMENT_BYTES);
 
 // ---- Backward: host side ----
 
@@ -4601,9 +4750,11 @@ bool supports(const Backward& call, bool aligned) {
 // otherwise have more than kRowsPerSum rows.
 template <typename T, int V, int PACKS, int ROWS>
 BackwardPlan plan(const Backward& call, const Device& device) {
+  static_assert(kBackwardBlocksAreValid<V * PACKS, sizeof(T)>,
+                "backward_block violates a condition. For example, a block has a power of two of rows only if "
+                "kBackwardBlockThreads is one and is at most 256: a block of 512 threads would have 5 rows of 96.");
   constexpr int kSpacing = kRowSpacing<T, V>;
-  const int threads = row_threads(call.cols, V * PACKS);
-  const int rows = std::max(1, (sizeof(T) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads) / threads);
+  const auto [threads, rows] = backward_block(call.cols, V * PACKS, sizeof(T));
   const int sm_blocks = std::max(1, kBackwardThreads / (threads * rows));
   int64_t blocks = std::min<int64_t>(ceil_div(call.rows, rows), device.sms * sm_blocks);
   blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);
@@ -4671,10 +4822,9 @@ namespace two_pass {
 // blocks combine 33 pieces each. Kernel 3: 2048 blocks normalize a tile of 2048 columns each, in all 16 rows.
 //
 // Safe changes, and what guards them. "The tests" are the cases of test_values.py with "two_pass" in their names.
-//   - kMeasureThreads must be 32 times a power of two, because combine_block combines the warps in a tree. The tests
-//     fail otherwise. A chunk must not be longer than kMinPieceColumns (static_assert).
-//   - kTileColumns can be 2048 or a smaller multiple of 128. With more, blocks exceed the launch bounds of 512 threads,
-//     which launch() and the tests report.
+//   - kMeasureThreads must be 32 times a power of two, because combine_block combines the warps in a tree
+//     (static_assert). A chunk must not be longer than kMinPieceColumns (static_assert).
+//   - kTileColumns can be 2048 or a smaller multiple of 128 (static_assert).
 //   - All other values of Config affect only speed and the rounding of sums. They must be at least 1. If a kernel then
 //     spills, test_no_kernel_has_local_memory (test_build.py) fails.
 //   - `pieces` can be 1 to the number of chunks of a row, because combine() needs pieces that are not empty.
@@ -4686,8 +4836,8 @@ namespace two_pass {
 
 struct Config {
   static constexpr int kMeasureThreads = 256;  // per block of the first two kernels
-  // Blocks of kernel 1 that an SM runs at once (launch bounds). launch() aims at whole waves of them, because each wave
-  // costs the start and the end of its blocks.
+  // Blocks of kernel 1 that an SM runs at once (launch bounds). On all SMs together they are a wave. launch() aims at
+  // whole waves, because each wave costs the start and the end of its blocks.
   static constexpr int kMeasureBlocks = 4;
   // The launch bounds for unaligned rows in forward: loads of single elements need fewer registers, so more blocks fit.
   // launch() counts kMeasureBlocks for these rows, too.
@@ -4700,6 +4850,9 @@ struct Config {
   // Blocks per SM that kernel 3 should have. If there are fewer tiles, the rows are divided into ranges, too.
   static constexpr int64_t kColumnBlocksPerSm = 8;
 };
+static_assert(
+    Config::kTileColumns % 128 == 0 && Config::kTileColumns <= 4 * 512,
+    "The launch bounds of backward_columns are chosen for blocks of at most 512 threads with 4 columns each.");
 
 // The columns that one thread has in a chunk of a row. A chunk is what a block of THREADS threads loads at once. Each
 // thread has one pack of V columns or, for unaligned rows (V = 1), four single columns that are THREADS apart. The
@@ -4713,6 +4866,7 @@ struct StripedColumns {
   __device__ StripedColumns(int64_t chunk, int64_t cols) : first(chunk * kChunkColumns + threadIdx.x * V), cols(cols) {}
   __device__ int64_t column(int i) const { return first + i * V * THREADS; }
   __device__ bool has(int i) const { return i == 0 || column(i) < cols; }
+  // A Vec is only its array, so that V neighbouring numbers of x are a Vec, too.
   static __device__ Vec<float, V>& pack(Numbers& x, int i) { return reinterpret_cast<Vec<float, V>&>(x[i * V]); }
 
   // Returns load_pack(column) of each pack, and 0 for packs past the end of the row.
@@ -4757,6 +4911,8 @@ struct StripedColumns {
 template <typename Part>
 __device__ Part combine_block(Part part) {
   constexpr int kWarps = Config::kMeasureThreads / 32;
+  static_assert(Config::kMeasureThreads == 32 * kWarps && is_power_of_two(kWarps) && kWarps <= 32,
+                "combine_lanes needs a power of two of warps");
   __shared__ Part warp_parts[kWarps];
   part = combine_lanes(part, 32);
   if (threadIdx.x % 32 == 0) warp_parts[threadIdx.x / 32] = part;
@@ -4851,10 +5007,10 @@ __global__ void __launch_bounds__(Config::kMeasureThreads)
 
 // ---- Kernel 3: down the rows ----
 
-// Forward: block (x, y) normalizes the rows of range y in one tile of columns. Blocks start with the last tile, because
-// L2 still holds the columns that kernel 1 read last.
+// Forward: block (x, y) normalizes the rows of range y in one tile of columns. Blocks start with the last tile (see
+// the diagram above).
 template <typename T, int V>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(StripedColumns<T, V>::kThreads)
     normalize_columns(Forward call, const RowStats* row_stats, int64_t rows_per_block) {
   const StripedColumns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);
   if (columns.first >= call.cols) return;
@@ -4889,7 +5045,9 @@ __global__ void __launch_bounds__(StripedColumns<T, V>::kThreads, V == 8 ? 4 : k
   const int64_t first_row = blockIdx.y * rows_per_block;
   const int rows_here = min(rows_per_block, call.rows - first_row);  // may be 0 or less; the sums are 0 then
   int r = 0;
-  do {  // adds kRowsPerSum rows to sums in registers, then these sums to the partials
+  // Each iteration adds up to kRowsPerSum rows to sums in registers, then these sums to the partials. Without any rows
+  // there is still one iteration, because partials must be written.
+  do {
     typename StripedColumns<T, V>::Numbers grad_weight = {}, grad_bias = {};
     const bool is_first = r == 0;
 #pragma unroll 1
@@ -4914,7 +5072,8 @@ __global__ void __launch_bounds__(StripedColumns<T, V>::kThreads, V == 8 ? 4 : k
 // ---- Host side ----
 
 // Allocates scratch memory and launches the three kernels and, in backward, sum_partials. Scratch memory holds partials
-// (backward: (2, row_blocks, cols)), row_results (rows) and parts (rows, pieces), in this order.
+// (backward: (2, row_blocks, cols)), row_results (rows) and parts (rows, pieces), in this order. In forward,
+// row_results[row].mean is the row's reference until finish() replaces it.
 template <typename T, int V, typename Call>
 cudaError_t launch(const Call& call, const LaunchContext& context) {
   constexpr bool kForward = std::is_same_v<Call, Forward>;
@@ -4938,25 +5097,34 @@ cudaError_t launch(const Call& call, const LaunchContext& context) {
   const int64_t partial_sums = 2 * partial_rows * cols;
   auto* partials = static_cast<float*>(
       context.allocate(partial_sums * sizeof(float) + rows * (sizeof(RowResult) + pieces * sizeof(Part))));
+  // Scratch memory is a tensor of PyTorch, whose beginning is aligned for every type. In forward, row_results are at
+  // its beginning, because partials are empty. In backward they follow an even number of floats.
+  static_assert(alignof(Part) <= alignof(RowResult) && (kForward || alignof(RowResult) <= 2 * alignof(float)),
+                "row_results and parts must be aligned");
   auto* row_results = reinterpret_cast<RowResult*>(partials + partial_sums);
   auto* parts = reinterpret_cast<Part*>(row_results + rows);
   bool needs_row_results = true;
   if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
   if (needs_row_results) {
-    measure_pieces<T, V>
-        <<<rows * pieces, Config::kMeasureThreads, 0, context.stream>>>(call, pieces, parts, row_results);
-    launch_kernel(finish_rows<Call, Part, RowResult>, {rows, Config::kMeasureThreads, kProgrammatic}, context, call,
-                  pieces, parts, row_results);
+    // A plain launch, so that the caller's kernels have ended before any of these kernels starts: measure_pieces never
+    // waits for them, and normalize_columns loads weight before it waits (rule 3 of the launch section).
+    // The type of the pointer selects forward's or backward's measure_pieces.
+    void (*const measure)(Call, int, Part*, RowResult*) = measure_pieces<T, V>;
+    const Launch measure_launch = {rows * pieces, Config::kMeasureThreads};
+    cudaError_t error = launch_kernel(measure, measure_launch, context, call, pieces, parts, row_results);
+    if (error != cudaSuccess) return error;
+    const Launch finish_launch = {rows, Config::kMeasureThreads, kProgrammatic};
+    error = launch_kernel(finish_rows<Call, Part, RowResult>, finish_launch, context, call, pieces, parts, row_results);
+    if (error != cudaSuccess) return error;
   }
   const Launch column_launch = {dim3(tiles, row_blocks), StripedColumns<T, V>::kThreads, kProgrammatic};
   if constexpr (kForward) {
-    launch_kernel(normalize_columns<T, V>, column_launch, context, call, row_results, rows_per_block);
+    return launch_kernel(normalize_columns<T, V>, column_launch, context, call, row_results, rows_per_block);
   } else {
-    launch_kernel(backward_columns<T, V>, column_launch, context, call, row_results, rows_per_block,
-                  partial_rows > 0 ? partials : nullptr);
-    launch_sum_partials(call, partials, partial_rows, context);
+    const cudaError_t error = launch_kernel(backward_columns<T, V>, column_launch, context, call, row_results,
+                                            rows_per_block, partial_rows > 0 ? partials : nullptr);
+    return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
   }
-  return cudaGetLastError();  // the error of any of these launches
 }
 
 }  // namespace two_pass
@@ -5150,9 +5318,9 @@ struct Config {
   // Bytes of a row, at most. An SM holds fewer of the longer rows, so that too little loads while it computes. For them
   // this kernel was slower than the pipelined kernels (H200, float32 rows of 72 KB: 1%, bf16 rows of 48 KB: 4%).
   static constexpr int kMaxRowBytes = (k16Bits ? 43 : 71) << 10;
-  // Rows per SM, at least. Blocks run in waves, and with few waves a last one that is not full costs much. The
-  // pipelined kernels have no waves. For 8 rows per SM this kernel was 5% slower than they are, for 17 rows per SM it
-  // was as fast (H200, 1024 and 2300 float32 rows of 16384).
+  // Rows per SM, at least. Blocks run in waves of as many as fit on all SMs, and with few waves a last one that is not
+  // full costs much. The pipelined kernels have no waves. For 8 rows per SM this kernel was 5% slower than they are,
+  // for 17 rows per SM it was as fast (H200, 1024 and 2300 float32 rows of 16384). 15 is between these two.
   static constexpr int kMinRowsPerSm = 15;
   // Bytes of shared memory per block besides the row: its variables, and the 1 KB that CUDA reserves.
   static constexpr int kControlBytes = 2048;
@@ -5170,6 +5338,7 @@ __global__ void __launch_bounds__(Config<T>::kMaxRowThreads, Config<T>::kBlocksP
   static_assert(Config<T>::kMaxRowThreads <= 32 * kMaxRowWarps, "a row must not have more warps than slots");
   extern __shared__ __align__(128) unsigned char row_bytes[];
   __shared__ RowSlots<T, 1, kMaxRowWarps> slots;
+  static_assert(sizeof(slots) + 1024 <= Config<T>::kControlBytes, "kControlBytes must hold slots and CUDA's 1 KB");
   const int cols = call.cols;
   const T* input = static_cast<const T*>(call.input) + int64_t(blockIdx.x) * cols;
   const int first = int(threadIdx.x) * V, stride = int(blockDim.x) * V;  // columns of this thread's packs

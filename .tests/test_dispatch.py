@@ -193,9 +193,9 @@ def test_cases_cover_every_family_form_and_dtype():
 def test_new_line_of_a_choice_table_changes_only_its_rows(tmp_path):
     """A line that gives 16-bit rows of 1000 columns (125 loads) another kernel changes the launches of no other call."""
     text = emulator.SOURCE.read_text()
-    line = "{97, 128, kAny, forward_kernel<T, 4, 1, kOneWarp>()},"
+    line = "{97, 128, kAnyWaves, forward_kernel<T, 4, 1, kOneWarp>()},"
     edited = tmp_path / "edited.py"
-    edited.write_text(text.replace(line, "{125, 125, kAny, forward_kernel<T, 1, 1>()}, " + line))
+    edited.write_text(text.replace(line, "{125, 125, kAnyWaves, forward_kernel<T, 1, 1>()}, " + line))
     assert edited.read_text() != text
     differences = list(launches.differences(emulator.SOURCE, edited))
     assert len(differences) > 4
