@@ -2116,17 +2116,37 @@ _OVERVIEW = r"""
 // Words that all sections use:
 //   pack            16 bytes of consecutive elements: 4 of float32 or 8 of 16 bits. One instruction loads it.
 //   V               number of elements in a pack
+//   affine          weight or bias, or both
+//   unaligned       not aligned: at least one row of one tensor does not start on a 16-byte boundary
 //   per_col         1 / cols, where cols is the length of a row
 //   xhat            the normalized input, (x - mean) * rstd
 //   wdy             weight * grad_output
-//   spill           the compiler runs out of registers and keeps a variable in local memory, which is slower
+//   spill           the compiler runs out of registers and keeps a variable in local memory, which is slower. It never
+//                   changes a result. test_no_kernel_has_local_memory (.tests/test_build.py) fails if a kernel spills.
+//                   It compiles for all rows of kArchs but 110, with the nvcc that is installed.
 //   copy bandwidth  the speed of a device-to-device copy of the bytes that a kernel must read and write. Measurements
 //                   are percentages of it.
 //
-// Sections, in the order in which to read them: architectures, elements, memory, statistics, launch, epilogue, weight
-// gradients, whole rows; then one section per kernel family, with asynchronous copies and the exchange between blocks
-// before the first family that uses them; then dispatch. The epilogue and the convolution are compiled into a second
-// library, from the same text and with LAYERNORM_HAS_EPILOGUE defined.
+// Words whose meaning depends on the section:
+//   part    of a row       _STATISTICS: any numbers of a row that are measured together
+//                          _PIPELINED: the columns of a slice that kLanesPerPart neighbouring lanes measure
+//   slice   of a row       _EXCHANGE, _PIPELINED, _GRID_RESIDENT: the columns that one block has
+//   chunk                  _TWO_PASS: the columns of a row that a block loads at once
+//                          _CONVOLUTION: the input channels of one step, 16 (16 bits) or 8 (float32)
+//   slot                   _STATISTICS and the families that call combine_row: where one warp of a row puts its result
+//                          _EXCHANGE, _PIPELINED, _GRID_RESIDENT: where a ring holds one stage
+//   stage                  _EXCHANGE: the data that a slot of a ring holds, or the slot itself
+//                          _PIPELINED: a slot, and the slice in it. _GRID_RESIDENT: 8 KB of a slice, in a slot or not
+//   round                  _EXCHANGE, _PIPELINED, _GRID_RESIDENT: one use of every slot of a ring
+//                          _CONVOLUTION: what a group computes at once, see the table there
+//   wave                   _REGISTERS: one load by each of 2048 threads of every SM
+//                          _TWO_PASS, _SHARED_MEMORY: the blocks that all SMs run at once
+//   launch                 the host function of a kernel family that runs a call; launch_kernel launches one kernel
+//
+// The strings below are sections of one source, in the order in which to read them. The line "Uses:" of a section names
+// the earlier sections from which it needs a name (test_sections_name_what_they_use in .tests/test_dispatch.py compares
+// it with the code). All sections use _INTERFACE and _OVERVIEW. The epilogue and the convolution are compiled into a
+// second library, from the same text and with LAYERNORM_HAS_EPILOGUE defined.
 
 #include <algorithm>
 #include <cstring>
@@ -2143,6 +2163,11 @@ _OVERVIEW = r"""
 // Loops over i from 0 to n - 1: unrolled completely, or not at all.
 #define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
 #define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
+// A condition that holds wherever it is written. Emulated GPUs report an error if it does not (.tests/emulator.h); in
+// code for a GPU it is nothing.
+#ifndef LAYERNORM_CHECK
+#define LAYERNORM_CHECK(condition)
+#endif
 #pragma nv_diag_suppress 177  // "declared but never referenced": some architectures lack all callers of a function
 
 namespace TORCH_EXTENSION_NAME {
@@ -2158,11 +2183,10 @@ _ARCH = r"""
 //
 // Safe changes, and what guards them. Run the tests with --full.
 //   - Numbers of blocks affect only speed. They must be at least 1, and row_blocks at least 2, because some kernels are
-//     compiled for one block less (static_assert). If a number is too high, test_no_kernel_has_local_memory
-//     (.tests/test_build.py) fails. It compiles for all rows but 110, with the nvcc that is installed.
-//   - affine_packs_float32 affects only speed and registers, and is guarded by the same test.
+//     compiled for one block less (static_assert). If a number is too high, a kernel spills.
+//   - affine_packs_float32 affects only speed and registers. If it is too high, a kernel spills.
 //   - has_async_copy and has_bulk_copy = true for a GPU that lacks the feature: ptxas reports an error when it compiles
-//     for this GPU, also in that test.
+//     for this GPU, also in test_no_kernel_has_local_memory.
 //   - has_async_copy and has_large_shared decide which kernel families run. If one is wrong, other families run than
 //     .tests/cases.py expects, and test_cases_launch_expected_kernels (.tests/test_dispatch.py) fails. It emulates
 //     sm_75, 80, 89, 90 and 120. Nothing checks that has_bulk_copy is true where it could be.
@@ -2191,17 +2215,24 @@ struct Arch {
   int affine_packs_float32;  // packs of weight and bias that a thread of the shared-memory kernel loads at once
 };
 
-// Sorted by number. arch_of relies on that. The order of the numbers in a row is that of the fields of Arch.
+// Sorted by number. arch_of relies on that. The order of the numbers in a row is that of the fields of Arch; the row of
+// Hopper repeats their names.
+//
+// With 1 block, a kernel may use all registers that its number of threads allows: 255 per thread with 128 threads, and
+// 128 with 512. On sm_80, the kernels for unaligned 16-bit rows spilled with two blocks of 448 threads, and got one
+// block (commit 3273f59). This rule was later extended to 16-bit kernels with four loads per thread, and is why the row
+// of 80 has 1 for some kernels of 128 threads for which the row of 86 has 5. No measurement on an A100 is known.
 constexpr Arch kArchs[] = {
-    // number, sm_threads, has_async_copy, has_bulk_copy, has_large_shared,
-    // row_blocks, {two_load_blocks}, four_load..., warp_four_load..., short_..., short_unaligned_..., affine_packs_...
     {75, 1024, false, false, false, 2, {1, 1}, 1, 5, 5, 5, 2},  // Turing
     {80, 2048, true, false, false, 3, {1, 1}, 1, 1, 7, 1, 2},   // Ampere: A100
     {86, 1536, true, false, false, 3, {1, 1}, 2, 5, 7, 5, 2},   // Ampere and Ada
-    {90, 2048, true, true, true, 3, {3, 2}, 2, 5, 7, 6, 2},     // Hopper
-    {100, 2048, true, true, true, 3, {2, 2}, 2, 5, 7, 6, 1},    // Blackwell: B200, B300
-    {110, 1536, true, true, true, 3, {2, 2}, 2, 5, 7, 6, 1},    // Blackwell: Thor
-    {120, 1536, true, true, false, 2, {2, 2}, 1, 5, 7, 6, 1},   // Blackwell: RTX
+    {/* number */ 90, /* sm_threads */ 2048, /* has_async_copy */ true, /* has_bulk_copy */ true,
+     /* has_large_shared */ true, /* row_blocks */ 3, /* two_load_blocks: float32, 16 bits */ {3, 2},
+     /* four_load_blocks_16_bits */ 2, /* warp_four_load_blocks_16_bits */ 5, /* short_blocks_16_bits */ 7,
+     /* short_unaligned_blocks_16_bits */ 6, /* affine_packs_float32 */ 2},  // Hopper
+    {100, 2048, true, true, true, 3, {2, 2}, 2, 5, 7, 6, 1},                 // Blackwell: B200, B300
+    {110, 1536, true, true, true, 3, {2, 2}, 2, 5, 7, 6, 1},                 // Blackwell: Thor
+    {120, 1536, true, true, false, 2, {2, 2}, 1, 5, 7, 6, 1},                // Blackwell: RTX
 };
 
 // Returns the row for an architecture: the newest that is not newer than `number`.
@@ -2228,7 +2259,10 @@ static_assert(archs_are_valid(), "arch_of needs the rows of kArchs in ascending 
 //
 // Host code is compiled once for all GPUs, so it cannot have the row of the GPU at compile time. In host code, kArch is
 // always the row of sm_90, only so that expressions with kArch compile. Host code that needs the features of the GPU
-// reads Device::arch.
+// reads Device::arch. Host code must not use a number that depends on kArch: on another GPU, it would differ from the
+// number in device code. Emulated GPUs do not show this mistake: for sm_80 to sm_89, they compile host code with the
+// row of sm_80, too, and for all others both with that of sm_90. Where host code uses sizes that could come to depend
+// on kArch, static_asserts compare them with numbers (see Control of the pipelined and the grid-resident kernels).
 #ifdef __CUDA_ARCH__
 constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 #else
@@ -2245,7 +2279,7 @@ constexpr bool kHasAsyncProducts = false;
 
 _ELEMENTS = r"""
 // ==== Elements: vectors, packs, conversions, arithmetic ====
-// Uses: architectures.
+// Uses: nothing.
 //
 // Memory holds elements of type T: float, __half or __nv_bfloat16. A thread loads them as a Pack, converts the Pack to
 // a Vec of floats with widened(), computes in float, converts the result with packed(), and stores it. Kernels keep a
@@ -2261,8 +2295,8 @@ _ELEMENTS = r"""
 //     need a real GPU: on emulated ones they succeed without the intrinsic, too.
 //   - add_pairs must round each sum, as PyTorch's convolution does. Only test_conv_rounds_like_pytorch, which needs a
 //     Hopper GPU, would show a difference.
-//   - UNROLL must stay in loops over elements, and opaque and keep_pointer are free (see there). If an array goes to
-//     local memory, test_no_kernel_has_local_memory (.tests/test_build.py) fails.
+//   - UNROLL must stay in loops over elements: an array whose index is not known at compile time goes to local memory,
+//     which test_no_kernel_has_local_memory finds like a spill. opaque and keep_pointer are free (see there).
 
 // ---- Vectors ----
 
@@ -2289,6 +2323,8 @@ struct Vec {
 LAYERNORM_ELEMENTWISE(+)
 LAYERNORM_ELEMENTWISE(-)
 LAYERNORM_ELEMENTWISE(*)
+
+constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
 // ---- Packs ----
 
@@ -2346,7 +2382,8 @@ __device__ Vec<float, V> widened(const Pack<T, V>& pack) {
   if constexpr (Pack<T, V>::kPairs) {
     UNROLL(n, V / 2) {
       const float2 two = widen_pair<T>(pack.data[n]);
-      x[2 * n] = two.x, x[2 * n + 1] = two.y;
+      x[2 * n] = two.x;
+      x[2 * n + 1] = two.y;
     }
   } else {
     UNROLL(v, V) x[v] = widen(pack.data[v]);
@@ -2429,7 +2466,7 @@ __device__ T* keep_pointer(T* pointer) {
 
 _MEMORY = r"""
 // ==== Memory: loads, stores, L2 policies and prefetches, weight and bias ====
-// Uses: architectures, elements.
+// Uses: _ARCH, _ELEMENTS.
 //
 // Safe changes, and what guards them. "A case" is a case of test_values in .tests/test_values.py;
 // .tests/mutants.py lists bugs that the tests detect.
@@ -2439,9 +2476,9 @@ _MEMORY = r"""
 //   - Inline assembly is replaced on emulated GPUs, so test a change of it on a real GPU.
 //   - Unaligned must load the last 16 bits alone. With a whole word, emulated GPUs report an access outside of all
 //     tensors, for example in the case 9x640-bf16-plain-w. The mutants with "unaligned rows" in their names change how
-//     words are joined, and which rows are taken to be aligned.
-//   - with_same_dtype only saves instructions. Its conditions can be written differently if
-//     test_no_kernel_has_local_memory (.tests/test_build.py) still succeeds for all architectures.
+//     words are joined, and which rows count as aligned.
+//   - with_same_dtype only saves instructions. Its conditions can be written differently if no kernel spills on any
+//     architecture.
 //   - The dtype and presence of weight and bias: cases have all combinations ("affine" in .tests/cases.py).
 
 // ---- Loads and stores ----
@@ -2464,7 +2501,7 @@ __device__ void store(T* p, const Vec<float, V>& x) {
   }
 }
 
-enum class L2Priority { First, Last };  // which data leaves L2 first, or last, when L2 is full
+enum class L2Priority { EvictFirst, EvictLast };  // whether data leaves L2 first or last when L2 is full
 
 // Returns the policy for loads and prefetches with a priority, or 0 before sm_80, where loads ignore it.
 __device__ inline uint64_t l2_policy(L2Priority priority) {
@@ -2473,7 +2510,7 @@ __device__ inline uint64_t l2_policy(L2Priority priority) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
   }
-  return priority == L2Priority::Last ? last : first;
+  return priority == L2Priority::EvictLast ? last : first;
 }
 
 // Loads V elements with an L2 policy, which only loads of 16 bytes use. p must be aligned to Pack<T, V>.
@@ -2501,7 +2538,7 @@ __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t po
                : "memory");
 }
 
-// Returns true for the threads that call prefetch_units for their block. From sm_90 on, that is one thread, because one
+// Returns true for the threads that call prefetch_range for their block. From sm_90 on, that is one thread, because one
 // instruction prefetches the whole range. Before sm_90, it is all threads, each of which prefetches sectors of its own.
 // Before sm_80, it is none.
 __device__ inline bool is_prefetching_thread() {
@@ -2516,7 +2553,7 @@ __device__ inline bool is_prefetching_thread() {
 // older GPUs accepts no policy. It has variants with the priorities evict_last and evict_normal. The former is used
 // here, which is also the priority of large input (see input_priority). This choice was not measured: no GPU before
 // sm_90 was available.
-__device__ inline void prefetch_units(const void* global, int bytes, uint64_t policy,
+__device__ inline void prefetch_range(const void* global, int bytes, uint64_t policy,
                                       int thread = threadIdx.y * blockDim.x + threadIdx.x,
                                       int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
   if constexpr (kArch.has_bulk_copy) {
@@ -2528,11 +2565,11 @@ __device__ inline void prefetch_units(const void* global, int bytes, uint64_t po
   }
 }
 
-// Loads V elements and converts them to float. If AT_ONCE is V, they are loaded as a Pack, to which p must be aligned.
+// Loads V elements and converts them to float. With AS_PACK, they are loaded as a Pack, to which p must be aligned.
 // Otherwise they are loaded one by one.
-template <int AT_ONCE, int V, typename T>
+template <int V, bool AS_PACK, typename T>
 __device__ Vec<float, V> load_widened(const T* p) {
-  if constexpr (AT_ONCE == V) {
+  if constexpr (AS_PACK) {
     return widened(load<T, V>(p));
   } else {
     Vec<float, V> x;
@@ -2542,12 +2579,12 @@ __device__ Vec<float, V> load_widened(const T* p) {
 }
 
 // Returns `affine`[col .. col + V), where `affine` is weight or bias. If it is null, all V numbers are `fallback`. Its
-// dtype is float32 if `affine_float32`, and T otherwise. AT_ONCE: see load_widened.
-template <typename T, int V, int AT_ONCE = V>
+// dtype is float32 if `affine_float32`, and T otherwise. AS_PACK: see load_widened.
+template <typename T, int V, bool AS_PACK = true>
 __device__ Vec<float, V> load_affine(const void* affine, bool affine_float32, int64_t col, float fallback) {
   if (affine == nullptr) return Vec<float, V>() + fallback;
-  if (sizeof(T) == 2 && affine_float32) return load_widened<AT_ONCE, V>(static_cast<const float*>(affine) + col);
-  return load_widened<AT_ONCE, V>(static_cast<const T*>(affine) + col);
+  if (sizeof(T) == 2 && affine_float32) return load_widened<V, AS_PACK>(static_cast<const float*>(affine) + col);
+  return load_widened<V, AS_PACK>(static_cast<const T*>(affine) + col);
 }
 
 // Stores x to `affine`[col .. col + V), the gradient of weight or bias, unless that is null.
@@ -2618,8 +2655,8 @@ __device__ void with_same_dtype(const Forward& call, F f) {
 }
 
 // Loads weight[col .. col + V) and bias[col .. col + V). SAME_DTYPE is the argument of with_same_dtype's f. UNALIGNED:
-// the row is not aligned. Its packs then start at column `begin`, the first that is 16-byte aligned in output, and col
-// is begin plus a multiple of V.
+// the row is not aligned. Its packs then start at column `begin`, the first that is 16-byte aligned in output (see the
+// example at ForwardColumns), and col is begin plus a multiple of V. Aligned rows do not use `begin`.
 template <typename T, int V, bool UNALIGNED, bool SAME_DTYPE>
 __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
@@ -2634,11 +2671,14 @@ __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, con
         words.load(p + col, mid_word);
         x = widened(words.get(mid_word));
       };
-      return load_words(weight, w), load_words(bias, b);
+      load_words(weight, w);
+      load_words(bias, b);
+      return;
     }
   }
   if constexpr (SAME_DTYPE) {
-    weight = widened(load<T, V>(w + col)), bias = widened(load<T, V>(b + col));
+    weight = widened(load<T, V>(w + col));
+    bias = widened(load<T, V>(b + col));
   } else {
     constexpr int F = UNALIGNED ? 1 : V;  // elements per load
     UNROLL(n, V / F) {
@@ -2652,7 +2692,7 @@ __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, con
 
 _STATISTICS = r"""
 // ==== Statistics: mean, variance, reductions ====
-// Uses: elements.
+// Uses: _ELEMENTS.
 //
 // A row x of n columns is normalized with two numbers:
 //   mean = sum(x) / n
@@ -2759,9 +2799,9 @@ _STATISTICS = r"""
 //   combine_means    N parts {mean, m2} per lane, over groups of lanes           (4)       pipelined, grid-resident
 //   sum_of_terms     N partial results of one thread                             sum       pipelined, combine_means
 //   combine_row      R partial results per thread, over all threads of a row     sum       registers, shared memory
-// sum_lanes, sum_warp, broadcast_sums and combine_slots are the steps of combine_row. The type of the argument selects
-// the overload. Moments can never be summed by mistake: the functions for sums accept a float or a struct of exactly
-// two floats, so they do not compile for Moments.
+// sum_lanes, sum_warp, broadcast_sums and combine_slots are steps of combine_row; which of them run, its table shows.
+// The type of the argument selects the overload. Moments can never be summed by mistake: the functions for sums accept
+// a float or a struct of exactly two floats, so they do not compile for Moments.
 
 // ---- Sums and means of a thread ----
 
@@ -2770,7 +2810,7 @@ _STATISTICS = r"""
 // float, so they are added one after the other (with the tree, forward of bf16 rows of 50257 was 1% slower, H200).
 template <typename T, int N>
 __device__ float sum_of(const Vec<float, N>& x) {
-  static_assert(sizeof(T) == 2 || (N & (N - 1)) == 0, "the tree needs a power of two");
+  static_assert(sizeof(T) == 2 || is_power_of_two(N), "the tree needs a power of two");
   // A copy: added up in place, the terms of the caller sum_partials would be in local memory (H100, backward of 8192
   // rows of 768 bf16 columns: 10% slower).
   float sums[N];
@@ -2873,12 +2913,12 @@ __device__ inline float reference_of(float a, float b, float c) { return max(min
 
 // ---- Applying the statistics ----
 
-// The two sums over a row that grad_input needs. Variables named `means` and `row_means` hold these sums divided by
-// cols.
+// The two sums over a row that grad_input needs.
 struct GradSums {
   float wdy;       // sum of weight * grad_output
   float wdy_xhat;  // sum of weight * grad_output * xhat
 };
+using GradMeans = GradSums;  // these sums divided by the number of columns: variables named `means` and `row_means`
 
 // The statistics that normalize a row: xhat = (x - mean) * rstd + shift. See "A mean as two floats" above. Aligned, so
 // that one load reads all of it.
@@ -2894,7 +2934,7 @@ struct alignas(16) RowStats {
 // instruction. Otherwise wdy is rounded first, so that the gradient of a row of one column is exactly 0.
 template <bool FUSED, int V>
 __device__ Vec<float, V> grad_input_of(const Vec<float, V>& weight, const Vec<float, V>& grad_output,
-                                       const Vec<float, V>& xhat, const GradSums& means, float rstd) {
+                                       const Vec<float, V>& xhat, const GradMeans& means, float rstd) {
   Vec<float, V> dx;
   UNROLL(v, V) {
     if constexpr (FUSED) {
@@ -2990,7 +3030,8 @@ __device__ float3 combine_means(const float2 (&parts)[M], const float (&counts)[
 // Combines the Moments of `width` lanes. Those of the first lane must not be empty, unless all are.
 __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   const float2 part[1] = {{moments.mean, moments.m2}};
-  const float counts[1] = {moments.count}, count = combine_lanes(moments.count, width);
+  const float counts[1] = {moments.count};
+  const float count = combine_lanes(moments.count, width);
   const float3 total = combine_means<1>(part, counts, max(count, 1.0f), width);  // at least 1: 0 / 0 would be NaN
   return {count, total.x + total.y, total.z};
 }
@@ -2998,10 +3039,11 @@ __device__ inline Moments combine_lanes(const Moments& moments, int width) {
 // Returns {mean, m2} of the numbers in N packs of a thread, or of LANES neighbouring lanes together. x(i) returns pack
 // i, and has(i) is false for packs that do not exist. `count` is how many numbers all these packs have, and per_count
 // is 1 / count. 16-bit rows need the quotient to be rounded as a division, so that rows of equal numbers have exactly
-// their mean. float32 does not: there, count is a power of two, or all such numbers are 0 (see reference_of).
+// their mean. float32 rows do not, because count is a power of two, so that sum * per_count is exact, or because x is
+// already relative to the row's reference, which makes equal numbers 0 (see reference_of).
 template <typename T, int LANES, int N, typename X, typename Has>
 __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
-  static_assert(LANES <= 32 && (LANES & (LANES - 1)) == 0, "combine_lanes needs a power of two");
+  static_assert(LANES <= 32 && is_power_of_two(LANES), "combine_lanes needs a power of two");
   float sum = 0, m2 = 0;
   UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i)) : 0;
   sum = combine_lanes(sum, LANES);
@@ -3022,7 +3064,7 @@ __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
 //   after 4, 2 and 1    a       b       c       d         3 exchanges, each sum now over the whole warp
 template <int N>
 __device__ float sum_lanes(float (&x)[N]) {
-  static_assert(N <= 32 && (N & (N - 1)) == 0, "each step halves the numbers of a lane");
+  static_assert(N <= 32 && is_power_of_two(N), "each step halves the numbers of a lane");
   int offset = 16;
   for (int left = N / 2; left > 0; left /= 2, offset /= 2) {
     const bool upper = threadIdx.x & offset;
@@ -3069,19 +3111,31 @@ __device__ void combine_slots(X (&x)[R], X (*row_slots)[R], int warps) {
 
 // Combines each of the R values in x over the threads of a row. All threads of the row receive the results. A block is
 // blockDim.y rows of blockDim.x threads. blockDim.x is a multiple of 32, or a power of two below 32 (row_threads
-// returns such numbers). With WARPS = 1, a row is one warp, and slots are not used. Otherwise the warps of all rows of
-// the block share WARPS slots in shared memory, so a block has at most WARPS warps.
+// returns such numbers). X is a float or a struct of two floats, so that a thread has N = R or N = 2 R floats.
 //
-// All threads of the block must make the call, because it contains a barrier. Two calls in succession must use
-// different slots: after the barrier of a call, slow warps still read its slots, and nothing waits for them before the
-// next call writes. A third call can use the slots of the first, because the barrier of the second lies between.
+//   a row has             how                                                                    barrier   slots
+//   less than one warp    combine_lanes over blockDim.x lanes                                    no        no
+//   one warp, N = 1       combine_lanes over 32 lanes                                            no        no
+//   one warp, N > 1       sum_warp, then broadcast_sums                                          no        no
+//   several warps, N = 1  combine_lanes over 32 lanes, one slot per warp, then combine_slots     yes       yes
+//   several warps, N > 1  sum_warp, one slot per warp, then combine_slots                        yes       yes
 //
-// First each warp combines its lanes. If a row has several warps, each then writes its result to its slot, and after a
-// barrier all threads read and combine the slots of their row.
+// blockDim.x is the same for all threads of the block, so all of them use the same line of the table, and a barrier is
+// reached by all or by none. All threads of the block must make the call. The warps of all rows of the block share
+// WARPS slots in shared memory, so a block has at most WARPS warps. WARPS = 1 says at compile time that a row is one
+// warp.
+//
+// Two calls in succession must use different slots: after the barrier of a call, slow warps still read its slots, and
+// nothing waits for them before the next call writes. A third call can use the slots of the first, because the barrier
+// of the second lies between.
+//
+// It is one function. With the part before the barrier in a function of its own, the machine code for sm_100 changed,
+// and a kernel spilled (nvcc 13.0).
 template <int WARPS, typename X, int R>
 __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
-  static_assert(WARPS <= 32 && (WARPS & (WARPS - 1)) == 0, "combine_slots gives each slot a lane");
+  static_assert(WARPS <= 32 && is_power_of_two(WARPS), "combine_slots gives each slot a lane");
   if (WARPS == 1) return combine_lanes(x, 32);
+  LAYERNORM_CHECK(blockDim.x <= 32 || blockDim.x * blockDim.y <= 32 * WARPS);
   constexpr int N = sizeof(x) / sizeof(float), kLanes = 32 / N;  // N floats in x; kLanes as in sum_lanes
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;    // warps of a row: 0 if a row has less than one
   X(*row_slots)[R] = slots + threadIdx.y * warps;
@@ -3094,13 +3148,14 @@ __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
       // A constant width lets the compiler unroll the loop (H200, bf16 rows of 768: 93% -> 95% of copy bandwidth).
       combine_lanes(x, 32);
     } else {
-      combine_lanes(x, min(int(blockDim.x), 32));
+      combine_lanes(x, min(int(blockDim.x), 32));  // less than one warp
     }
     if (warps <= 1) return;
     if (lane == 0) {
       UNROLL(r, R) row_slots[threadIdx.x / 32][r] = x[r];
     }
   }
+  // Only rows of several warps get here, see the table.
   __syncthreads();
   combine_slots<WARPS>(x, row_slots, warps);
 }
@@ -3114,7 +3169,7 @@ __device__ inline void save_statistics(const Forward& call, int64_t row, float m
 
 _LAUNCH = r"""
 // ==== Launch: the device, and how kernels are launched ====
-// Uses: architectures.
+// Uses: _ARCH, _MEMORY.
 //
 // Programmatic dependent launches (sm_90 and newer). The blocks of a kernel can start while the last blocks of the
 // previous kernel in the stream still run, which hides the launch latency. The rules:
@@ -3123,9 +3178,9 @@ _LAUNCH = r"""
 //   2. At least one thread of each block of such a kernel calls wait_for_previous(). Otherwise the kernel could end
 //      before the previous one, and the kernel after it would start too early.
 //   3. Before this call, a thread writes no global memory, and reads only what was complete when the previous kernel
-//      started. For example, normalize_columns loads weight before the call, because the two kernels before it are
-//      measure_pieces, which is a plain launch, and finish_rows, and neither writes weight. backward_columns may not,
-//      because it can follow a kernel of the caller.
+//      started. For example, normalize_columns loads weight before the call. Two kernels come before it:
+//      measure_pieces, a plain launch, started after the caller's kernels had ended, and neither it nor finish_rows
+//      writes weight. backward_columns must not do this, because it can directly follow a kernel of the caller.
 //   4. CUDA graphs support such launches from CUDA 12.3 on. With older versions, and on older GPUs, launch_kernel
 //      makes a plain launch instead (Device::allows_programmatic), and wait_for_previous() returns at once.
 //
@@ -3186,8 +3241,6 @@ struct LaunchContext {
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
@@ -3255,8 +3308,9 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, c
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
+  const unsigned attributes = attribute.id != cudaLaunchAttributeIgnore ? 1 : 0;  // how many there are
   const cudaLaunchConfig_t config = {launch.grid,    launch.block, size_t(launch.shared_bytes),
-                                     context.stream, &attribute,   attribute.id != cudaLaunchAttributeIgnore};
+                                     context.stream, &attribute,   attributes};
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -3280,21 +3334,21 @@ constexpr int row_threads(int64_t loads, int loads_per_thread) {
 
 // Returns the L2 priority with which input is read.
 //
-// Input of more than half of L2 gets the priority Last: when L2 is full, output then leaves it before input does. With
+// Input of more than half of L2 gets EvictLast: when L2 is full, output then leaves it before input does. With
 // equal priority for both, forward was 4% slower (H200, float32 rows of 16 to 8192 columns).
 //
-// Smaller input gets the priority First: output then stays in L2 for the kernel that reads it next. Last would push
-// output out of L2: three layer norms of 16 MB, one after the other, needed 9% more time with Last than with equal
+// Smaller input gets EvictFirst: output then stays in L2 for the kernel that reads it next. EvictLast would push output
+// out of L2: three layer norms of 16 MB, one after the other, needed 9% more time with EvictLast than with equal
 // priority (H200, bf16).
 L2Priority input_priority(const LayerNormCall& call, const Device& device) {
   const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
-  return bytes > device.l2_bytes / 2 ? L2Priority::Last : L2Priority::First;
+  return bytes > device.l2_bytes / 2 ? L2Priority::EvictLast : L2Priority::EvictFirst;
 }
 """
 
 _EPILOGUE = r"""
 // ==== Epilogue: scale * activation(z), where z is the result of layer normalization ====
-// Uses: elements.
+// Uses: _ELEMENTS.
 //
 // Safe changes, and what guards them. The tests are in test_values.py, except where another file is named.
 //   - The polynomials can be any whose errors stay within the bounds of test_activation_of_every_argument_is_accurate:
@@ -3456,7 +3510,7 @@ __device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& x
 
 _WEIGHT_GRADIENTS = r"""
 // ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
-// Uses: elements, memory, statistics, launch.
+// Uses: _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH.
 //
 // grad_weight and grad_bias are sums over all rows. A backward kernel adds up the rows of each block, or of each group
 // of blocks that share rows, and stores these sums in `partials`, a float32 array of shape (2, partial_rows, cols) that
@@ -3570,10 +3624,10 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
 
 _ROWS = r"""
 // ==== Whole rows: shared by the forward kernels whose blocks hold whole rows (registers, shared memory) ====
-// Uses: architectures, elements, memory, statistics, launch, epilogue.
+// Uses: _ARCH, _MEMORY, _STATISTICS, _LAUNCH, _EPILOGUE.
 //
 // This section has what the two families share: prefetches, and the mean of a row. The sections of the families
-// describe which columns of a row a thread has.
+// describe which columns of a row a thread has. RowConstants is also used by the grid-resident kernel.
 //
 // Safe changes, and what guards them:
 //   - Prefetches affect only speed, and can be left out. kPrefetchBytes can be any number from 16 on. Prefetched bytes
@@ -3610,7 +3664,7 @@ __device__ inline void prefetch_later_rows(const PrefetchWindow& window, uint64_
   const char* begin = window.begin + (uint64_t(blockIdx.x) * window.block_bytes) / 16 * 16;
   // Rounded up so that the rows are covered wherever they start. The first and last bytes may belong to other rows.
   const unsigned bytes = (window.block_bytes + 31) / 16 * 16;
-  if (begin + bytes <= window.end) prefetch_units(begin, bytes, policy);
+  if (begin + bytes <= window.end) prefetch_range(begin, bytes, policy);
 }
 
 // Prefetches weight and bias to L2, so that they are there when the statistics are known and every block needs them.
@@ -3685,7 +3739,7 @@ PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device
 
 _REGISTERS = r"""
 // ==== Register kernels: short rows, forward and backward ====
-// Uses: architectures, elements, memory, statistics, launch, epilogue, weight gradients, whole rows.
+// Uses: _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _EPILOGUE, _WEIGHT_GRADIENTS, _ROWS.
 
 namespace registers {
 
@@ -4031,7 +4085,7 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kM
   if (!Rows::kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   rows.load_rows(x, policy);
   // Weight and bias stay in L2 longest, because all blocks read them.
-  if (Rows::kEarly) rows.load_affine_packs(x, call, l2_policy(L2Priority::Last));
+  if (Rows::kEarly) rows.load_affine_packs(x, call, l2_policy(L2Priority::EvictLast));
   if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
   // Measure: the mean first, then the distances from it.
@@ -4507,8 +4561,8 @@ __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t 
   if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
   const int64_t before = first_row * int(call.cols);
   const int bytes = ROWS * int(blockDim.y) * int(call.cols) * int(sizeof(T));
-  prefetch_units(static_cast<const T*>(call.input) + before, bytes, policy);
-  prefetch_units(static_cast<const T*>(call.grad_output) + before, bytes, policy);
+  prefetch_range(static_cast<const T*>(call.input) + before, bytes, policy);
+  prefetch_range(static_cast<const T*>(call.grad_output) + before, bytes, policy);
 }
 
 // The numbers that a thread holds of N neighbouring columns: weight, gradient sums over all of its rows, the ROWS rows
@@ -4524,7 +4578,7 @@ struct BackwardRegisters {
 
   __device__ Vec<float, N> load_affine_columns(const Backward& call, const void* affine, float fallback) const {
     // Columns that are a whole word in input need not be one in weight.
-    return load_affine<T, N, kLoadsWords<T, N> ? 1 : N>(affine, call.affine_float32, col, fallback);
+    return load_affine<T, N, !kLoadsWords<T, N>>(affine, call.affine_float32, col, fallback);
   }
   __device__ Pack<T, N> of_row(const T* row, uint64_t policy) const { return load<T, N>(row + offset, policy); }
 
@@ -4788,7 +4842,7 @@ cudaError_t launch(const Backward& call, const LaunchContext& context) {
 
 _TWO_PASS = r"""
 // ==== Two-pass kernels: every row that no other family supports, forward and backward ====
-// Uses: architectures, elements, memory, statistics, launch, epilogue, weight gradients.
+// Uses: _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _EPILOGUE, _WEIGHT_GRADIENTS.
 
 namespace two_pass {
 
@@ -5132,14 +5186,16 @@ cudaError_t launch(const Call& call, const LaunchContext& context) {
 
 _ASYNC = r"""
 // ==== Asynchronous copies and barriers (sm_80 and newer; bulk copies sm_90 and newer) ====
-// Uses: architectures, memory.
+// Uses: _ARCH.
 //
 // Wrappers of PTX instructions. Copies run in the background. With wait_for_copies(), a thread waits for its own copies
 // that used cp.async. With barrier_wait(), it waits for the copies of all threads, and for bulk copies.
 //
 // A barrier (mbarrier) lives in shared memory and goes through phases. A phase completes when there have been as many
 // arrivals as barrier_init() was given, and when all bytes that barrier_arrive_expecting() has announced have landed.
-// Then the next phase begins.
+// Then the next phase begins. Arrivals release and waits acquire, within the block: what a thread has written to shared
+// memory before it arrives is visible to every thread that has waited for the phase. Copies that a phase waits for are
+// visible, too.
 
 // Address of p in the shared memory window, which is what the instructions below need.
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
@@ -5273,7 +5329,7 @@ __device__ inline void writes_before_copies() {
 
 _SHARED_MEMORY = r"""
 // ==== Shared-memory kernel: many rows of medium length, forward (sm_80 and newer) ====
-// Uses: architectures, elements, memory, statistics, launch, whole rows, asynchronous copies.
+// Uses: _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _ROWS, _ASYNC.
 
 namespace shared_memory {
 
@@ -5405,16 +5461,18 @@ cudaError_t launch(const Forward& call, const LaunchContext& context) {
 
 _EXCHANGE = r"""
 // ==== Exchange: rings of stages, and mailboxes of blocks that share a row ====
-// Uses: elements, memory. Used by the pipelined and the grid-resident kernels.
+// Uses: _ELEMENTS. Used by _PIPELINED and _GRID_RESIDENT.
 //
-// Ring. A block copies its slices of successive rows into a ring of stages in shared memory. In the pipelined kernels a
-// stage holds a slice. In the grid-resident kernel it holds 8 KB of a slice. A stage is reused as soon as its data is
-// no longer needed. A round of the ring is one use of every stage. Each stage has barriers (mbarrier) that complete one
-// phase per round. A thread waits for a round by its parity: 0 in the first round, then 1, 0, ... For a
-// barrier that has not completed any phase yet, a wait for parity 1 returns at once, as if there had been a round
-// before the first one. One bit is enough to tell rounds apart: a thread that waits for a round can never be a whole
-// round late, because each kernel starts the next round of a stage only after all those threads have passed their
-// waits.
+// A slice is the part of a row that one block has: the same columns of every row.
+//
+// Ring. A block copies its slices of successive rows into shared memory, in stages. In the pipelined kernels a stage is
+// a whole slice, in the grid-resident kernel 8 KB of a slice. The ring is an array of slots, and a slot holds one
+// stage. (The pipelined kernels also call a slot a stage.) A slot is reused as soon as its data is no longer needed. A
+// round of the ring is one use of every slot. Each slot has barriers (mbarrier) that complete one phase per round. A
+// thread waits for a round by its parity: 0 in the first round, then 1, 0, ... For a barrier that has not completed any
+// phase yet, a wait for parity 1 returns at once, as if there had been a round before the first one. One bit is enough
+// to tell rounds apart, because a thread that waits for a round is never a whole round late. For that, each kernel
+// starts the next round of a slot only after all threads that wait for this round have passed their waits.
 //
 // Mailboxes. The gridDim.x blocks with the same blockIdx.y form a group, which shares rows. For each row, each block
 // of the group has one mailbox in global memory: 8 bytes for a pair of floats, the statistics of its slice. A mailbox
@@ -5430,7 +5488,8 @@ _EXCHANGE = r"""
 // once, so that no block reads a value that an earlier use of the memory left there. Nothing is cleared afterwards.
 
 constexpr int kPeers = 5;                      // mailboxes that a lane reads at once
-constexpr int kMaxBlocksPerRow = 32 * kPeers;  // one warp reads all mailboxes of a row
+constexpr int kMaxBlocksPerRow = 32 * kPeers;  // 160: one warp reads all mailboxes of a row. An H200 has 132 SMs, a
+                                               // B200 148. On a GPU with more than 160, a row still uses at most 160.
 
 // Returns how many mailboxes a row has: none for one block, otherwise whole 128-byte lines. If two rows shared a line,
 // blocks would poll the line that other blocks write.
@@ -5442,16 +5501,17 @@ __host__ __device__ inline int columns_of_slice(int cols, int slice, int rank) {
   return max(0, min(slice, cols - rank * slice));
 }
 
-// A stage of a ring, and the parity of the current round for the stage's barriers.
+// A slot of a ring, and the parity of the current round for the slot's barriers. slots: the number of slots of the
+// ring.
 struct RingPosition {
   int index = 0, parity = 0;
 
-  // Returns the position `steps` stages later, at most one round.
-  __device__ RingPosition after(int steps, int stages) const {
+  // Returns the position `steps` slots later. steps: 0 to `slots`, which is one round.
+  __device__ RingPosition after(int steps, int slots) const {
     const int next = index + steps;
-    return next < stages ? RingPosition{next, parity} : RingPosition{next - stages, parity ^ 1};
+    return next < slots ? RingPosition{next, parity} : RingPosition{next - slots, parity ^ 1};
   }
-  __device__ void advance(int stages) { *this = after(1, stages); }
+  __device__ void advance(int slots) { *this = after(1, slots); }
 };
 
 // Marks an empty mailbox. As a pair it is two NaNs with all bits set. Arithmetic never returns this NaN (a GPU returns
@@ -5497,7 +5557,7 @@ __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float
 
 _PIPELINED = r"""
 // ==== Pipelined kernels: long rows, forward and backward (sm_80 and newer) ====
-// Uses: architectures, elements, memory, statistics, launch, weight gradients, asynchronous copies, exchange.
+// Uses: _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _WEIGHT_GRADIENTS, _ASYNC, _EXCHANGE.
 //
 // Supported rows: every row of every tensor starts on a 16-byte boundary, there is no epilogue, and a row has at most
 // 8192 columns per SM of the GPU (at most 160 SMs count). The limit is lower where three stages of that length would
@@ -5925,7 +5985,7 @@ __device__ void load_slices(const BlockContext<Pass>& block, int thread) {
       // Prefetches the slice into L2 while it waits for a stage (H200, forward of float32 rows of 262144: 6 points of
       // copy bandwidth faster).
       const Copy& copy = copies[t] = block.copy(stage.index, t, row);
-      if (prefetches) prefetch_units(copy.global, copy.bytes, policy, thread, kCopyThreads, Config::kPrefetchStep);
+      if (prefetches) prefetch_range(copy.global, copy.bytes, policy, thread, kCopyThreads, Config::kPrefetchStep);
     }
     float scalars[2];  // loaded here, so that the loads overlap with the waits
     static_assert(kLoadedScalars <= 2);
@@ -6221,7 +6281,7 @@ cudaError_t launch(const Call& call, const LaunchContext& context) {
 
 _GRID_RESIDENT = r"""
 // ==== Grid-resident kernel: the longest float32 rows, forward (sm_90 to sm_110) ====
-// Uses: architectures, elements, memory, statistics, launch, asynchronous copies, exchange.
+// Uses: _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _ROWS, _ASYNC, _EXCHANGE.
 
 namespace grid_resident {
 
@@ -6353,7 +6413,7 @@ constexpr int kBlockThreads = 256, kWarps = kBlockThreads / 32;
 constexpr int V = 4;                // floats of a 16-byte pack
 constexpr int kPacksPerThread = 2;  // of a stage
 static_assert(kPacksPerThread == 2, "measure_stage and BlockContext::load are written for two packs.");
-static_assert(kWarps <= 32 && (kWarps & (kWarps - 1)) == 0, "combine_lanes needs a power of two up to 32.");
+static_assert(kWarps <= 32 && is_power_of_two(kWarps), "combine_lanes needs a power of two up to 32.");
 static_assert(kBlockThreads > 32, "Thread 32 prefetches, see Fetch.");
 constexpr int kStagePacks = kPacksPerThread * kBlockThreads;
 constexpr int kStageColumns = kStagePacks * V, kStageBytes = 16 * kStagePacks;
@@ -6676,7 +6736,7 @@ cudaError_t launch(const Forward& call, const Plan& p, const LaunchContext& cont
 
 _CONVOLUTION = r"""
 // ==== Convolution: ConvTranspose3d, LayerNorm, GELU and scaling in one kernel ====
-// Uses: architectures, elements, memory, statistics, launch, epilogue, asynchronous copies.
+// Uses: _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _EPILOGUE, _ASYNC.
 
 #ifdef LAYERNORM_HAS_EPILOGUE
 namespace convolution {
@@ -7474,7 +7534,8 @@ cudaError_t launch(const Convolution& call, const LaunchContext& context) {
 
 _DISPATCH = r"""
 // ==== Dispatch: which kernel family runs a call ====
-// Uses: all sections before.
+// Uses: _ARCH, _LAUNCH, _WEIGHT_GRADIENTS, and all kernel families: _REGISTERS, _TWO_PASS, _SHARED_MEMORY, _PIPELINED,
+// _GRID_RESIDENT, _CONVOLUTION.
 //
 // Safe changes, and what guards them:
 //   - The order of the families, and the conditions, decide which family runs a call. The two-pass kernels must be
@@ -7503,7 +7564,8 @@ const Device& current_device() {
     cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, index);
     cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, index);
     cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-    // The attributes of any kernel tell which architecture the loaded code was compiled for.
+    // The attributes of any kernel show which architecture the loaded code was compiled for. If the library has no code
+    // for this GPU, the query fails, arch is the row of sm_75, and the launch reports the error.
     cudaFuncAttributes attributes = {};
     cudaFuncGetAttributes(&attributes, sum_partials);
     device.arch = arch_of(attributes.ptxVersion);

@@ -19,6 +19,7 @@
 //     Memory     Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be
 //                written. Misaligned accesses and indices beyond an array end the kernel, and so do copies and
 //                prefetches that leave a tensor or are not whole units, and blocks that exceed the GPU's shared memory.
+//     Conditions A LAYERNORM_CHECK in CUDA_SOURCE whose condition is false ends the kernel.
 //     Unset data Shared memory, scratch memory, outputs, the variables of a kernel, and the memory beside every tensor
 //                are full of NaN at first.
 //     All random choices follow from a seed, so that a failure can be repeated.
@@ -64,6 +65,9 @@ inline To bits_of(From x) {
 }
 
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
+
+// Reports a condition that must hold in a kernel. On a real GPU, it is not checked.
+#define LAYERNORM_CHECK(condition) ((condition) ? void() : emulator::fail("this is false: " #condition))
 
 // ---- Properties of the GPU, and settings ----
 

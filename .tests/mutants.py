@@ -123,7 +123,7 @@ MUTANTS = [
     Mutant("shared memory: last pack of some threads left out", "(cols - first + stride - 1) / stride", "(cols - first) / stride", SHARED_MEMORY),
     Mutant("shared memory: copy not waited for", "prefetch_later_rows(window, policy); wait_for_copies();", "prefetch_later_rows(window, policy);", SHARED_MEMORY),
     # ---- Pipelined kernels ----
-    Mutant("pipelined: parity kept where the ring wraps", "RingPosition{next - stages, parity ^ 1}", "RingPosition{next - stages, parity}", PIPELINED),
+    Mutant("pipelined: parity kept where the ring wraps", "RingPosition{next - slots, parity ^ 1}", "RingPosition{next - slots, parity}", PIPELINED),
     Mutant("pipelined: loader does not wait for a free stage", "barrier_wait(&control.empty[stage.index], stage.parity ^ 1);", ";", PIPELINED),
     Mutant("pipelined: eps dropped", "(1 / float(call.cols)) + float(call.eps)", "(1 / float(call.cols))", PIPELINED),
     Mutant("pipelined: RMS norm", "return row_stats_of(from, total.x, rstd);", "return row_stats_of(0.f, 0.f, rstd);", PIPELINED),

@@ -202,3 +202,98 @@ def test_new_line_of_a_choice_table_changes_only_its_rows(tmp_path):
     for call, old, new in differences:
         assert re.search(r"x1000-(fp16|bf16)-.*, forward$", call), call
         assert "<1, 1, false, false>" not in str(old) and ", 1, 1, false, false>" in str(new)
+
+
+# ---- The sections of CUDA_SOURCE, and which of them each one uses ----
+
+
+def cuda_sections(source):
+    """Returns {name: text} of the strings of layernorm_inline.py that CUDA_SOURCE consists of, in their order."""
+    namespace = {"__name__": "sections"}
+    exec(compile(source[: source.index("# 6  Load")], "layernorm_inline.py", "exec"), namespace)
+    listed = source[source.index("CUDA_SOURCE = ") :].partition("\n)\n")[0]
+    return {name: namespace[name] for name in re.findall(r"\b_[A-Z_]+(?=,)", listed)}
+
+
+def code_of(section):
+    """Returns a section without comments and string literals."""
+    return re.sub(r'//.*|"(?:[^"\\]|\\.)*"', " ", section.replace("\\\n", " "))
+
+
+def outer(code):
+    """Returns code without the bodies of functions, structs and kernel families, which are namespaces with a name."""
+    text, left_out = "", []  # left_out: for each open bracket, True if what is inside is left out
+    for token in re.findall(r"[{}]|[^{}]+", code):
+        if token == "{":
+            left_out.append(not re.search(r"\bnamespace (TORCH_EXTENSION_NAME )?$|\benum \w+ $", text))
+        elif token == "}":
+            if left_out and left_out.pop() and not any(left_out):
+                text += ";"
+        elif not any(left_out):
+            text += token
+    return text
+
+
+def declared(code):
+    """Returns the names that a section declares for later sections. Those inside of a kernel family do not count."""
+    text = outer(code)
+    names = set(re.findall(r"#define (\w+)|\bnamespace (?!TORCH)(\w+)", text))
+    names = {name for pair in names for name in pair if name}
+    text = re.sub(r"#.*|^LAYERNORM_\w+\(.*\)$", "", text, flags=re.M)
+    arguments = r"\b(?:alignas|__launch_bounds__|static_assert) ?\([^()]*\)|<[^<>;(){}]*>|(?<=\()[^()]*\([^()]*\)"
+    while (shorter := re.sub(arguments, "", text)) != text:  # innermost brackets first
+        text = shorter
+    for declaration in text.split(";"):
+        if found := re.search(r"\b(enum|struct|enum class|using)\s+(?!class)(\w+)", declaration):
+            names.add(found[2])
+            if found[1] == "enum":
+                names.update(re.findall(r"\w+", declaration[found.end() :]))
+        elif "(" in declaration.partition("=")[0]:
+            names.add(re.search(r"(\w+)\s*\(", declaration)[1])
+        else:
+            names.update(re.findall(r"(\w+)\s*(?:\[[^\]]*\])?\s*=(?!=)", declaration))
+    return names
+
+
+def used(code):
+    """Returns the identifiers that a section uses, without members, and without its own variables and parameters."""
+    variables = set(re.findall(r"(?<!return)(?<!else)(?<=[\w>*&]) (\w+)(?=[,;)=[{]| =)", code))
+    return set(re.findall(r"(?<![\w.:>])[A-Za-z_]\w*", code)) - variables
+
+
+def wrong_uses(source):
+    """Yields a message for each section whose line "Uses:" does not name exactly the sections from which it uses a name.
+
+    All sections may use _INTERFACE and _OVERVIEW.
+    """
+    sections = cuda_sections(source)
+    names = {section: declared(code_of(text)) for section, text in sections.items()}
+    earlier = []
+    for section, text in sections.items():
+        if section not in ("_INTERFACE", "_OVERVIEW"):
+            line = re.search(r"// Uses: ([^.]*)\.", text)[1]
+            expected = [other for other in earlier if used(code_of(text)) & names[other]]
+            if re.findall(r"_[A-Z_]+", line) != expected:
+                yield f"{section} uses {', '.join(expected) or 'nothing'}, but says: {line}"
+            earlier.append(section)
+
+
+def test_sections_name_what_they_use():
+    assert not list(wrong_uses(emulator.SOURCE.read_text()))
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("Uses: _ARCH, _MEMORY.", "Uses: _ARCH.", "_LAUNCH uses _ARCH, _MEMORY, but says: _ARCH"),
+        ("Uses: _ELEMENTS. Used", "Uses: _ELEMENTS, _MEMORY. Used", "_EXCHANGE uses _ELEMENTS, but says: _ELEMENTS, _MEMORY"),
+        ("_ROWS, _ASYNC, _EXCHANGE.", "_ASYNC, _EXCHANGE.", "_GRID_RESIDENT uses "),
+        ("constexpr int kPeers = 5; ", "constexpr int kPeers = kLineBytes / 25; ", "_EXCHANGE uses _ELEMENTS, _MEMORY, but"),
+    ],
+)  # fmt: skip
+def test_wrong_lines_of_uses_are_found(old, new, message):
+    """The check finds a section that is missing in a line, and one that is not needed."""
+    source = emulator.SOURCE.read_text()
+    assert source.count(old) == 1
+    (found,) = wrong_uses(source.replace(old, new))
+    assert found.startswith(message)
