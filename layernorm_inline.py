@@ -5559,10 +5559,10 @@ _PIPELINED = r"""
 // ==== Pipelined kernels: long rows, forward and backward (sm_80 and newer) ====
 // Uses: _ARCH, _ELEMENTS, _MEMORY, _STATISTICS, _LAUNCH, _WEIGHT_GRADIENTS, _ASYNC, _EXCHANGE.
 //
-// Supported rows: every row of every tensor starts on a 16-byte boundary, there is no epilogue, and a row has at most
-// 8192 columns per SM of the GPU (at most 160 SMs count). The limit is lower where three stages of that length would
-// not fit into shared memory: for float32, 6816 columns per SM in backward with 163 KB of shared memory per block
-// (A100), 7904 in forward and 4096 in backward with 99 KB (sm_86, sm_120).
+// Supported rows: aligned, without epilogue, and with at most 8192 columns per SM of the GPU (at most 160 SMs count).
+// The limit is lower where three stages of that length would not fit into shared memory: for float32, 6816 columns per
+// SM in backward with 163 KB of shared memory per block (A100), 7904 in forward and 4096 in backward with 99 KB (sm_86,
+// sm_120).
 //
 // Idea. A row may be too long for one SM, so a group of blocks on different SMs shares it, and each block owns the same
 // slice of columns for the whole launch. It keeps the slice's weight and bias (forward), or weight and the sums for
@@ -5593,6 +5593,10 @@ _PIPELINED = r"""
 //   publisher            publish 3    publish 4    publish 5    publish 6
 //   compute, then        apply 0      apply 1      apply 2      apply 3
 //   gatherers            |--- finish the statistics of row 3, before the end of this ---|
+//
+// Words. A stage is a slot of the ring, and also the slices in it (one of input, in backward also one of grad_output).
+// A part is the columns of a slice that kLanesPerPart neighbouring lanes measure. Row t is the group's row of iteration
+// t.
 //
 // Barriers of a stage. Each completes a phase once for each row that the stage holds:
 //   barrier       arrivals that complete a phase               who waits
@@ -5635,35 +5639,48 @@ _PIPELINED = r"""
 //     Otherwise a gatherer could read a value that an earlier call left.
 //
 // Why stages and the arrays of Control can be reused. Rows t and t + stages of a group share a stage, its barriers, and
-// its elements of row_scalars, parts and row_results. Each of these steps waits for the one before:
+// its elements of row_scalars, parts and row_results. Each of these steps waits for the one before. The last lines of a
+// step say what makes visible what it reads; arrivals release and waits acquire (see "Asynchronous copies").
 //   1. Compute warps wait for `full`. They measure row t: they read the stage and row_scalars, and write parts.
+//        the stage: `full` waits for the bytes of bulk copies, or for the arrivals of the threads that used cp.async
+//        row_scalars: copied with cp.async, as above (kCopiers > 0). Or the loader stores them before its arrival
 //   2. The publisher waits for `measured`, reads parts, and fills the block's mailbox of row t.
+//        parts: the lane that writes a part arrives at `measured` itself. The same for part_columns, before row 0
 //   3. A gatherer waits for the mailboxes of all blocks of the group, including that of its own block. It reads
 //      row_scalars and writes row_results. If a block has the whole row, the publisher does that in step 2.
+//        a mailbox: a single 8-byte access has the whole pair; nothing else is read because of it
+//        row_scalars: in float32 forward, the gatherer also waits for `full`; other finish functions do not read them.
+//        The publisher need not wait: compute warps have waited for `full` before they arrived at `measured`
 //   4. Compute warps wait for `stats_ready`. They apply row t: they read the stage, row_scalars and row_results.
+//        row_results: the thread that writes them arrives at `stats_ready` itself
+//        the stage and row_scalars: the same threads have waited for them in step 1
 //   5. The loader waits for `empty`. It overwrites row_scalars and the stage with those of row t + stages. Then step 1
 //      follows for row t + stages.
+//        that they are not read any more: __syncwarp() orders the reads of all lanes before lane 0's arrival at `empty`
 // So nothing of row t is used any more when row t + stages overwrites it, and no barrier gets a whole round ahead of a
-// thread that waits for it. Threads only read the stage, therefore the bulk copies of step 5 need no fence after
-// `empty` (see writes_before_copies). A gatherer may poll rows that are more than `stages` ahead, because it uses only
-// rows whose mailboxes are all filled. One of these mailboxes is that of its own block. So the block has measured the
-// row, and by the steps above the row `stages` before it has been applied.
+// thread that waits for it. To move an arrival or a wait, find the lines above that depend on it: emulated GPUs do not
+// notice a write that is not visible. Threads only read the stage, therefore the bulk copies of step 5 need no fence
+// after `empty` (see writes_before_copies). A gatherer may poll rows that are more than `stages` ahead, because it uses
+// only rows whose mailboxes are all filled. One of these mailboxes is that of its own block. So the block has measured
+// the row, and by the steps above the row `stages` before it has been applied.
 //
 // Safe changes, and what guards them. "The tests" are the cases of test_values.py with "pipelined" in their names.
 // Emulated GPUs run them with warps in random order, and report deadlocks, values that are read before they are
 // written, and wrong results. They do not model the order of writes in memory, so a missing fence is not detected.
 //   - The values of Config affect only speed and the rounding of sums. Delays must be at least 0, and all other values
 //     at least 1. The tests must succeed with any such values. .tests/launches.py lists the launches that change.
-//   - choose_delay can return any delay with 0 <= delay < stages. Otherwise the kernel would deadlock. launch() returns
-//     cudaErrorInvalidValue in that case, and the tests fail.
+//   - choose_plan can return any plan for which is_valid() holds. Otherwise launch() returns cudaErrorInvalidValue, and
+//     the tests fail. test_plans_keep_their_rules (test_dispatch.py) calls choose_plan for many row lengths and GPUs.
+//   - choose_delay can return any delay with 0 <= delay < stages. Otherwise the kernel would deadlock.
 //   - kMaxStages can be 3 to 20, the number of warps, because each warp initializes the barriers of one stage. Control
 //     must fit into the 48 KB of static shared memory. Both are static_asserts. A larger Control leaves less for the
-//     ring, so that on GPUs with little shared memory fewer rows are supported. Then adapt `reserved` in cases.py.
+//     ring, so that on GPUs with little shared memory fewer rows are supported. Then adapt `reserved` in cases.py, and
+//     the numbers in the static_assert below Control.
 //   - stages_in_flight can be 1 to stages - 1 (std::clamp in choose_plan). With 0 the loader would wait for the slice
 //     that it is about to copy, and the tests would report a deadlock. `stages` would be as good as stages - 1, because
 //     the wait for `empty` implies it; more would give after() a negative number.
 //   - kCopiers can be 0 or kCopyThreads, and must be kCopyThreads before sm_90. row_scalars are copied if it is not 0,
-//     and otherwise loaded, for which a pass can have at most two scalars. So it must not be 0 in float32 forward.
+//     and otherwise loaded, for which there can be at most two scalars. So it must not be 0 in float32 forward.
 //     static_asserts guard both. If it is not 0, all kCopyThreads threads must call barrier_arrive_with_copies once per
 //     row. The tests detect a missing wait and a missing arrival (see the mutants with "row_scalars" and "last copies"
 //     in .tests/mutants.py; a mutant is a copy of this file with one bug).
@@ -5687,6 +5704,7 @@ namespace pipelined {
 
 // Indices of the first warp of each role. Before sm_90 copies need two loader warps, and the second replaces a gatherer
 // (code for sm_80 on an H200, backward of bf16 rows of 8192: 17 points of copy bandwidth slower with one loader warp).
+// So three warps follow the publisher on every GPU: two gatherers and one loader warp, or one and two.
 constexpr int kComputeWarps = 16, kPublisher = kComputeWarps, kGatherer = kPublisher + 1,
               kBlockThreads = 32 * (kGatherer + 3);
 constexpr int kGatherers = kCopyThreads > 32 ? 1 : 2, kLoader = kGatherer + kGatherers;
@@ -5695,6 +5713,7 @@ constexpr int kMaxSlice = 32 * kComputeWarps * kThreadColumns;  // columns of a 
 static_assert(kMaxStages >= 3, "to load, to measure, and to wait for statistics");
 static_assert(kMaxStages <= kBlockThreads / 32, "each warp initializes the barriers of one stage");
 static_assert(kGatherers >= 1 && 32 * kLoader + kCopyThreads <= kBlockThreads, "every role must have its warps");
+static_assert(kBlockThreads == 640, "The host launches this number of threads, so it must be the same on every GPU.");
 
 // Tuning. "Points" are percentage points of copy bandwidth.
 struct Config {
@@ -5713,15 +5732,16 @@ struct Config {
   // only one stage to load into (see choose_delay), and in float32 it has one gatherer (see gather_rows).
   static constexpr int kManyBlocks = 100;
   // Backward prefetches a slice into L2 before its stage is free, if at least this many blocks share a row (H200,
-  // float32 rows of 1048576: 13 points faster). With fewer blocks a stage is free soon, and prefetching is slower
+  // float32 rows of 1048576: 13 points faster). With fewer blocks, stages are free soon, and prefetching is slower
   // (H200, float32 rows of 8192: 5 points). Forward always prefetches (see load_slices).
   static constexpr int kBackwardPrefetchBlocks = 16;
   // Bytes between two prefetches before sm_90: two 32-byte sectors, so that the loader warps issue half as many (code
   // for sm_80 on an H200, float32 rows of 131072: 3 points faster than one sector).
   static constexpr int kPrefetchStep = 64;
-  // The fixed time per row, expressed as the number of columns that a block moves in that time. It is also the shortest
-  // slice for which choose_blocks_per_row divides a row among more blocks than necessary.
-  static constexpr int64_t kMinSlice = 2048;
+  // Two numbers for choose_blocks_per_row, which have been equal so far. The fixed time per row, expressed as the
+  // number of columns that a block moves in that time; and the shortest slice for which a row is divided among more
+  // blocks than necessary.
+  static constexpr int64_t kRowCostInColumns = 2048, kMinSlice = 2048;
 };
 
 // Parameters of a launch, the same for all blocks. gridDim.x blocks form a group and share a row. The gridDim.y groups
@@ -5735,6 +5755,18 @@ struct Plan {
   int lanes_per_row;     // lanes of a gatherer that read one row's mailboxes: a power of two from 4 to 32
   L2Priority priority;   // of input and grad_output in L2
 };
+
+// Returns true if the kernel gives correct results with a plan and does not deadlock. launch() checks it before every
+// launch; emulated GPUs check it once more in the kernel.
+__host__ __device__ inline bool is_valid(const Plan& plan, int blocks_per_row) {
+  return plan.stages <= kMaxStages &&                    // Control has kMaxStages of each barrier
+         plan.delay >= 0 && plan.delay < plan.stages &&  // see "Why it cannot deadlock"
+         plan.stages_in_flight >= 1 &&                   // or the loader would wait for its next copy
+         plan.stages_in_flight < plan.stages &&          // `landing` must be at most one round away
+         plan.slice_columns <= kMaxSlice &&              // the compute threads' packs
+         is_power_of_two(plan.lanes_per_row) && plan.lanes_per_row <= 32 &&
+         plan.lanes_per_row >= min(blocks_per_row, 32);  // a lane for each mailbox, or all lanes
+}
 
 // One block's slice of one row, in the ring. A compute thread has up to kPacks packs of V columns of it; the packs of
 // consecutive threads are adjacent.
@@ -5754,19 +5786,20 @@ struct Slice {
 };
 
 // ---- Forward and backward: the work of a compute thread ----
-// ForwardPass and BackwardPass have the same members, so that the warps' roles are written once:
+// ForwardWork and BackwardWork have the same members, so that the warps' roles are written once, for a template
+// parameter Work:
 //   tensor, kTensors       the tensors that are copied into the ring
 //   scalar_at, kScalars    floats of a row that measuring needs; the loader puts them into row_scalars
 //   constructor            loads what a compute thread keeps in registers
-//   measure                returns the statistics of this thread's part of a slice, as a pair of floats; a part belongs
-//                          to kLanesPerPart neighbouring lanes, and all of them get the same pair
+//   measure                returns the statistics of this thread's part of a slice: a pair of floats. A part belongs to
+//                          kLanesPerPart neighbouring lanes, and all of them get the same pair
 //   finish                 turns the combined pair of a whole row into the RowResult that apply needs
 //   apply                  writes output or grad_input of a slice
 
 // Pairs are {mean, m2}: the mean, and the sum of squared distances from it. The means of float32 rows are relative to a
 // reference element of the row.
 template <typename T>
-struct ForwardPass {
+struct ForwardWork {
   using Call = Forward;
   using Element = T;
   using RowResult = RowStats;
@@ -5789,7 +5822,7 @@ struct ForwardPass {
   // 16-bit rows need no reference: the sum of a part, up to 32 equal 16-bit numbers, is exact in float's 24 bits.
   static __device__ float reference(const float4& x) { return kScalars > 0 ? reference_of(x.x, x.y, x.z) : 0; }
 
-  __device__ ForwardPass(const Call& call, const Slice<T>& row_0) {
+  __device__ ForwardWork(const Call& call, const Slice<T>& row_0) {
     with_same_dtype<T>(call, [&](auto same_dtype) {
       UNROLL(i, kPacks) {
         // A thread without pack i loads the last pack of the slice instead. With a condition here the loads would wait
@@ -5832,10 +5865,10 @@ struct ForwardPass {
 // Pairs are {sum(wdy), sum(wdy * xhat)}, where wdy is weight * grad_output and xhat is the normalized input.
 // row_scalars are the row's mean and rstd, which forward saved.
 template <typename T>
-struct BackwardPass {
+struct BackwardWork {
   using Call = Backward;
   using Element = T;
-  using RowResult = GradSums;  // the pair divided by the number of columns
+  using RowResult = GradMeans;
   static constexpr bool kForward = false;
   static constexpr int V = Slice<T>::V, kPacks = Slice<T>::kPacks, kTensors = 2;
   // Backward moves more bytes per column than forward, so that the reduction is hidden behind the copies. With the
@@ -5850,7 +5883,7 @@ struct BackwardPass {
     return (i == 0 ? call.mean : call.rstd) + row;
   }
 
-  __device__ BackwardPass(const Call& call, const Slice<T>& row_0) {
+  __device__ BackwardWork(const Call& call, const Slice<T>& row_0) {
     UNROLL(i, kPacks) {
       const int64_t col = row_0.offset + row_0.column(i);
       if (row_0.has(i)) weight[i] = load_affine<T, V>(call.weight, call.affine_float32, col, 1);
@@ -5865,7 +5898,10 @@ struct BackwardPass {
       if (!slice.has(i)) continue;
       const auto xhat = (slice.pack(slice.x, i) - mean) * rstd, dy = slice.pack(slice.dy, i);
       const auto wdy = rounded_product(weight[i], dy);
-      UNROLL(v, V) sums.x += wdy[v], sums.y += wdy[v] * xhat[v];
+      UNROLL(v, V) {
+        sums.x += wdy[v];
+        sums.y += wdy[v] * xhat[v];
+      }
       grad_weight[i] = grad_weight[i] + dy * xhat, grad_bias[i] = grad_bias[i] + dy;
     }
     return combine_lanes(sums, kLanesPerPart);
@@ -5906,35 +5942,42 @@ struct BackwardPass {
 // ---- State that the warps of a block share ----
 
 // Shared memory beside the ring. Arrays have one element per stage.
-template <typename Pass>
+template <typename Work>
 struct alignas(kLineBytes) Control {
-  static constexpr int kParts = 32 * kComputeWarps / Pass::kLanesPerPart;  // of a slice
+  static constexpr int kParts = 32 * kComputeWarps / Work::kLanesPerPart;  // of a slice
   // Threads that copy with cp.async, and so arrive at `full` when their copies have landed.
   //   - Before sm_90: all 64 loader threads.
   //   - From sm_90 on, in float32 forward: the loader thread, which copies the row_scalars. They are far apart in the
   //     row, so that loads would stall the loader.
   //   - From sm_90 on, in backward: none. Its row_scalars are usually in L2, and loads are faster than copies (H200,
   //     bf16 rows of 8192: 2.5 points of copy bandwidth).
-  static constexpr int kCopiers = kCopyThreads > 1 || (Pass::kForward && Pass::kScalars > 0) ? kCopyThreads : 0;
+  static constexpr int kCopiers = kCopyThreads > 1 || (Work::kForward && Work::kScalars > 0) ? kCopyThreads : 0;
   static_assert(kCopiers == kCopyThreads || (kCopiers == 0 && kArch.has_bulk_copy), "all loader threads, or none");
   // Barriers, see the table above.
   uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];
-  float4 row_scalars[kMaxStages];                    // Pass::kScalars floats; from the loader
-  typename Pass::RowResult row_results[kMaxStages];  // from a gatherer or the publisher
+  float4 row_scalars[kMaxStages];                    // Work::kScalars floats; from the loader
+  typename Work::RowResult row_results[kMaxStages];  // from a gatherer or the publisher
   float2 parts[kMaxStages][kParts];                  // pairs, from the compute warps
   float part_columns[kParts];                        // columns of each part, the same in all stages
 };
+// The host computes the size of the ring with these sizes. In host code kArch is always the row of sm_90, so the sizes
+// must be the same in the code for every GPU.
+static_assert(sizeof(Control<ForwardWork<float>>) == 6016 && sizeof(Control<ForwardWork<__half>>) == 22144 &&
+                  sizeof(Control<BackwardWork<float>>) == 1920 && sizeof(Control<BackwardWork<__half>>) == 1920,
+              "The size of Control must not depend on kArch. After an intended change, write the new sizes here.");
 
 // The state that all warps of a block share. `iteration` counts the rows of the block's group.
-template <typename Pass>
+template <typename Work>
 struct BlockContext {
-  using T = typename Pass::Element;
-  const typename Pass::Call& call;
+  using T = typename Work::Element;
+  const typename Work::Call& call;
   const Plan& plan;
-  Control<Pass>& control;
+  Control<Work>& control;
   unsigned char* ring;
   uint64_t* mailboxes;
-  int rank = blockIdx.x, groups = gridDim.y, iterations = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
+  int rank = blockIdx.x, groups = gridDim.y;
+  // Rows of the group. `rows` fits an int: rows have more than 8 KB (see dispatch), so 2^31 of them would be 16 TB.
+  int iterations = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
   int64_t first_col = int64_t(rank) * plan.slice_columns;               // column at which the block's slice begins
   int columns = columns_of_slice(call.cols, plan.slice_columns, rank);  // of the block's slice
 
@@ -5946,15 +5989,15 @@ struct BlockContext {
   // begins, because such bulk copies are faster (see bulk_copy). So the copy may include up to 112 bytes before the
   // slice, which nobody uses. They may lie before the tensor, but a line is never divided between an accessible and an
   // inaccessible part of memory. The slice and its copy end at the same byte.
-  __device__ Copy copy(int stage, int t, int row) const {
-    const char* from = static_cast<const char*>(Pass::tensor(call, t)) + offset(row) * sizeof(T);
+  __device__ Copy copy_of(int stage, int t, int row) const {
+    const char* from = static_cast<const char*>(Work::tensor(call, t)) + offset(row) * sizeof(T);
     const int before = reinterpret_cast<uintptr_t>(from) % kLineBytes;
-    return {ring + (stage * Pass::kTensors + t) * plan.slice_bytes, from - before, before + columns * int(sizeof(T))};
+    return {ring + (stage * Work::kTensors + t) * plan.slice_bytes, from - before, before + columns * int(sizeof(T))};
   }
 
   // Returns the slice that a stage holds.
   __device__ Slice<T> slice(int stage, int row) const {
-    const Copy x = copy(stage, 0, row), dy = copy(stage, Pass::kTensors - 1, row);
+    const Copy x = copy_of(stage, 0, row), dy = copy_of(stage, Work::kTensors - 1, row);
     const auto begin = [&](const Copy& c) { return reinterpret_cast<T*>(c.shared + c.bytes) - columns; };
     return {begin(x), begin(dy), offset(row), columns};
   }
@@ -5962,7 +6005,7 @@ struct BlockContext {
   // Hands the statistics of a row to the compute warps. `total` is the pair of the whole row. Only the first block of
   // the group saves mean and rstd.
   __device__ void finish_row(int stage, float2 total, int row) const {
-    control.row_results[stage] = Pass::finish(call, total, control.row_scalars[stage], row, rank == 0);
+    control.row_results[stage] = Work::finish(call, total, control.row_scalars[stage], row, rank == 0);
     barrier_arrive(&control.stats_ready[stage]);
   }
 };
@@ -5970,32 +6013,33 @@ struct BlockContext {
 // ---- The roles of warps ----
 
 // Loader threads: copy the block's slice of row after row, as stages become free.
-template <typename Pass>
-__device__ void load_slices(const BlockContext<Pass>& block, int thread) {
-  constexpr int kLoadedScalars = Control<Pass>::kCopiers > 0 ? 0 : Pass::kScalars;  // the others are copied
+template <typename Work>
+__device__ void load_slices(const BlockContext<Work>& block, int thread) {
+  constexpr int kLoadedScalars = Control<Work>::kCopiers > 0 ? 0 : Work::kScalars;  // the others are copied
   const Plan& plan = block.plan;
   auto& control = block.control;
   const uint64_t policy = l2_policy(plan.priority);
-  const bool prefetches = Pass::kForward || gridDim.x >= Config::kBackwardPrefetchBlocks;
+  const bool prefetches = Work::kForward || gridDim.x >= Config::kBackwardPrefetchBlocks;
   RingPosition stage;
   for (int iteration = 0; iteration < block.iterations; ++iteration, stage.advance(plan.stages)) {
     const int row = block.row(iteration);
-    Copy copies[Pass::kTensors];
-    UNROLL(t, Pass::kTensors) {
+    Copy copies[Work::kTensors];
+    UNROLL(t, Work::kTensors) {
       // Prefetches the slice into L2 while it waits for a stage (H200, forward of float32 rows of 262144: 6 points of
       // copy bandwidth faster).
-      const Copy& copy = copies[t] = block.copy(stage.index, t, row);
-      if (prefetches) prefetch_range(copy.global, copy.bytes, policy, thread, kCopyThreads, Config::kPrefetchStep);
+      copies[t] = block.copy_of(stage.index, t, row);
+      if (prefetches)
+        prefetch_range(copies[t].global, copies[t].bytes, policy, thread, kCopyThreads, Config::kPrefetchStep);
     }
     float scalars[2];  // loaded here, so that the loads overlap with the waits
     static_assert(kLoadedScalars <= 2);
-    UNROLL(i, kLoadedScalars) scalars[i] = *Pass::scalar_at(block.call, row, i);
+    UNROLL(i, kLoadedScalars) scalars[i] = *Work::scalar_at(block.call, row, i);
 
     // Wait until the stage is free. In the first round this returns at once.
     barrier_wait(&control.empty[stage.index], stage.parity ^ 1);
     float* row_scalars = &control.row_scalars[stage.index].x;
-    UNROLL(i, Pass::kScalars - kLoadedScalars) {
-      if (thread == 0) copy_float(row_scalars + i, Pass::scalar_at(block.call, row, i));
+    UNROLL(i, Work::kScalars - kLoadedScalars) {
+      if (thread == 0) copy_float(row_scalars + i, Work::scalar_at(block.call, row, i));
     }
     // Wait until the slice of row t - stages_in_flight has landed. More copies in flight would delay the mailboxes'
     // traffic. after() only goes forward, so `landing` is the place of row t - stages_in_flight + stages. That row has
@@ -6012,9 +6056,9 @@ __device__ void load_slices(const BlockContext<Pass>& block, int thread) {
 
 // Combines pairs over `width` neighbouring lanes with N pairs each. counts[n]: the columns behind pairs[n]. columns:
 // the sum of all counts.
-template <typename Pass, int N, int M>
+template <typename Work, int N, int M>
 __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
-  if constexpr (Pass::kForward) {
+  if constexpr (Work::kForward) {
     const float3 total = combine_means<N>(pairs, counts, float(columns), width);
     return {total.x + total.y, total.z};
   }
@@ -6023,9 +6067,9 @@ __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[
 
 // Publisher warp: combines the parts of the block's slice, and publishes the pair. If the block has the whole row,
 // finishes the row instead.
-template <typename Pass>
-__device__ void publish_slices(const BlockContext<Pass>& block, int lane) {
-  constexpr int kParts = Control<Pass>::kParts, kLanes = kParts < 32 ? kParts : 32, kPartsPerLane = kParts / kLanes;
+template <typename Work>
+__device__ void publish_slices(const BlockContext<Work>& block, int lane) {
+  constexpr int kParts = Control<Work>::kParts, kLanes = kParts < 32 ? kParts : 32, kPartsPerLane = kParts / kLanes;
   auto& control = block.control;
   float counts[kPartsPerLane];
   RingPosition stage;
@@ -6035,9 +6079,9 @@ __device__ void publish_slices(const BlockContext<Pass>& block, int lane) {
     UNROLL(i, kPartsPerLane) {
       const int part = i * kLanes + lane % kLanes;
       pairs[i] = control.parts[stage.index][part];
-      if (iteration == 0) counts[i] = control.part_columns[part];
+      if (iteration == 0) counts[i] = control.part_columns[part];  // written before the first arrivals at `measured`
     }
-    const float2 total = combine_pairs<Pass, kPartsPerLane>(pairs, counts, block.columns, kLanes);
+    const float2 total = combine_pairs<Work, kPartsPerLane>(pairs, counts, block.columns, kLanes);
     if (lane != 0) continue;
     if (gridDim.x == 1) {
       // In practice only backward gets here (see kDelayAlone), and its finish() does not read row_scalars. Forward
@@ -6051,16 +6095,17 @@ __device__ void publish_slices(const BlockContext<Pass>& block, int lane) {
 
 // Gatherer warp: waits for the mailboxes of row after row, and finishes the rows. It polls 32 / lanes_per_row rows at
 // once, because several may have been published since it last looked (H200, bf16 rows of 50176: 17 points of copy
-// bandwidth faster than with one row at once). With two gatherers, these may be up to 14 iterations ahead, which is
-// more than the ring has stages. That is safe: see "Why stages and the arrays of Control can be reused".
-template <typename Pass>
-__device__ void gather_rows(const BlockContext<Pass>& block, int gatherer, int lane) {
+// bandwidth faster than with one row at once). With two gatherers and 4 lanes per row, the last of these 8 rows is 7 *
+// 2 = 14 iterations ahead of the first, which is more than the ring has stages. That is safe: see "Why stages and the
+// arrays of Control can be reused".
+template <typename Work>
+__device__ void gather_rows(const BlockContext<Work>& block, int gatherer, int lane) {
   const Plan& plan = block.plan;
   // This lane reads mailboxes peer, peer + 32, ... of the row that is `ahead` rows after the gatherer's next one.
   const int peer = lane % plan.lanes_per_row, ahead = lane / plan.lanes_per_row, cols = block.call.cols;
   // Backward of float32 rows with many blocks has one gatherer, because two are slower (H200, rows of 1048576: 8 points
   // of copy bandwidth). For bf16, one is slower (H200, the same rows: 6 points).
-  const int gatherers = !Pass::kForward && Pass::V == 4 && gridDim.x >= Config::kManyBlocks ? 1 : kGatherers;
+  const int gatherers = !Work::kForward && Work::V == 4 && gridDim.x >= Config::kManyBlocks ? 1 : kGatherers;
   if (gatherer >= gatherers) return;
   float2 pairs[kPeers];
   float counts[kPeers];
@@ -6080,13 +6125,13 @@ __device__ void gather_rows(const BlockContext<Pass>& block, int gatherer, int l
       __nanosleep(32);
       continue;
     }
-    const float2 total = gridDim.x <= 32 ? combine_pairs<Pass, 1>(pairs, counts, cols, plan.lanes_per_row)
-                                         : combine_pairs<Pass, kPeers>(pairs, counts, cols, plan.lanes_per_row);
+    const float2 total = gridDim.x <= 32 ? combine_pairs<Work, 1>(pairs, counts, cols, plan.lanes_per_row)
+                                         : combine_pairs<Work, kPeers>(pairs, counts, cols, plan.lanes_per_row);
     if (peer == 0 && ahead < rows && iteration < block.iterations) {
       const int stage = iteration % plan.stages;
       // In float32 forward, finish_row reads row_scalars. This wait makes them visible to this warp. It returns at
       // once, because the block has already measured the row.
-      if (Pass::kForward && Pass::kScalars > 0) barrier_wait(&block.control.full[stage], iteration / plan.stages % 2);
+      if (Work::kForward && Work::kScalars > 0) barrier_wait(&block.control.full[stage], iteration / plan.stages % 2);
       block.finish_row(stage, total, row);
     }
     next += rows * gatherers;
@@ -6095,37 +6140,37 @@ __device__ void gather_rows(const BlockContext<Pass>& block, int gatherer, int l
 
 // Compute warps: measure the slice of a row when it has landed, then apply the statistics of the row `delay` iterations
 // before. The last `delay` iterations only apply.
-template <typename Pass>
-__device__ void measure_and_apply(const BlockContext<Pass>& block, float* partials, int lane) {
+template <typename Work>
+__device__ void measure_and_apply(const BlockContext<Work>& block, float* partials, int lane) {
   const int iterations = block.iterations, delay = block.plan.delay, stages = block.plan.stages;
-  const int part = threadIdx.x / Pass::kLanesPerPart;
-  const bool leads_part = lane % Pass::kLanesPerPart == 0;
+  const int part = threadIdx.x / Work::kLanesPerPart;
+  const bool leads_part = lane % Work::kLanesPerPart == 0;
   auto& control = block.control;
   const auto row_0 = block.slice(0, 0);  // only for its columns
-  Pass thread_pass(block.call, row_0);
-  if (leads_part) control.part_columns[part] = thread_pass.count;
+  Work work(block.call, row_0);
+  if (leads_part) control.part_columns[part] = work.count;
   RingPosition measuring, applying;
   ROLLED(iteration, iterations + delay) {
     if (iteration < iterations) {
       const int stage = measuring.index;
       const auto slice = block.slice(stage, block.row(iteration));
       barrier_wait(&control.full[stage], measuring.parity);
-      const float2 stats = thread_pass.measure(slice, control.row_scalars[stage]);
+      const float2 stats = work.measure(slice, control.row_scalars[stage]);
       if (leads_part) {
         control.parts[stage][part] = stats;
         barrier_arrive(&control.measured[stage]);
       }
       measuring.advance(stages);
-      if constexpr (!Pass::kForward) {
+      if constexpr (!Work::kForward) {
         if (iteration % kRowsPerSum == kRowsPerSum - 1 || iteration + 1 == iterations)
-          thread_pass.add_sums_of_rows(block.call, partials, row_0, iteration < kRowsPerSum);
+          work.add_sums_of_rows(block.call, partials, row_0, iteration < kRowsPerSum);
       }
     }
     if (iteration >= delay) {
       const int stage = applying.index;
       const auto slice = block.slice(stage, block.row(iteration - delay));
       barrier_wait(&control.stats_ready[stage], applying.parity);
-      thread_pass.apply(block.call, slice, control.row_results[stage], control.row_scalars[stage]);
+      work.apply(block.call, slice, control.row_results[stage], control.row_scalars[stage]);
       __syncwarp();
       if (lane == 0) barrier_arrive(&control.empty[stage]);
       applying.advance(stages);
@@ -6137,19 +6182,20 @@ __device__ void measure_and_apply(const BlockContext<Pass>& block, float* partia
 // Grid: (blocks per row, groups). mailboxes: (rows, mailboxes_per_row), or not used if a block has whole rows.
 // partials: (2, groups, cols) partial sums for grad_weight and grad_bias; if null, the sums are the gradients.
 
-template <typename Pass>
+template <typename Work>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    layer_norm_pipelined_rows(typename Pass::Call call, Plan plan, uint64_t* mailboxes, float* partials) {
+    layer_norm_pipelined_rows(typename Work::Call call, Plan plan, uint64_t* mailboxes, float* partials) {
   if constexpr (!kArch.has_async_copy) return __trap();  // supports() keeps calls away from such code
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ Control<Pass> control;
-  static_assert(sizeof(Control<Pass>) <= 48 << 10, "the limit of static shared memory");
-  const BlockContext<Pass> block = {call, plan, control, ring, mailboxes};
+  __shared__ Control<Work> control;
+  static_assert(sizeof(Control<Work>) <= 48 << 10, "the limit of static shared memory");
+  LAYERNORM_CHECK(is_valid(plan, gridDim.x));
+  const BlockContext<Work> block = {call, plan, control, ring, mailboxes};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if constexpr (!Pass::kForward) let_next_start();  // sum_partials starts early, and waits for this kernel's end
+  if constexpr (!Work::kForward) let_next_start();  // sum_partials starts early, and waits for this kernel's end
 
   // Each warp initializes the barriers of one stage. The lanes of a single warp would do so one after the other, which
-  // takes 1 us in all (H200, bf16 rows of 32768: 1 point of copy bandwidth slower).
+  // needs 1 us in all (H200, bf16 rows of 32768: 1 point of copy bandwidth slower).
   if (lane == 0 && warp < plan.stages) {
     barrier_init(&control.full[warp], 1 + control.kCopiers);
     barrier_init(&control.measured[warp], control.kParts);
@@ -6175,21 +6221,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 // ---- Host side ----
 
 template <typename T, typename Call>
-using PassOf = std::conditional_t<std::is_same_v<Call, Forward>, ForwardPass<T>, BackwardPass<T>>;
+using WorkOf = std::conditional_t<std::is_same_v<Call, Forward>, ForwardWork<T>, BackwardWork<T>>;
 
 // Returns the number of columns of the longest possible slice: at most what the compute threads can hold, and three
 // stages must fit into shared memory (one to load, one to measure, one that waits for its statistics).
-template <typename Pass>
+template <typename Work>
 int64_t longest_slice(const Device& device) {
-  const int bytes = (device.shared_bytes - int(sizeof(Control<Pass>))) / (3 * Pass::kTensors);
-  return std::min(kMaxSlice, (bytes / kLineBytes - 1) * kLineBytes / int(sizeof(typename Pass::Element)));
+  const int bytes = (device.shared_bytes - int(sizeof(Control<Work>))) / (3 * Work::kTensors);
+  return std::min(kMaxSlice, (bytes / kLineBytes - 1) * kLineBytes / int(sizeof(typename Work::Element)));
 }
 
 // Returns true if the kernels support a call with aligned rows and no epilogue.
 template <typename T, typename Call>
 bool supports(const Call& call, const Device& device) {
   return device.arch.has_async_copy &&
-         call.cols <= longest_slice<PassOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
+         call.cols <= longest_slice<WorkOf<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
 // Returns the number of blocks that share a row: the one with the shortest estimated time, from the fewest that can
@@ -6200,15 +6246,16 @@ bool supports(const Call& call, const Device& device) {
 //     groups use 128 of 132 SMs; if 33 share it, they use all. Forward moves half the bytes per row, which do not hide
 //     a longer exchange (H200, bf16 rows of 1048576: 14 points of copy bandwidth slower with 132 blocks per row than
 //     with 128).
-template <typename Pass>
-int64_t choose_blocks_per_row(const typename Pass::Call& call, const Device& device) {
+template <typename Work>
+int64_t choose_blocks_per_row(const typename Work::Call& call, const Device& device) {
   const int64_t rows = call.rows, cols = call.cols, sms = device.sms;
-  const int64_t fewest = ceil_div(cols, longest_slice<Pass>(device));
-  const int64_t worth_trying = std::max((Pass::kForward ? 1 : 2) * fewest, sms / std::min(rows, sms));
+  const int64_t fewest = ceil_div(cols, longest_slice<Work>(device));
+  const int64_t worth_trying = std::max((Work::kForward ? 1 : 2) * fewest, sms / std::min(rows, sms));
   const int64_t most = std::min({worth_trying, sms, int64_t(kMaxBlocksPerRow), cols / Config::kMinSlice});
   int64_t fastest = fewest, min_time = INT64_MAX;
   for (int64_t blocks = fewest; blocks <= most; ++blocks) {
-    const int64_t time = ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + Config::kMinSlice);
+    const int64_t time =
+        ceil_div(rows, std::min(rows, sms / blocks)) * (ceil_div(cols, blocks) + Config::kRowCostInColumns);
     if (time < min_time) fastest = blocks, min_time = time;
   }
   return fastest;
@@ -6217,32 +6264,32 @@ int64_t choose_blocks_per_row(const typename Pass::Call& call, const Device& dev
 // Returns the delay: the iterations that the exchange needs, at most as many as the ring allows. Two stages remain for
 // loading, so that one lands while the other is measured. One remains in backward with many blocks per row, where the
 // exchange is slower than loading (sm_90 and newer).
-template <typename Pass>
+template <typename Work>
 int choose_delay(int stages, int blocks_per_row, const Device& device) {
   const bool has_many_blocks = blocks_per_row >= Config::kManyBlocks;
-  const int exchange = (Pass::kForward ? Config::kForwardDelay : Config::kBackwardDelay) + has_many_blocks;
-  const int stages_to_load = !Pass::kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
+  const int exchange = (Work::kForward ? Config::kForwardDelay : Config::kBackwardDelay) + has_many_blocks;
+  const int stages_to_load = !Work::kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
   return std::min(stages - stages_to_load, blocks_per_row == 1 ? Config::kDelayAlone : exchange);
 }
 
 // Divides a row among blocks, and shared memory among stages.
-template <typename Pass>
-Plan choose_plan(const typename Pass::Call& call, const Device& device) {
-  constexpr int kElementBytes = sizeof(typename Pass::Element);
+template <typename Work>
+Plan choose_plan(const typename Work::Call& call, const Device& device) {
+  constexpr int kElementBytes = sizeof(typename Work::Element);
   constexpr int kLineColumns = kLineBytes / kElementBytes;  // slices start on lines if rows do
   Plan plan = {};
-  const int64_t columns = ceil_div(call.cols, choose_blocks_per_row<Pass>(call, device));
+  const int64_t columns = ceil_div(call.cols, choose_blocks_per_row<Work>(call, device));
   plan.slice_columns = ceil_div(columns, kLineColumns) * kLineColumns;
   // One more line, because a slice may begin inside of one.
   plan.slice_bytes = plan.slice_columns * kElementBytes + kLineBytes;
-  const int ring_bytes = device.shared_bytes - int(sizeof(Control<Pass>));
-  plan.stages = std::min(ring_bytes / (Pass::kTensors * plan.slice_bytes), kMaxStages);  // at least 3: longest_slice
+  const int ring_bytes = device.shared_bytes - int(sizeof(Control<Work>));
+  plan.stages = std::min(ring_bytes / (Work::kTensors * plan.slice_bytes), kMaxStages);  // at least 3: longest_slice
   const int bytes_in_flight =
-      Pass::kForward && kElementBytes == 2 ? Config::kForwardBytesInFlight16Bits : Config::kBytesInFlight;
+      Work::kForward && kElementBytes == 2 ? Config::kForwardBytesInFlight16Bits : Config::kBytesInFlight;
   plan.stages_in_flight =
-      std::clamp(bytes_in_flight / (Pass::kTensors * kElementBytes * plan.slice_columns), 1, plan.stages - 1);
+      std::clamp(bytes_in_flight / (Work::kTensors * kElementBytes * plan.slice_columns), 1, plan.stages - 1);
   const int blocks_per_row = ceil_div(call.cols, plan.slice_columns);
-  plan.delay = choose_delay<Pass>(plan.stages, blocks_per_row, device);
+  plan.delay = choose_delay<Work>(plan.stages, blocks_per_row, device);
   plan.lanes_per_row = std::clamp(row_threads(blocks_per_row, 1), 4, 32);
   plan.priority = input_priority(call, device);
   return plan;
@@ -6251,15 +6298,15 @@ Plan choose_plan(const typename Pass::Call& call, const Device& device) {
 // Launches the kernel, and in backward sum_partials if there are partial sums.
 template <typename T, typename Call>
 cudaError_t launch(const Call& call, const LaunchContext& context) {
-  using Pass = PassOf<T, Call>;
-  const Plan plan = choose_plan<Pass>(call, context.device);
-  if (plan.delay < 0 || plan.delay >= plan.stages) return cudaErrorInvalidValue;  // the kernel would deadlock
+  using Work = WorkOf<T, Call>;
+  const Plan plan = choose_plan<Work>(call, context.device);
   const int blocks_per_row = ceil_div(call.cols, plan.slice_columns);
+  if (!is_valid(plan, blocks_per_row)) return cudaErrorInvalidValue;
   const int64_t groups = std::min<int64_t>(call.rows, context.device.sms / blocks_per_row);
 
   // Scratch memory: the partial sums of each group, then the mailboxes, which begin on a line. A single group with at
   // most kRowsPerSum rows adds to its sums only once, so that they are the gradients.
-  const int64_t partial_rows = !Pass::kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
+  const int64_t partial_rows = !Work::kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
   const int64_t partial_floats = ceil_div(2 * partial_rows * call.cols, 32) * 32;
   const int64_t bytes = 4 * partial_floats + 8 * call.rows * mailboxes_per_row(blocks_per_row);
   auto* scratch = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
@@ -6267,10 +6314,10 @@ cudaError_t launch(const Call& call, const LaunchContext& context) {
   float* partials = partial_rows > 0 ? scratch : nullptr;
 
   const Launch launch = {dim3(blocks_per_row, groups), kBlockThreads, blocks_per_row > 1 ? kCooperative : kPlain,
-                         plan.stages * Pass::kTensors * plan.slice_bytes};
+                         plan.stages * Work::kTensors * plan.slice_bytes};
   const cudaError_t error =
-      launch_kernel(layer_norm_pipelined_rows<Pass>, launch, context, call, plan, mailboxes, partials);
-  if constexpr (!Pass::kForward) {
+      launch_kernel(layer_norm_pipelined_rows<Work>, launch, context, call, plan, mailboxes, partials);
+  if constexpr (!Work::kForward) {
     if (error == cudaSuccess) return launch_sum_partials(call, partials, partial_rows, context);
   }
   return error;
@@ -6341,8 +6388,8 @@ namespace grid_resident {
 //
 //   1. R >= S + A + 2. The stage that iteration n measures was then loaded in the iteration before, or earlier. With
 //      R = S + A + 1, each iteration would wait for its own load. With less, it would wait for a load that has not
-//      begun, and hang. choose_plan checks this rule. With 227 KB of shared memory per block it holds for all supported
-//      rows, as a static_assert below checks for the longest.
+//      begun, and hang. With 227 KB of shared memory per block it holds for all supported rows: a static_assert below
+//      checks the longest.
 //   2. S <= kSliceStages = 16. Registers cannot be indexed by a variable. So the loop over a slice is unrolled, with 16
 //      places, and place p uses packs 2 p and 2 p + 1 of weight and bias. A shorter slice skips the *first* 16 - S
 //      places. A skipped place neither loads, measures nor applies, and does not advance in the ring. Two things
@@ -6350,9 +6397,12 @@ namespace grid_resident {
 //      checks for it. And how much weight and bias a block keeps in shared memory depends on how full its last stage
 //      is, not on S.
 //   3. S > A. Place 15 - A measures the last stage of the next row, and publishes it. If that place were skipped, the
-//      row would never be published, and its group would hang. choose_plan checks the first and the last block, because
-//      only the last block of a group can have a shorter slice than the others. Today the check never fails:
-//      choose_plan makes slices of more than 10000 columns, which is five stages.
+//      row would never be published, and its group would hang. Today the check never fails: choose_plan makes slices of
+//      more than 10000 columns, which is five stages.
+// choose_plan checks rules 1 to 3 (keeps_rules) for the first and the last block of a group, because only the last one
+// can have a shorter slice than the others. test_plans_keep_their_rules (.tests/test_dispatch.py) checks them for every
+// block.
+//
 //   4. All blocks run at once (cooperative launch), and a block publishes its part of a row before it waits for the
 //      other parts of that row. Without either, the blocks could wait for each other forever.
 //   5. Control is reused from row to row. Warps write the moments of row r + 1 while they apply row r, after the
@@ -6364,7 +6414,7 @@ namespace grid_resident {
 //
 // ---- Registers ----
 //
-// A block has 256 threads and an SM to itself, so a thread can have 255 registers. Weight and bias need 204 of them, as
+// A block has 256 threads and an SM to itself, so a thread can have 255 registers. Weight and bias need 204 of them:
 // (31 + 20) packs x 4 floats. The other 51 hold two stages (16 floats), the moments, the statistics, and addresses. The
 // compiler uses all 255 (nvcc 13.0, sm_90a), so even a small change of the loop can make it spill. A spill does not
 // change results, but it costs time, because each thread reads the spilled word again and again (one word: 4% slower,
@@ -6408,7 +6458,7 @@ struct Config {
   static constexpr int kMinRows = 4;
 };
 
-// Few threads, so that each can have 255 registers: weight and bias need 204 of them.
+// Few threads, so that each can have 255 registers (see "Registers").
 constexpr int kBlockThreads = 256, kWarps = kBlockThreads / 32;
 constexpr int V = 4;                // floats of a 16-byte pack
 constexpr int kPacksPerThread = 2;  // of a stage
@@ -6417,7 +6467,9 @@ static_assert(kWarps <= 32 && is_power_of_two(kWarps), "combine_lanes needs a po
 static_assert(kBlockThreads > 32, "Thread 32 prefetches, see Fetch.");
 constexpr int kStagePacks = kPacksPerThread * kBlockThreads;
 constexpr int kStageColumns = kStagePacks * V, kStageBytes = 16 * kStagePacks;
-constexpr int kSliceStages = 16, kMaxRingStages = 28;  // stages of a slice and of the ring, at most
+// Stages of a slice, at most. With 17, the longest slice and its ring would not fit (see the static_assert below).
+constexpr int kSliceStages = 16;
+constexpr int kMaxRingStages = (227 << 10) / kStageBytes;  // as many as fit into 227 KB: 28
 static_assert(Config::kStagesAhead >= 0 && Config::kStagesAhead < kSliceStages, "See rule 3.");
 static_assert(Config::kPrefetchStages >= 0, "A prefetch must not be later than the load.");
 using FloatPack = Pack<float, V>;
@@ -6428,7 +6480,7 @@ struct Plan {
   int blocks_per_row;  // blocks of a group (gridDim.x); 0 if this kernel does not support the call
   int groups;          // gridDim.y; group g handles rows g, g + groups, g + 2 * groups, ...
   int slice;           // columns per block; the last block of a group may have fewer
-  int ring;            // stages of the ring
+  int ring;            // slots of the ring
   int shared_bytes;    // dynamic shared memory: the ring, then bias and weight that registers do not hold
 };
 
@@ -6441,6 +6493,14 @@ __host__ __device__ inline int shared_packs(int packs, int in_registers) {
   return max(0, packs + (kSliceStages - stages_of(packs)) * kStagePacks - in_registers * kBlockThreads);
 }
 
+// Returns true if rules 1 to 3 hold for a block whose slice has `stages` stages. ring: slots of the ring.
+__host__ __device__ inline bool keeps_rules(int stages, int ring) {
+  return ring >= stages + Config::kStagesAhead + 2 &&  // rule 1: a slice, the stages that are measured early, one stage
+                                                       // that lands, and one that is loaded
+         stages <= kSliceStages &&                     // rule 2
+         stages > Config::kStagesAhead;                // rule 3
+}
+
 struct alignas(kLineBytes) Control {
   uint64_t full[kMaxRingStages];   // barriers of the slots: the stage in this slot has landed
   uint64_t empty[kMaxRingStages];  // barriers of the slots: all warps have applied the stage in this slot
@@ -6448,10 +6508,12 @@ struct alignas(kLineBytes) Control {
   Moments moments[kWarps];         // of each warp's columns of the row that is measured
   RowStats row_stats[2];           // of the row that is applied; consecutive rows of the group use them alternately
 };
-static_assert(int(sizeof(Control)) + (kSliceStages + Config::kStagesAhead + 2) * kStageBytes +
-                      16 * (2 * kSliceStages * kPacksPerThread - Config::kWeightPacks - Config::kBiasPacks) *
-                          kBlockThreads <=
-                  227 << 10,
+static_assert(sizeof(Control) == 640, "The host uses this size, so it must not depend on kArch.");
+// The most bytes of weight and bias in shared memory: those of a full slice, less the packs in registers.
+constexpr int kMostAffinePacks = 2 * kSliceStages * kPacksPerThread - Config::kWeightPacks - Config::kBiasPacks;
+constexpr int kMostAffineBytes = 16 * kMostAffinePacks * kBlockThreads;
+constexpr int kLongestRingBytes = (kSliceStages + Config::kStagesAhead + 2) * kStageBytes;  // that rule 1 needs
+static_assert(int(sizeof(Control)) + kLongestRingBytes + kMostAffineBytes <= 227 << 10,
               "The longest slice, with a ring as in rule 1, must fit into the 227 KB of shared memory of a block. "
               "Otherwise rows of 32768 columns per SM would not run in this kernel.");
 static_assert(Config::kWeightPacks <= kSliceStages * kPacksPerThread &&
@@ -6480,31 +6542,39 @@ struct BlockContext {
   }
 };
 
-// Brings stage after stage on chip. Thread 0 copies stages to the ring, and thread 32 prefetches stages into L2,
-// kPrefetchStages earlier. Each of them counts rows and stages of its own. It is always thread 0 that copies. That
-// makes its warp the slowest of the block, so that the other warps have already emptied the slot when it waits for them
+// Copies a stage, `bytes` bytes at `from`, to a slot of the ring as soon as that is empty.
+__device__ void load_stage(RingPosition slot, const float* from, int bytes, const BlockContext& block) {
+  barrier_wait(&block.control.empty[slot.index], slot.parity ^ 1);  // returns at once in the first round
+  barrier_arrive_expecting(&block.control.full[slot.index], bytes);
+  bulk_copy(block.ring + slot.index * kStageBytes, from, bytes, &block.control.full[slot.index], block.policy);
+}
+
+// Brings stage after stage on chip. Two threads of a block use it, and each has a copy with a row and stage of its own:
+// thread 0 copies stages to the ring, and thread 32 prefetches stages into L2, kPrefetchStages earlier. (One struct for
+// both: with two, the compiler made 7% more instructions of the kernel.) It is always thread 0 that copies. That makes
+// its warp the slowest of the block, so that the other warps have already emptied the slot when it waits for them
 // (H200, 16 rows of 4194304: 33% slower if the warps copy in turn).
 struct Fetch {
   const BlockContext& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
-  int row = blockIdx.y, stage = 0;
+  int row = blockIdx.y, stage = 0;  // of the next call of next()
 
-  // Copies the next stage to a slot as soon as that is empty, or prefetches it. Does nothing past the last row.
+  // Thread 0: copies the next stage to `slot`. Thread 32: prefetches the next stage; `slot` is not used. Both do
+  // nothing past the last row.
   __device__ void next(RingPosition slot) {
     if (row < block.call.rows) {
       const float* from = static_cast<const float*>(block.call.input) + block.offset(row, stage);
       const int bytes = 16 * (stage == block.stages - 1 ? block.last_packs : kStagePacks);
       if (loads) {
-        barrier_wait(&block.control.empty[slot.index], slot.parity ^ 1);  // returns at once in the first round
-        barrier_arrive_expecting(&block.control.full[slot.index], bytes);
-        bulk_copy(block.ring + slot.index * kStageBytes, from, bytes, &block.control.full[slot.index], block.policy);
+        load_stage(slot, from, bytes, block);
       } else {
         prefetch_to_l2(from, bytes, block.policy);
       }
     }
     if (++stage == block.stages) stage = 0, row += gridDim.y;
   }
-  // Copies the first stages, to all slots but the last. Advances the prefetches to the first stage that they bring.
+  // Thread 0: copies the first stages, to all slots but the last. Thread 32: goes to the first stage that it
+  // prefetches, kPrefetchStages after the one that thread 0 copies next.
   __device__ void begin() {
     const int ring = block.plan.ring, first_prefetch = ring - 1 + Config::kPrefetchStages;
     if (prefetches) row += first_prefetch / block.stages * gridDim.y, stage = first_prefetch % block.stages;
@@ -6527,7 +6597,7 @@ struct SliceAffine {
       if (pack < 0 || pack >= block.packs) continue;
       const auto values = load_affine<float, V>(tensor, true, block.first_col + pack * V, fallback);
       if (i < N) {
-        packs[i < N ? i : 0] = values;
+        packs[i < N ? i : 0] = values;  // the index must be valid even where this branch is dead
       } else {
         shared[(i - N) * kBlockThreads] = packed<float>(values);
       }
@@ -6535,7 +6605,7 @@ struct SliceAffine {
   }
   // Returns pack i. If the slice does not have it (`exists` is false), shared memory is not read.
   __device__ Vec<float, V> at(int i, bool exists) const {
-    if (i < N) return packs[i < N ? i : 0];
+    if (i < N) return packs[i < N ? i : 0];  // as above
     return exists ? widened(shared[(i - N) * kBlockThreads]) : Vec<float, V>();
   }
 };
@@ -6550,8 +6620,8 @@ __device__ void measure_stage(Moments& moments, const ThreadStage& x, bool is_la
   const float count = exists(1) ? 2 * V : exists(0) ? V : 0;
   const auto pack = [&](int i) { return widened(x[i]); };
   const float per_count = exists(1) ? 0.5f / V : 1.f / V;
-  const float2 stage = measure_packs<float, 1, kPacksPerThread>(pack, exists, count, per_count);
-  if (!is_last || count > 0) moments = combine(moments, {count, stage.x, stage.y});
+  const float2 part = measure_packs<float, 1, kPacksPerThread>(pack, exists, count, per_count);
+  if (!is_last || count > 0) moments = combine(moments, {count, part.x, part.y});
 }
 
 // Combines the moments of all threads after the last stage of a row, and publishes them to the group. Sets this
@@ -6626,32 +6696,38 @@ __device__ void measure_first_row(Moments& moments, const BlockContext& block) {
   const int rows = int(block.call.rows), groups = gridDim.y;
   ROLLED(i, block.stages + Config::kStagesAhead) {
     const bool is_last = i == block.stages - 1;
-    if (i >= block.stages && blockIdx.y + groups >= rows) break;  // there is no second row
-    barrier_wait(&block.control.full[i], 0);
+    if (i >= block.stages && blockIdx.y + groups >= rows) break;  // the group has only one row
+    barrier_wait(&block.control.full[i], 0);  // round 0: rule 1 makes the ring longer than stages + kStagesAhead
     measure_stage(moments, block.load(i), is_last, block);
     if (is_last) publish_row(moments, blockIdx.y, 0, block);
   }
 }
 
-// Applies the stage in `slot`, and measures the one that is a slice and kStagesAhead stages further on. That one
+// What an iteration of the kernel works on.
+struct Step {
+  RingPosition slot;  // of the stage that is applied
+  int row, place;     // of this stage; place: as in apply_stage
+  int parity;         // of `row`: 0 for the group's first row, then 1, 0, ...
+  float* output;      // where this thread's first pack of the stage belongs
+};
+
+// Applies the stage of a step, and measures the one that is a slice and kStagesAhead stages further on. That one
 // belongs to the group's next row or, in the last kStagesAhead places, to the row after it. If it is the last stage of
-// a row, publishes that row. place: as in apply_stage. parity: of `row`.
-__device__ void apply_and_measure(RingPosition slot, int row, int place, int parity, float* output, Moments& moments,
-                                  const RowStats& row_stats, const Weight& weight, const Bias& bias,
-                                  const BlockContext& block) {
-  const int rows = int(block.call.rows), groups = gridDim.y;
-  const int ahead = place + Config::kStagesAhead, next_row = row + groups;
+// a row, which is so in place kSliceStages - 1 - kStagesAhead (rule 3), publishes that row.
+__device__ void apply_and_measure(const Step& step, Moments& moments, const RowStats& row_stats, const Weight& weight,
+                                  const Bias& bias, const BlockContext& block) {
+  const int rows = int(block.call.rows), groups = gridDim.y, next_row = step.row + groups;
   // False past the group's last row.
-  const bool is_measured = row + (ahead < kSliceStages ? 1 : 2) * groups < rows;
-  const bool is_last = ahead % kSliceStages == kSliceStages - 1;
-  const RingPosition measuring = slot.after(block.stages + Config::kStagesAhead, block.plan.ring);
-  const ThreadStage x = block.load(slot.index);
+  const bool is_measured = step.row + (step.place + Config::kStagesAhead < kSliceStages ? 1 : 2) * groups < rows;
+  const bool is_last = step.place == kSliceStages - 1 - Config::kStagesAhead;
+  const RingPosition measuring = step.slot.after(block.stages + Config::kStagesAhead, block.plan.ring);
+  const ThreadStage x = block.load(step.slot.index);
   if (is_measured) barrier_wait(&block.control.full[measuring.index], measuring.parity);
   const ThreadStage x_ahead = block.load(measuring.index);
-  apply_stage(output, x, place, row_stats, weight, bias, block);
+  apply_stage(step.output, x, step.place, row_stats, weight, bias, block);
   // Past the last row, these are the moments of whatever is in the ring. They are never published.
   if (is_measured || !is_last) measure_stage(moments, x_ahead, is_last, block);
-  if (is_measured && is_last) publish_row(moments, next_row, parity ^ 1, block);
+  if (is_measured && is_last) publish_row(moments, next_row, step.parity ^ 1, block);
 }
 
 // Block (x, y) has slice x of the rows of group y. T is float. The kernel is a template so that it is only compiled
@@ -6664,6 +6740,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   __shared__ Control control;
   const BlockContext block = {call, constants, plan, ring, control, mailboxes};
   const int rows = int(call.rows), groups = gridDim.y, skipped = kSliceStages - block.stages;
+  LAYERNORM_CHECK(keeps_rules(block.stages, plan.ring));
   init_barriers(block);
 
   Fetch fetch = {block};
@@ -6681,12 +6758,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     gather_row(row, parity, block);
     __syncthreads();
     const RowStats row_stats = control.row_stats[parity];
+    // Of place 0. If places are skipped, this may point before output; skipped places do not use it.
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
     UNROLL(place, kSliceStages) {
       if (place >= skipped) {
         // Loads into the slot before this one, whose stage was applied in the iteration before.
         if (fetch.loads || fetch.prefetches) fetch.next(slot.after(plan.ring - 1, plan.ring));
-        apply_and_measure(slot, row, place, parity, output, moments, row_stats, weight, bias, block);
+        apply_and_measure({slot, row, place, parity, output}, moments, row_stats, weight, bias, block);
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(&control.empty[slot.index]);
         slot.advance(plan.ring);
@@ -6711,16 +6789,16 @@ Plan choose_plan(const Forward& call, const Device& device) {
   // Checks the slices of the first and of the last block: only the last one may be shorter. The shorter slice can need
   // more packs in shared memory, if its last stage is fuller (rule 2).
   int affine_packs = 0;
-  for (const int rank : {0, p.blocks_per_row - 1}) {
-    const int packs = columns_of_slice(call.cols, slice, rank) / V, stages = stages_of(packs);
-    if (stages <= Config::kStagesAhead || stages > kSliceStages) return {};  // rules 3 and 2
+  const int first_packs = slice / V, last_packs = columns_of_slice(call.cols, slice, p.blocks_per_row - 1) / V;
+  for (const int packs : {first_packs, last_packs}) {
     affine_packs =
         std::max(affine_packs, shared_packs(packs, Config::kBiasPacks) + shared_packs(packs, Config::kWeightPacks));
   }
   p.ring = std::min(kMaxRingStages, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
   p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
-  // Rule 1: slots for a slice, for kStagesAhead measured stages, for one that lands and for one that is loaded.
-  return p.blocks_per_row > 1 && p.ring >= stages_of(slice / V) + Config::kStagesAhead + 2 ? p : Plan();
+  const bool is_valid =
+      p.blocks_per_row > 1 && keeps_rules(stages_of(first_packs), p.ring) && keeps_rules(stages_of(last_packs), p.ring);
+  return is_valid ? p : Plan();
 }
 
 template <typename T>

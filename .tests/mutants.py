@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant("pipelined: last column left out", "min(slice, cols - rank * slice)", "min(slice, cols - 1 - rank * slice)", PIPELINED),
     Mutant("pipelined: 32-bit offset", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipelined: more blocks per row than SMs", "std::min(device.sms, kMaxBlocksPerRow);", "kMaxBlocksPerRow;", TWO_PASS),
-    Mutant("pipelined, backward on Hopper: mean and rstd of the group's first row for all rows", "scalars[i] = *Pass::scalar_at(block.call, row, i)", "scalars[i] = *Pass::scalar_at(block.call, blockIdx.y, i)", PIPELINED),
-    Mutant("pipelined, before Hopper: mean and rstd of the group's first row for all rows", "row_scalars + i, Pass::scalar_at(block.call, row, i)", "row_scalars + i, Pass::scalar_at(block.call, blockIdx.y, i)", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("pipelined, backward on Hopper: mean and rstd of the group's first row for all rows", "scalars[i] = *Work::scalar_at(block.call, row, i)", "scalars[i] = *Work::scalar_at(block.call, blockIdx.y, i)", PIPELINED),
+    Mutant("pipelined, before Hopper: mean and rstd of the group's first row for all rows", "row_scalars + i, Work::scalar_at(block.call, row, i)", "row_scalars + i, Work::scalar_at(block.call, blockIdx.y, i)", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipelined, on Hopper: no wait for row_scalars", "if (control.kCopiers > 0) barrier_arrive_with_copies(", "if (control.kCopiers > 0) barrier_arrive(", PIPELINED),
     Mutant("pipelined, before Hopper: last copies not counted", "if (control.kCopiers > 0) barrier_arrive_with_copies(", "if (control.kCopiers > 0) barrier_arrive(", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipelined, before Hopper: last units not copied", "int offset = 16 * thread; offset < copy.bytes;", "int offset = 16 * thread; offset < copy.bytes - 16;", BEFORE_HOPPER, quiet=LONGEST),
@@ -147,6 +147,10 @@ MUTANTS = [
     Mutant("grid-resident: measures the previous stage", "slot.after(block.stages + Config::kStagesAhead, block.plan.ring)", "slot.after(block.stages + Config::kStagesAhead - 1, block.plan.ring)", GRID_RESIDENT),
     Mutant("grid-resident: statistics of the group's first row for all rows", "try_read(mailbox_of(block.mailboxes, row, 0)", "try_read(mailbox_of(block.mailboxes, blockIdx.y, 0)", GRID_RESIDENT),
     Mutant("grid-resident: statistics include those of the previous row", "moments = {}; if (lane == 0)", "if (lane == 0)", GRID_RESIDENT),
+    # ---- Plans of the kernels whose blocks wait for each other ----
+    Mutant("grid-resident: a ring one slot shorter than rule 1 allows", "ring >= stages + Config::kStagesAhead + 2 &&", "ring >= stages + Config::kStagesAhead + 1 &&", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
+    Mutant("grid-resident: weight and bias of the last block not counted", "for (const int packs : {first_packs, last_packs}) {", "for (const int packs : {first_packs}) {", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
+    Mutant("pipelined: rows of which only two stages fit are supported", "(3 * Work::kTensors)", "(2 * Work::kTensors)", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     # ---- Two-pass kernels ----
     Mutant("two-pass: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", TWO_PASS),
     Mutant("two-pass: means of pieces left out", "all.mean = more.mean - delta * fraction;", "all.mean = -delta * fraction;", TWO_PASS),

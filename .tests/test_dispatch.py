@@ -2,12 +2,16 @@
 
 Each case of the table in cases.py launches kernels of the families that the table expects, and every kernel of the
 compiled libraries is launched by at least one case.
+
+Two more tests need no kernels: the lines "Uses:" of the sections name what the sections use, and the plans of the kernels
+whose blocks wait for each other keep the rules that these kernels rely on.
 """
 
 import collections
 import ctypes
 import functools
 import re
+import subprocess
 
 import emulator
 import launches
@@ -297,3 +301,128 @@ def test_wrong_lines_of_uses_are_found(old, new, message):
     assert source.count(old) == 1
     (found,) = wrong_uses(source.replace(old, new))
     assert found.startswith(message)
+
+
+# ---- The plans of the kernels whose blocks wait for each other ----
+
+# C++ that follows the kernel families, in place of the section dispatch. broken_plan() returns the first plan that
+# breaks a rule, or "". It tries all rows of a multiple of 16 bytes that a GPU supports.
+PLANS = r"""
+// Returns the first rule of the comment "Rules that keep it correct" that a block of the grid-resident kernel breaks.
+std::string broken_rule(const Forward& call, const grid_resident::Plan& plan, const Device& device) {
+  using namespace grid_resident;
+  const int ahead = Config::kStagesAhead;
+  if (plan.blocks_per_row * plan.groups > device.sms) return "more blocks than SMs";
+  if (plan.shared_bytes + int(sizeof(Control)) > device.shared_bytes) return "too much shared memory";
+  if (plan.ring > kMaxRingStages) return "more slots than Control has barriers";
+  if (plan.blocks_per_row > kMaxBlocksPerRow) return "more blocks than one warp reads mailboxes of";
+  int64_t columns = 0;
+  for (int rank = 0; rank < plan.blocks_per_row; ++rank) {
+    const int own = columns_of_slice(call.cols, plan.slice, rank), stages = (own + kStageColumns - 1) / kStageColumns;
+    const int affine = shared_packs(own / V, Config::kWeightPacks) + shared_packs(own / V, Config::kBiasPacks);
+    const std::string block = " in block " + std::to_string(rank);
+    if (plan.ring < stages + ahead + 2) return "rule 1" + block;
+    if (stages > kSliceStages) return "rule 2" + block;
+    if (stages <= ahead) return "rule 3" + block;
+    if (plan.ring * kStageBytes + 16 * affine > plan.shared_bytes) return "weight and bias do not fit" + block;
+    columns += own;
+  }
+  return columns == call.cols ? "" : "slices that are not the row";
+}
+
+template <typename T, typename Call>
+std::string broken_pipelined_rule(const Call& call, const Device& device) {
+  using namespace pipelined;
+  using Work = WorkOf<T, Call>;
+  const pipelined::Plan plan = choose_plan<Work>(call, device);
+  const int blocks = ceil_div(call.cols, plan.slice_columns);
+  const int bytes = plan.stages * Work::kTensors * plan.slice_bytes + int(sizeof(pipelined::Control<Work>));
+  if (!pipelined::is_valid(plan, blocks)) return "is_valid() is false";
+  if (plan.stages < 3) return "fewer than three stages";
+  if (blocks > std::min(device.sms, kMaxBlocksPerRow)) return "more blocks than SMs, or than kMaxBlocksPerRow";
+  if (bytes > device.shared_bytes) return "too much shared memory";
+  if (plan.slice_bytes < int(sizeof(T)) * plan.slice_columns + kLineBytes) return "a slice and a line do not fit a stage";
+  return "";
+}
+
+int plans = 0;  // how many were checked since the last call of number_of_plans()
+
+template <typename T, typename Call>
+std::string broken_pipelined_plan(const Device& device) {
+  for (int64_t cols = 8192 / sizeof(T);; cols += 16 / sizeof(T)) {
+    for (const int64_t rows : {1, 3, 1000}) {
+      Call call = {};
+      call.rows = rows, call.cols = cols, call.dtype = sizeof(T) == 4 ? DType::Float32 : DType::Float16;
+      if (!pipelined::supports<T>(call, device)) return "";
+      const std::string broken = broken_pipelined_rule<T>(call, device);
+      if (!broken.empty()) return std::to_string(rows) + " x " + std::to_string(cols) + ": " + broken;
+      ++plans;
+    }
+  }
+}
+
+std::string broken_grid_resident_plan(const Device& device) {
+  for (int64_t cols = 4; cols <= 40000 * int64_t(device.sms); cols += 4) {
+    for (const int64_t rows : {4, 9, 1000}) {
+      Forward call = {};
+      call.rows = rows, call.cols = cols;
+      const grid_resident::Plan plan = grid_resident::choose_plan(call, device);
+      if (plan.blocks_per_row == 0) continue;
+      const std::string broken = broken_rule(call, plan, device);
+      if (!broken.empty()) return std::to_string(rows) + " x " + std::to_string(cols) + ": " + broken;
+      ++plans;
+    }
+  }
+  return "";
+}
+}  // namespace
+
+extern "C" const char* broken_plan(const char* family, int sms, int shared_bytes, int code) {
+  static std::string broken;
+  Device device;
+  device.sms = sms, device.l2_bytes = 50 << 20, device.shared_bytes = shared_bytes, device.arch = arch_of(code);
+  const bool grid_resident = std::string(family) == "grid_resident";
+  plans = 0;
+  broken = grid_resident ? broken_grid_resident_plan(device) : broken_pipelined_plan<float, Forward>(device);
+  if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<float, Backward>(device);
+  if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<__half, Forward>(device);
+  if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<__half, Backward>(device);
+  return broken.c_str();
+}
+extern "C" int number_of_plans() { return plans; }
+}  // namespace TORCH_EXTENSION_NAME
+"""
+
+
+def planner(text):
+    """Compiles the host code of a version of CUDA_SOURCE, and returns the library, which has broken_plan()."""
+    families = emulator.emulated(text).partition("// ==== Dispatch:")[0]
+    text = families.replace('#include "emulator.h"', '#include "emulator.h"\n#include <string>', 1) + PLANS
+    folder = emulator.cache("plans", text)
+    source, library = folder / "plans.cpp", folder / "plans.so"
+    with emulator.lock(folder):
+        if not library.exists():
+            source.write_text(text)
+            includes = [f"-I{path}" for path in (emulator.HERE, *emulator.cuda_include())]
+            command = ["g++", *emulator.FLAGS, *includes, str(source), "-o", str(library)]
+            subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.broken_plan.restype = ctypes.c_char_p
+    return loaded
+
+
+PLANNED_FOR = [
+    ("grid_resident", 132, 227 << 10, 90), ("grid_resident", 148, 227 << 10, 100), ("grid_resident", 114, 227 << 10, 90),
+    ("grid_resident", 20, 190 << 10, 90),  # less shared memory than any such GPU has, so that some rows do not fit
+    ("pipelined", 132, 227 << 10, 90), ("pipelined", 108, 163 << 10, 80), ("pipelined", 170, 99 << 10, 120),
+]  # fmt: skip
+
+
+@pytest.mark.emulated
+@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
+@pytest.mark.parametrize("family, sms, shared_bytes, code", PLANNED_FOR)
+def test_plans_keep_their_rules(family, sms, shared_bytes, code):
+    """For rows of every multiple of 16 bytes, all blocks of a launch keep the rules that prevent a deadlock."""
+    library = planner(emulator.sources()[0])
+    assert library.broken_plan(family.encode(), sms, shared_bytes, code) == b""
+    assert library.number_of_plans() > 10000
