@@ -2130,6 +2130,7 @@ _OVERVIEW = r"""
 // Words whose meaning depends on the section:
 //   part    of a row       _STATISTICS: any numbers of a row that are measured together
 //                          _PIPELINED: the columns of a slice that kLanesPerPart neighbouring lanes measure
+//                          _TWO_PASS: the statistics of one piece of a row (the type Part)
 //   slice   of a row       _EXCHANGE, _PIPELINED, _GRID_RESIDENT: the columns that one block has
 //   chunk                  _TWO_PASS: the columns of a row that a block loads at once
 //                          _CONVOLUTION: the input channels of one step, 16 (16 bits) or 8 (float32)
@@ -2141,7 +2142,8 @@ _OVERVIEW = r"""
 //                          _CONVOLUTION: what a group computes at once, see the table there
 //   wave                   _REGISTERS: one load by each of 2048 threads of every SM
 //                          _TWO_PASS, _SHARED_MEMORY: the blocks that all SMs run at once
-//   launch                 the host function of a kernel family that runs a call; launch_kernel launches one kernel
+//   launch                 the host function of a kernel family that runs a call, or a variable of type Launch, with
+//                          which launch_kernel launches one kernel
 //
 // The strings below are sections of one source, in the order in which to read them. The line "Uses:" of a section names
 // the earlier sections from which it needs a name (test_sections_name_what_they_use in .tests/test_dispatch.py compares
@@ -2261,8 +2263,9 @@ static_assert(archs_are_valid(), "arch_of needs the rows of kArchs in ascending 
 // always the row of sm_90, only so that expressions with kArch compile. Host code that needs the features of the GPU
 // reads Device::arch. Host code must not use a number that depends on kArch: on another GPU, it would differ from the
 // number in device code. Emulated GPUs do not show this mistake: for sm_80 to sm_89, they compile host code with the
-// row of sm_80, too, and for all others both with that of sm_90. Where host code uses sizes that could come to depend
-// on kArch, static_asserts compare them with numbers (see Control of the pipelined and the grid-resident kernels).
+// row of sm_80, and otherwise both host and device code with the row of sm_90. Where host code uses sizes that could
+// come to depend on kArch, static_asserts compare them with numbers (see Control of the pipelined and the grid-resident
+// kernels).
 #ifdef __CUDA_ARCH__
 constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 #else
@@ -2301,6 +2304,7 @@ _ELEMENTS = r"""
 // ---- Vectors ----
 
 // V numbers of type A. The operators +, - and * work element by element, and accept a single number on the right.
+// Vec<float, V>() is all zeros, so Vec<float, V>() + x is V times the number x.
 template <typename A, int V>
 struct Vec {
   static constexpr int kSize = V;
@@ -2684,7 +2688,10 @@ __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, con
     UNROLL(n, V / F) {
       const auto some_weight = load_affine<T, F>(call.weight, call.affine_float32, col + n * F, 1);
       const auto some_bias = load_affine<T, F>(call.bias, call.affine_float32, col + n * F, 0);
-      UNROLL(f, F) weight[n * F + f] = some_weight[f], bias[n * F + f] = some_bias[f];
+      UNROLL(f, F) {
+        weight[n * F + f] = some_weight[f];
+        bias[n * F + f] = some_bias[f];
+      }
     }
   }
 }
@@ -3199,7 +3206,9 @@ _LAUNCH = r"""
 //   - Calls of let_next_start() can be at any place or absent. They affect only speed.
 //   - Rules 2 and 3. On an emulated GPU, scratch memory is NaN for a thread that has not called wait_for_previous(), so
 //     test_values fails without the call (mutants with "statistics read before" and "no wait for the previous" in their
-//     names). Nothing detects early accesses to the caller's tensors, or a violation of rule 4.
+//     names). In the first kernel of a call, which can follow a kernel of the caller, so are all tensors (mutant with
+//     "weight read before"). Nothing detects accesses to the caller's tensors that are too early in later kernels, or a
+//     violation of rule 4.
 //   - Rule 5. In a plain launch, an emulated GPU runs only four blocks at a time, in random order. With kPlain instead
 //     of kCooperative, the pipelined cases of test_values therefore fail. An emulated GPU rejects cooperative launches
 //     of more blocks than it has SMs. Then another family runs the call, and test_dispatch.py reports it.
@@ -4885,8 +4894,8 @@ namespace two_pass {
 //   - partials may be left out only if a column has a single sum, because add_gradients overwrites the gradients.
 //     Otherwise, or with a wrong is_first, test_gradients_of_many_rows_are_accurate (test_values.py) fails.
 //   - The order of the tiles and the calls of let_next_start() affect only speed. The tests detect a missing
-//     wait_for_previous() (mutant with "statistics read before they are written"). Nothing detects a backward_columns
-//     that loads weight before it.
+//     wait_for_previous() (mutant with "statistics read before they are written"). On emulated GPUs, they also detect a
+//     backward_columns that loads weight before it (mutant with "weight read before").
 
 struct Config {
   static constexpr int kMeasureThreads = 256;  // per block of the first two kernels
@@ -5508,6 +5517,7 @@ struct RingPosition {
 
   // Returns the position `steps` slots later. steps: 0 to `slots`, which is one round.
   __device__ RingPosition after(int steps, int slots) const {
+    LAYERNORM_CHECK(steps >= 0 && steps <= slots);
     const int next = index + steps;
     return next < slots ? RingPosition{next, parity} : RingPosition{next - slots, parity ^ 1};
   }
@@ -5566,8 +5576,8 @@ _PIPELINED = r"""
 //
 // Idea. A row may be too long for one SM, so a group of blocks on different SMs shares it, and each block owns the same
 // slice of columns for the whole launch. It keeps the slice's weight and bias (forward), or weight and the sums for
-// grad_weight and grad_bias (backward), in registers. The slices of successive rows stream through a ring of stages in
-// shared memory. The statistics of a row are known only after all blocks of its group have measured their slices and
+// grad_weight and grad_bias (backward), in registers. The slices of successive rows stream through a ring in shared
+// memory. The statistics of a row are known only after all blocks of its group have measured their slices and
 // exchanged the results. Instead of waiting, a block first measures the slices of the next `delay` rows, and only then
 // applies the statistics: forward normalizes and writes the output, backward writes grad_input.
 //
@@ -5595,8 +5605,8 @@ _PIPELINED = r"""
 //   gatherers            |--- finish the statistics of row 3, before the end of this ---|
 //
 // Words. A stage is a slot of the ring, and also the slices in it (one of input, in backward also one of grad_output).
-// A part is the columns of a slice that kLanesPerPart neighbouring lanes measure. Row t is the group's row of iteration
-// t.
+// A part is the columns of a slice that kLanesPerPart neighbouring lanes measure. "Row t" is the row of a group that
+// its iteration t measures.
 //
 // Barriers of a stage. Each completes a phase once for each row that the stage holds:
 //   barrier       arrivals that complete a phase               who waits
@@ -5678,7 +5688,7 @@ _PIPELINED = r"""
 //     the numbers in the static_assert below Control.
 //   - stages_in_flight can be 1 to stages - 1 (std::clamp in choose_plan). With 0 the loader would wait for the slice
 //     that it is about to copy, and the tests would report a deadlock. `stages` would be as good as stages - 1, because
-//     the wait for `empty` implies it; more would give after() a negative number.
+//     the wait for `empty` implies it, but is_valid() does not allow it; more would give after() a negative number.
 //   - kCopiers can be 0 or kCopyThreads, and must be kCopyThreads before sm_90. row_scalars are copied if it is not 0,
 //     and otherwise loaded, for which there can be at most two scalars. So it must not be 0 in float32 forward.
 //     static_asserts guard both. If it is not 0, all kCopyThreads threads must call barrier_arrive_with_copies once per
@@ -5762,7 +5772,7 @@ __host__ __device__ inline bool is_valid(const Plan& plan, int blocks_per_row) {
   return plan.stages <= kMaxStages &&                    // Control has kMaxStages of each barrier
          plan.delay >= 0 && plan.delay < plan.stages &&  // see "Why it cannot deadlock"
          plan.stages_in_flight >= 1 &&                   // or the loader would wait for its next copy
-         plan.stages_in_flight < plan.stages &&          // `landing` must be at most one round away
+         plan.stages_in_flight < plan.stages &&          // with more than `stages`, after() would go backwards
          plan.slice_columns <= kMaxSlice &&              // the compute threads' packs
          is_power_of_two(plan.lanes_per_row) && plan.lanes_per_row <= 32 &&
          plan.lanes_per_row >= min(blocks_per_row, 32);  // a lane for each mailbox, or all lanes
@@ -6355,7 +6365,7 @@ namespace grid_resident {
 // Example: 16 rows of 4194304 on 132 SMs with 227 KB of shared memory per block. There is one group of 132 blocks. A
 // slice has 31776 columns, which is 16 stages; the last stage is about half full. A thread keeps 31 packs of weight and
 // 20 packs of bias in registers. 44 KB of shared memory hold the rest of the slice's weight and bias. The ring has 22
-// stages.
+// slots.
 //
 // Timeline of one block in this example ("0.12" is stage 12 of row 0). Each iteration applies one stage:
 //   apply   measure  load   prefetch   once per row
@@ -6382,9 +6392,13 @@ namespace grid_resident {
 //
 // ---- Rules that keep it correct ----
 //
-// S is the number of stages of the block's slice, R that of the ring, and A is kStagesAhead. Number the stages that a
-// block handles 0, 1, 2, ...: stage n belongs to row n / S of the group. It is in slot n % R of the ring. Iteration n
-// applies stage n, measures stage n + S + A, and loads stage n + R - 1.
+// S is the number of stages of the block's slice, R the number of slots of the ring, and A is kStagesAhead. Number the
+// stages that a block handles 0, 1, 2, ...: stage n belongs to row n / S of the group. It is in slot n % R of the ring.
+// Iteration n applies stage n, measures stage n + S + A, and loads stage n + R - 1.
+//
+// choose_plan checks rules 1 to 3 (keeps_rules) for the first and the last block of a group, because only the last one
+// can have a shorter slice than the others. test_plans_keep_their_rules (.tests/test_dispatch.py) checks them for every
+// block.
 //
 //   1. R >= S + A + 2. The stage that iteration n measures was then loaded in the iteration before, or earlier. With
 //      R = S + A + 1, each iteration would wait for its own load. With less, it would wait for a load that has not
@@ -6399,10 +6413,6 @@ namespace grid_resident {
 //   3. S > A. Place 15 - A measures the last stage of the next row, and publishes it. If that place were skipped, the
 //      row would never be published, and its group would hang. Today the check never fails: choose_plan makes slices of
 //      more than 10000 columns, which is five stages.
-// choose_plan checks rules 1 to 3 (keeps_rules) for the first and the last block of a group, because only the last one
-// can have a shorter slice than the others. test_plans_keep_their_rules (.tests/test_dispatch.py) checks them for every
-// block.
-//
 //   4. All blocks run at once (cooperative launch), and a block publishes its part of a row before it waits for the
 //      other parts of that row. Without either, the blocks could wait for each other forever.
 //   5. Control is reused from row to row. Warps write the moments of row r + 1 while they apply row r, after the
@@ -6437,8 +6447,8 @@ namespace grid_resident {
 //                              packs, and the register budget.
 //
 // To test a change: `python -m pytest --full .tests/test_values.py .tests/test_device.py -k grid_resident`. Run it with
-// emulated GPUs first, which report a hang as a deadlock (for example, if the ring is too short for rule 1); on a real
-// GPU the test itself would hang. They do not detect spills or missing fences, and they can miss a race: test_device.py
+// emulated GPUs first, which report a hang as a deadlock, and a plan that breaks one of the rules 1 to 3; on a real GPU
+// the test itself would hang. They do not detect spills or missing fences, and they can miss a race: test_device.py
 // does not fail on them if row_stats has one entry instead of two (rule 5). If rows that should run here no longer do,
 // .tests/test_dispatch.py fails.
 
@@ -6469,7 +6479,7 @@ constexpr int kStagePacks = kPacksPerThread * kBlockThreads;
 constexpr int kStageColumns = kStagePacks * V, kStageBytes = 16 * kStagePacks;
 // Stages of a slice, at most. With 17, the longest slice and its ring would not fit (see the static_assert below).
 constexpr int kSliceStages = 16;
-constexpr int kMaxRingStages = (227 << 10) / kStageBytes;  // as many as fit into 227 KB: 28
+constexpr int kMaxRingSlots = (227 << 10) / kStageBytes;  // as many as fit into 227 KB: 28
 static_assert(Config::kStagesAhead >= 0 && Config::kStagesAhead < kSliceStages, "See rule 3.");
 static_assert(Config::kPrefetchStages >= 0, "A prefetch must not be later than the load.");
 using FloatPack = Pack<float, V>;
@@ -6502,11 +6512,11 @@ __host__ __device__ inline bool keeps_rules(int stages, int ring) {
 }
 
 struct alignas(kLineBytes) Control {
-  uint64_t full[kMaxRingStages];   // barriers of the slots: the stage in this slot has landed
-  uint64_t empty[kMaxRingStages];  // barriers of the slots: all warps have applied the stage in this slot
-  uint64_t measured;               // barrier: all warps have written their moments of a row
-  Moments moments[kWarps];         // of each warp's columns of the row that is measured
-  RowStats row_stats[2];           // of the row that is applied; consecutive rows of the group use them alternately
+  uint64_t full[kMaxRingSlots];   // barriers of the slots: the stage in this slot has landed
+  uint64_t empty[kMaxRingSlots];  // barriers of the slots: all warps have applied the stage in this slot
+  uint64_t measured;              // barrier: all warps have written their moments of a row
+  Moments moments[kWarps];        // of each warp's columns of the row that is measured
+  RowStats row_stats[2];          // of the row that is applied; consecutive rows of the group use them alternately
 };
 static_assert(sizeof(Control) == 640, "The host uses this size, so it must not depend on kArch.");
 // The most bytes of weight and bias in shared memory: those of a full slice, less the packs in registers.
@@ -6550,10 +6560,11 @@ __device__ void load_stage(RingPosition slot, const float* from, int bytes, cons
 }
 
 // Brings stage after stage on chip. Two threads of a block use it, and each has a copy with a row and stage of its own:
-// thread 0 copies stages to the ring, and thread 32 prefetches stages into L2, kPrefetchStages earlier. (One struct for
-// both: with two, the compiler made 7% more instructions of the kernel.) It is always thread 0 that copies. That makes
-// its warp the slowest of the block, so that the other warps have already emptied the slot when it waits for them
-// (H200, 16 rows of 4194304: 33% slower if the warps copy in turn).
+// thread 0 copies stages to the ring, and thread 32 prefetches stages into L2, kPrefetchStages earlier. One function
+// next() serves both: with one function for each, the kernel has 5720 instructions instead of 5360 (nvcc 13.0, sm_90a;
+// the speed was not measured). It is always thread 0 that copies. That makes its warp the slowest of the block, so that
+// the other warps have already emptied the slot when it waits for them (H200, 16 rows of 4194304: 33% slower if the
+// warps copy in turn).
 struct Fetch {
   const BlockContext& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
@@ -6703,7 +6714,7 @@ __device__ void measure_first_row(Moments& moments, const BlockContext& block) {
   }
 }
 
-// What an iteration of the kernel works on.
+// One iteration of the kernel: the stage that is applied, and where it belongs.
 struct Step {
   RingPosition slot;  // of the stage that is applied
   int row, place;     // of this stage; place: as in apply_stage
@@ -6758,7 +6769,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     gather_row(row, parity, block);
     __syncthreads();
     const RowStats row_stats = control.row_stats[parity];
-    // Of place 0. If places are skipped, this may point before output; skipped places do not use it.
+    // The address for place 0. If places are skipped, it may be before output; skipped places do not use it.
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
     UNROLL(place, kSliceStages) {
       if (place >= skipped) {
@@ -6794,7 +6805,7 @@ Plan choose_plan(const Forward& call, const Device& device) {
     affine_packs =
         std::max(affine_packs, shared_packs(packs, Config::kBiasPacks) + shared_packs(packs, Config::kWeightPacks));
   }
-  p.ring = std::min(kMaxRingStages, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
+  p.ring = std::min(kMaxRingSlots, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
   p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
   const bool is_valid =
       p.blocks_per_row > 1 && keeps_rules(stages_of(first_packs), p.ring) && keeps_rules(stages_of(last_packs), p.ring);

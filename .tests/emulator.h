@@ -14,8 +14,9 @@
 // How it exposes bugs
 //     Races      Random warps skip up to 63 rounds, so that others are far ahead of them. An asynchronous copy arrives
 //                at a random moment; until then, its destination is NaN. A kernel that may start before the previous
-//                one has ended finds NaN in scratch memory until it has waited. So a missing barrier, a wrong parity or
-//                a wrong count gives a wrong result or a deadlock, which is reported.
+//                one has ended finds NaN in scratch memory until it has waited. If it is the first kernel of a call,
+//                it finds NaN in all tensors. So a missing barrier, a wrong parity or a wrong count gives a wrong
+//                result or a deadlock, which is reported.
 //     Memory     Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be
 //                written. Misaligned accesses and indices beyond an array end the kernel, and so do copies and
 //                prefetches that leave a tensor or are not whole units, and blocks that exceed the GPU's shared memory.
@@ -125,7 +126,21 @@ class Guarded {
 
   void* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  void forbid_writes() { mprotect(inner_, inner_bytes_, PROT_READ); }
+  void forbid_writes() {
+    is_input_ = true;
+    mprotect(inner_, inner_bytes_, PROT_READ);
+  }
+  // Replaces the contents by NaN until show() is called.
+  void hide() {
+    mprotect(inner_, inner_bytes_, PROT_READ | PROT_WRITE);
+    hidden_.assign(data_, data_ + bytes_);
+    std::fill_n(reinterpret_cast<uint16_t*>(data_), bytes_ / 2, kNan);
+  }
+  void show() {
+    std::copy(hidden_.begin(), hidden_.end(), data_);
+    hidden_.clear();
+    if (is_input_) forbid_writes();
+  }
 
   // Fails if a kernel has written to the bytes beside the tensor.
   void check(const std::string& name) const {
@@ -148,6 +163,8 @@ class Guarded {
  private:
   unsigned char *map_, *inner_, *data_;
   size_t map_bytes_, inner_bytes_, bytes_;
+  std::vector<unsigned char> hidden_;  // the contents, while they are hidden
+  bool is_input_ = false;
 };
 
 inline std::vector<std::unique_ptr<Guarded>> tensors;  // those of the current call; scratch memory is the last
@@ -251,10 +268,11 @@ struct Grid {
   size_t dynamic_bytes;
   Barrier barrier;
   bool early;  // may start before the previous kernel has ended (programmatic dependent launch)
+  bool first;  // the first kernel of a call: the previous one is the caller's
   const std::function<void()>* kernel;
   const std::string* name;
-  std::vector<unsigned char> scratch;  // scratch memory of the previous kernel, until all threads have waited for it
-  uint64_t progress = 0;               // counts the events that let a thread go on
+  bool hides = false;     // hide_tensors was called, and the threads have not waited yet
+  uint64_t progress = 0;  // counts the events that let a thread go on
 };
 
 inline Grid* grid = nullptr;      // the one that runs
@@ -415,20 +433,26 @@ inline void named_barrier(int name, int threads, bool waits) {
 
 // ---- Running a grid ----
 
-// Fills scratch memory with NaN until the kernel, which may start early, has waited for the previous one.
-inline void hide_scratch() {
-  auto* data = static_cast<unsigned char*>(tensors.back()->data());
-  grid->scratch.assign(data, data + tensors.back()->bytes());
-  std::fill_n(reinterpret_cast<uint16_t*>(data), grid->scratch.size() / 2, kNan);
+inline bool next_is_first = true;  // the next kernel is the first of a call
+
+// Hides what the previous kernel may still write, until the kernel, which may start early, has waited for it: scratch
+// memory, and before the first kernel of a call all tensors.
+inline void hide_tensors() {
+  for (auto& t : tensors) {
+    if (grid->first || t == tensors.back()) t->hide();
+  }
+  grid->hides = true;
 }
 
-// Waits for all threads of the grid. The first thread to go on restores scratch memory.
+// Waits for all threads of the grid. The first thread to go on shows what was hidden.
 inline void wait_for_previous() {
   if (!grid->early) return;
   wait(grid->barrier);
-  if (grid->scratch.empty()) return;
-  memcpy(tensors.back()->data(), grid->scratch.data(), grid->scratch.size());
-  grid->scratch.clear();
+  if (!grid->hides) return;
+  for (auto& t : tensors) {
+    if (grid->first || t == tensors.back()) t->show();
+  }
+  grid->hides = false;
 }
 
 struct End {};  // thrown to end a thread
@@ -550,7 +574,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   running.barrier = {};
   running.barrier.participants = int(fibers.size());
   grid = &running;
-  if (running.early) hide_scratch();
+  if (running.early) hide_tensors();
   uint64_t progress = ~uint64_t(0);
   int idle = 0;
   std::string error;
@@ -614,7 +638,8 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch ho
   if (grid_size.y > 65535 || grid_size.z > 65535) fail("a grid is too large");
   if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a launch requests too much dynamic shared memory");
   const SignalHandlers handlers;
-  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, &kernel, nullptr};
+  const bool first = std::exchange(next_is_first, false);
+  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, first, &kernel, nullptr};
   if (dry) {
     const auto sizes = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
     launches +=

@@ -187,6 +187,7 @@ static const char* emulate(Call call) {
   try {
     Tensors tensors;
     guard(call, tensors);
+    emulator::next_is_first = true;
     const cudaError_t error = ln::launch(call, [&](size_t bytes) { return tensors.scratch(bytes); }, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");

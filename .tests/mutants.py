@@ -156,6 +156,7 @@ MUTANTS = [
     Mutant("two-pass: means of pieces left out", "all.mean = more.mean - delta * fraction;", "all.mean = -delta * fraction;", TWO_PASS),
     Mutant("two-pass: wrong count at the end of a row", "combine(moments, {float(count), part.x, part.y})", "combine(moments, {float(V * kPacks), part.x, part.y})", TWO_PASS),
     Mutant("two-pass: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; Part part", "const int64_t row = blockIdx.x; Part part", TWO_PASS),
+    Mutant("two-pass, backward without grad_input: weight read before a kernel of the caller ends", "wait_for_previous(); const auto weight = columns.load_parameter(call, call.weight, 1);", "const auto weight = columns.load_parameter(call, call.weight, 1); wait_for_previous();", OUTPUT_MASK, emulated="on a real GPU, the kernel rarely starts that early"),
     Mutant("two-pass: statistics of a block's first row for all rows", "stats = row_stats[row];", "stats = row_stats[first_row];", TWO_PASS),
     # ---- Register kernels, backward, and sums over rows ----
     Mutant("backward: mean(wdy) dropped for 16-bit types", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),

@@ -314,7 +314,7 @@ std::string broken_rule(const Forward& call, const grid_resident::Plan& plan, co
   const int ahead = Config::kStagesAhead;
   if (plan.blocks_per_row * plan.groups > device.sms) return "more blocks than SMs";
   if (plan.shared_bytes + int(sizeof(Control)) > device.shared_bytes) return "too much shared memory";
-  if (plan.ring > kMaxRingStages) return "more slots than Control has barriers";
+  if (plan.ring > kMaxRingSlots) return "more slots than Control has barriers";
   if (plan.blocks_per_row > kMaxBlocksPerRow) return "more blocks than one warp reads mailboxes of";
   int64_t columns = 0;
   for (int rank = 0; rank < plan.blocks_per_row; ++rank) {
