@@ -2123,7 +2123,7 @@ _OVERVIEW = r"""
 //   wdy             weight * grad_output
 //   spill           the compiler runs out of registers and keeps a variable in local memory, which is slower. It never
 //                   changes a result. test_no_kernel_has_local_memory (.tests/test_build.py) fails if a kernel spills.
-//                   It compiles for all rows of kArchs but 110, with the nvcc that is installed.
+//                   It compiles for all rows of kArchs that the installed nvcc supports.
 //   copy bandwidth  the speed of a device-to-device copy of the bytes that a kernel must read and write. Measurements
 //                   are percentages of it.
 //

@@ -418,6 +418,7 @@ PLANNED_FOR = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.emulated
 @pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
 @pytest.mark.parametrize("family, sms, shared_bytes, code", PLANNED_FOR)
