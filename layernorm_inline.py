@@ -6832,7 +6832,8 @@ namespace convolution {
 
 // The introduction has seven parts. Each goes deeper than the one before, and you can stop after any of them: 1 what
 // the kernel computes, 2 how the work is divided, 3 why it is fast, 4 how a block works over time, 5 where elements
-// lie, 6 an example that follows one product, 7 what can be changed.
+// lie, 6 an example that follows one product, 7 what can be changed. The compiler checks parts 5 and 6: see "Checks of
+// the layout".
 //
 // ---- 1. What the kernel computes ----
 //
@@ -6870,23 +6871,23 @@ namespace convolution {
 //   group     four warps of a block that compute together, 128 threads                 2 per block
 //   strip     four neighbouring output lines of a block's parity (their q of h are     height / 4 per sample,
 //             4 j to 4 j + 3), at all depths                                           rounded up
-//   round     what a group computes at once: a strip at one q of d                     depth per strip
-//   product   C = A B for one parity of w: 64 output channels x 256 (taps and input    2 per round
+//   task      what a group computes at once: a strip at one q of d                     depth per strip
+//   product   C = A B for one parity of w: 64 output channels x 256 (taps and input    2 per task
 //             channels) x 128 positions (4 lines x 32 columns)
 //   step      the part of both products for one tap of d, one tap of h and one chunk   8 (16 bits) or 16 (float32)
-//             of 16 (16 bits) or 8 (float32) input channels                            per round
+//             of 16 (16 bits) or 8 (float32) input channels                            per task
 //   fragment  the part of A for one step, one parity of w and one tap of w:            4 per step
 //             64 output channels x a chunk
 //
-// Steps are numbered (2 * (tap of d) + (tap of h)) * kChunks + chunk. Layout::tap_d, tap_h and chunk return the three
-// parts of a step's number.
+// Steps are numbered (2 * (tap of d) + (tap of h)) * kChunks + chunk: Layout::step_of. Layout::tap_d, tap_h and chunk
+// return the three parts of a step's number.
 //
-// The rounds of one parity are numbered strip by strip, and by depth within a strip. Each block computes a contiguous
+// The tasks of one parity are numbered strip by strip, and by depth within a strip. Each block computes a contiguous
 // range of them: group 0 the first half, group 1 the second. So a group usually goes from one depth to the next. The
-// round at q = d needs input at the depths d + p (tap 0) and d + p - 1 (tap 1). The second of these was tap 0 of the
-// round before, so only one depth must be loaded per round. The first round of a group, and each round with d = 0,
-// loads both. The four blocks 4 k to 4 k + 3 compute the same rounds, for the four parities of (d, h). So they read the
-// same input, give or take one depth and height, at about the same time, and most of it comes from L2.
+// task at q = d needs input at the depths d + p (tap 0) and d + p - 1 (tap 1). The second of these was tap 0 of the
+// task before, so only one depth must be loaded per task. The first task of a group, and each task with d = 0, loads
+// both. The four blocks 4 k to 4 k + 3 compute the same tasks, for the four parities of (d, h). So they read the same
+// input, give or take one depth and height, at about the same time, and most of it comes from L2.
 //
 // There are two versions. Code for sm_90a uses wgmma, Hopper's asynchronous matrix products, and has four additional
 // warps that load input (Layout::kAsync). All other code, and float32 without TF32 (SPLIT), uses mma.sync, and each
@@ -6910,7 +6911,7 @@ namespace convolution {
 //
 // ---- 4. How a block works over time ----
 //
-// With wgmma. A and B are the rounds of groups 0 and 1. Time runs from left to right. A group multiplies (mult), and
+// With wgmma. A and B are the tasks of groups 0 and 1. Time runs from left to right. A group multiplies (mult), and
 // then normalizes, applies GELU and scale, and writes (write):
 //
 //   loading warps   load A0   load B0   load A1    load B1    load A2    load B2
@@ -6922,19 +6923,19 @@ namespace convolution {
 //   kEmpty + g         group g, after multiplying             loading warps, before they load for group g again
 //   kMayMultiply + g   the other group, after multiplying     group g, before it multiplies
 //
-// Each wait needs an arrival of the other side, or the block hangs. This holds because group 0 has as many rounds as
+// Each wait needs an arrival of the other side, or the block hangs. This holds because group 0 has as many tasks as
 // group 1, or one more. The first load for a group does not wait at kEmpty, and the group does not arrive there after
-// its last round. Group 0 does not wait at kMayMultiply before its first round, and no group arrives there if the other
-// one has no round left, so that every arrival has its wait.
+// its last task. Group 0 does not wait at kMayMultiply before its first task, and no group arrives there if the other
+// one has no task left, so that every arrival has its wait.
 //
-// With mma.sync, the groups do not wait for each other. A group starts the copies of its next round after multiplying,
-// and they arrive while it normalizes and writes. Only its own 128 threads meet at kFull + g (the input of a round is
+// With mma.sync, the groups do not wait for each other. A group starts the copies of its next task after multiplying,
+// and they arrive while it normalizes and writes. Only its own 128 threads meet at kFull + g (the input of a task is
 // ready) and at kEmpty + g (all warps have multiplied).
 //
 // ---- 5. Where elements lie ----
 //
-// Shared memory. A fragment has 2 KB. A slab is the input of a round at one depth. A group has two slabs. The input for
-// tap t of d in its round number `index` is in slab (index + t) % 2, so the slab of tap 0 becomes that of tap 1:
+// Shared memory. A fragment has 2 KB. A slab is the input of a task at one depth. A group has two slabs. The input for
+// tap t of d in its task number `index` is in slab (index + t) % 2, so the slab of tap 0 becomes that of tap 1:
 //
 //   fragments | LayerNorm's weight, bias | slab 0, slab 1 of group 0 | slab 0, slab 1 of group 1
 //
@@ -6953,9 +6954,9 @@ namespace convolution {
 //             column  -   0 ... 7  8  |   7   8 ... 15  16  |  15  16 ... 23  24  |  23  24 ... 31   -
 //
 // A product reads sets of eight neighbouring columns, shifted by p - t of w: by -1, 0 or 1. For wgmma, the columns of a
-// set must be consecutive units, and the distance from set to set must be constant over all 16 sets of a round (4 lines
+// set must be consecutive units, and the distance from set to set must be constant over all 16 sets of a task (4 lines
 // x 4 sets). So each set has copies of its two neighbours, and a line has 40 units. Layout::unit_at computes a
-// position.
+// position, and column_at is its inverse.
 //
 // Weights in a fragment. Fragment 4 * step + 2 * (parity of w) + (tap of w) of a block has 128 units:
 //
@@ -6977,7 +6978,7 @@ namespace convolution {
 //
 // ---- 6. Example: one product of problem 34 in TF32, on 132 SMs with wgmma ----
 //
-// There are 132 blocks, 33 per parity of (d, h). Each parity has 32 samples x 8 strips x 16 depths = 4096 rounds. The
+// There are 132 blocks, 33 per parity of (d, h). Each parity has 32 samples x 8 strips x 16 depths = 4096 tasks. The
 // example follows the output at (batch 0, channel 21, depth 9, height 27, column 37), and one of its 256 products: tap
 // 0 in each dimension, input channel 13. Numbers are counted from 0.
 //
@@ -6986,8 +6987,8 @@ namespace convolution {
 //     q, p of height            27 = 2 * 13 + 1             q = 13, p = 1
 //     q, p of column            37 = 2 * 18 + 1             q = 18, p = 1
 //     strip, line in the strip  13 / 4, 13 % 4            = 3, 1
-//     round                     strip * 16 + q of depth   = 3 * 16 + 4 = 52
-//     block                     4 * 0 + 2 * 1 + 1         = 3     it has rounds 0 to 123
+//     task                      strip * 16 + q of depth   = 3 * 16 + 4 = 52
+//     block                     4 * 0 + 2 * 1 + 1         = 3     it has tasks 0 to 123
 //     group                     52 < 124 / 2              = 0     so `index`, counted in the group, is also 52
 //   The input
 //     depth, height, column     q + p - t                 = 4 + 1, 13 + 1, 18 + 1 = 5, 14, 19
@@ -7022,10 +7023,14 @@ namespace convolution {
 //   Number of blocks        To any multiple of 4 (`blocks` in launch).
 //   Order of taps, rounding The results stay accurate, but are no longer close enough to PyTorch's:
 //                           test_conv_rounds_like_pytorch fails (it needs a Hopper GPU).
-//   Layout                  unit_at and input_at must fit the writes in fetch and transpose, and the order in
-//                           arrange_weights must fit the reads in multiply and multiply_async. test_conv_values fails
-//                           otherwise, also on emulated GPUs. These do not check instructions and fences, so test on
-//                           a Hopper GPU, too.
+//   Layout                  Most mappings to places in memory or registers have an inverse beside them, and
+//                           static_asserts ("Checks of the layout") compare the two: matrix_unit in fragments, columns
+//                           and copies in slabs, patches of threads, rows of threads, sums in registers. They also
+//                           contain the table of part 5 and the example of part 6. So if you change one side, the
+//                           compiler reports an error until you have changed the other. The compiler does not check
+//                           that arrange_weights uses the order of fragment_of and lane_unit, nor the layouts that
+//                           instructions expect. test_conv_values does, also on emulated GPUs. These do not check
+//                           instructions and fences, so test on a Hopper GPU, too.
 //   Barriers, slabs         On emulated GPUs, test_conv_blocks_that_compute_many_lines finds missing waits and arrivals
 //                           (wrong results, or a deadlock). It does not find a superfluous arrival at the end.
 //   Sizes                   Not by changing a constant: the instructions need groups of 128 threads, 64 output channels
@@ -7036,21 +7041,22 @@ namespace convolution {
 // ---- Sizes and layout ----
 
 constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
-constexpr int kRoundLines = 4;                   // output lines per round
+constexpr int kTaskLines = 4;                    // output lines per task
 constexpr int kGroups = 2, kGroupThreads = 128;  // groups per block, threads per group
 constexpr int kTileChannels = 16;                // output channels per tile, all of one line
-constexpr int kWarpTiles = kRoundLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // tiles per warp: 4
+constexpr int kWarpTiles = kTaskLines * kOutChannels / kTileChannels * 32 / kGroupThreads;  // tiles per warp: 4
 constexpr int kThreadRows = 2 * kWarpTiles;       // rows of which a thread holds a quarter: 8
 constexpr int kFragmentUnits = 2 * kOutChannels;  // units per fragment
 using Unit = Pack<uint32_t, 4>;
-static_assert(kOutChannels == 64 && kRoundLines * kInWidth == 128 && kGroupThreads == 128,
+static_assert(kOutChannels == 64 && kTaskLines * kInWidth == 128 && kGroupThreads == 128,
               "The instruction of multiply_add_async multiplies 64 output channels by 128 columns in 128 threads.");
-static_assert(kInChannels == 32 && kInWidth == 32, "for_each_patch divides 32 channels and 32 columns among threads.");
+static_assert(kInChannels == 32 && kInWidth == 32, "first_patch divides 32 channels and 32 columns among threads.");
 static_assert(kGroups == 2, "The groups take turns: the other one of group g is group 1 - g.");
 
 struct Config {
-  // Registers per thread after setmaxnreg, with wgmma: of the groups, and of the warps that load input. The groups hold
-  // 128 sums per thread.
+  // Registers per thread after setmaxnreg, with wgmma. The warps that load input use 54 (nvcc 13.0, 16 bits), so they
+  // have the next multiple of 8. The groups have all that remain, (3 * 168 - 56) / 2. They use up to 207 (TF32), of
+  // which 128 are sums.
   static constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
 };
 // A block begins with equally many registers for each thread, a multiple of 8: 168. setmaxnreg only moves them from the
@@ -7062,93 +7068,322 @@ static_assert(Config::kComputeRegisters % 8 == 0 && Config::kLoadRegisters % 8 =
                   Config::kComputeRegisters <= 256 && Config::kLoadRegisters >= 24,
               "setmaxnreg needs a multiple of 8 from 24 to 256.");
 
+// Returns the weight k that a tap uses, in one dimension, for outputs with a parity: the table in part 1. The parity
+// and the tap are the last bits of the arguments.
+constexpr __host__ __device__ int kernel_position(int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); }
+
+// A part of a slab that one thread loads and transposes: kUnitElements channels (the units of one plane) times
+// kUnitElements columns, from `column` on.
+struct Patch {
+  int plane, line, column;
+};
+
 // The layout of shared memory and the division of work, as parts 2 and 5 of the introduction describe. T: float, __half
 // or __nv_bfloat16. SPLIT: float32 operands keep their digits, as sums of two TF32 numbers; otherwise they are rounded
 // to TF32. ASYNC: wgmma and loading warps.
+//
+// Most functions that say where something lies have an inverse, or another function that must agree with them, beside
+// them.
+// static_asserts check that they agree ("Checks of the layout"), for 16 bits and float32, with and without wgmma.
 template <typename T, bool SPLIT, bool ASYNC = !SPLIT && kHasAsyncProducts>
 struct Layout {
   using Element = T;
   static constexpr bool kSplit = SPLIT, kAsync = ASYNC;
   static constexpr int kThreads = kGroupThreads * (kGroups + ASYNC);  // per block
-  static constexpr int kSlabLines = kRoundLines + 1;                  // input lines per slab
+  static constexpr int kSlabLines = kTaskLines + 1;                   // input lines per slab
   static constexpr int kUnitElements = 16 / sizeof(T);                // channels per unit
+  static constexpr int kWordElements = 4 / sizeof(T);                 // channels per word, or register, of a unit
   static constexpr int kPlanes = kInChannels / kUnitElements;         // planes per slab
   static constexpr int kChunks = kPlanes / 2;                         // chunks of input channels, two planes each
   static constexpr int kSteps = 4 * kChunks;                          // steps: (tap of d, tap of h, chunk)
-  // Units from a column to the one 8 further on in its line. 10 leaves space for copies of both neighbours.
-  static constexpr int kEightStride = ASYNC ? 10 : 8;
-  static constexpr int kLineStride = ASYNC ? 4 * kEightStride : kInWidth + 2;  // units from line to line of a plane
+  static constexpr int kBlockFragments = 4 * kSteps;                  // fragments per block: (step, parity, tap of w)
+  // Units from a set of eight columns to the next one. 10 leaves space for copies of both neighbours of a set.
+  static constexpr int kSetStride = ASYNC ? 10 : 8;
+  static constexpr int kLineStride = ASYNC ? 4 * kSetStride : kInWidth + 2;  // units from line to line of a plane
   // Units from plane to plane of a slab. It is odd, so that the same columns of four planes, which four neighbouring
   // threads write, are spread over the banks.
   static constexpr int kPlaneStride = kSlabLines * kLineStride | 1;
   static constexpr int kSlabUnits = kPlanes * kPlaneStride;
   // Fragments kept in registers: one where the shared memory of a block cannot hold all 64 and the slabs (TF32).
   static constexpr int kRegisterFragments = ASYNC && sizeof(T) == 4;
-  static constexpr int kSharedFragments = 4 * kSteps - kRegisterFragments;
+  static constexpr int kSharedFragments = kBlockFragments - kRegisterFragments;
   // Bytes of shared memory: fragments and slabs, and weight and bias of LayerNorm in float32.
   static constexpr int kBytes = 16 * (kSharedFragments * kFragmentUnits + kGroups * 2 * kSlabUnits) + 4 * 2 * kOutWidth;
   static constexpr int kWarpsPerLine = ASYNC ? 4 : 2;  // warps that share the channels of a line
   static constexpr int kLineTiles = kOutChannels / kTileChannels / kWarpsPerLine;  // tiles of a line per warp
 
-  // Returns the unit of an input column in its slab.
-  static __device__ int unit_at(int plane, int line, int column) {
-    return plane * kPlaneStride + line * kLineStride + column / 8 * kEightStride + column % 8 + 1;
+  // Steps of a task: the number of a step, and its parts.
+  static constexpr __host__ __device__ int step_of(int tap_d, int tap_h, int chunk) {
+    return (2 * tap_d + tap_h) * kChunks + chunk;
   }
-  // Return the parts of a step's number, (2 * tap_d + tap_h) * kChunks + chunk.
-  static __device__ int tap_d(int step) { return step / (2 * kChunks); }
-  static __device__ int tap_h(int step) { return step / kChunks % 2; }
-  static __device__ int chunk(int step) { return step % kChunks; }
-  // Returns the unit that a step multiplies for line `line` of the round and q of w = `column`, if p - t of w is 0. If
-  // p - t is -1 or 1, the unit is the one before or after it. This is the unit in the first plane of the step's chunk;
-  // the one in the second plane is kPlaneStride units later.
-  static __device__ int input_at(int step, int line, int column) {
+  static constexpr __host__ __device__ int tap_d(int step) { return step / (2 * kChunks); }
+  static constexpr __host__ __device__ int tap_h(int step) { return step / kChunks % 2; }
+  static constexpr __host__ __device__ int chunk(int step) { return step % kChunks; }
+
+  // Fragments: where products read weights. Returns the number of a fragment in its block.
+  static constexpr __host__ __device__ int fragment_of(int step, int parity_w, int tap_w) {
+    return 4 * step + (2 * parity_w + tap_w);
+  }
+  // Returns the unit of a fragment that holds an output channel in the first or second plane of the chunk, for wgmma.
+  static constexpr __host__ __device__ int matrix_unit(int plane, int out) { return plane * kOutChannels + out; }
+  // Returns the unit of a fragment that holds a lane's four registers for a tile of output channels, for mma.sync.
+  static constexpr __host__ __device__ int lane_unit(int tile, int lane) { return tile * 32 + lane; }
+  // Return the output channel and the chunk's input channel of an element of a fragment, for wgmma: the inverse of
+  // matrix_unit.
+  static constexpr __host__ __device__ int matrix_out(int element) { return element / kUnitElements % kOutChannels; }
+  static constexpr __host__ __device__ int matrix_in(int element) {
+    return element / kUnitElements / kOutChannels * kUnitElements + element % kUnitElements;
+  }
+
+  // Slabs: where input is written. Returns the unit of an input column in its slab.
+  static constexpr __host__ __device__ int unit_at(int plane, int line, int column) {
+    return plane * kPlaneStride + line * kLineStride + column / 8 * kSetStride + column % 8 + 1;
+  }
+  // Units from the first column of a set back to its copy, which follows the last column of the set before. Also from
+  // the last column of a set forward to its copy, which precedes the first column of the next set.
+  static constexpr int kCopyDistance = kSetStride - 8;
+  // Returns the column that a unit of the first line holds, also if it is a copy: the inverse of unit_at. Units for
+  // columns -1 and 32 are always 0.
+  static constexpr int column_at(int unit) { return unit / kSetStride * 8 + unit % kSetStride - 1; }
+  // Slabs: where products read. Returns the unit that a step multiplies for line `line` of the task and q of w =
+  // `column`, if p - t of w is 0. If p - t is -1 or 1, the unit is the one before or after it. This is the unit in the
+  // first plane of the step's chunk; the one in the second plane is kPlaneStride units later.
+  static constexpr __host__ __device__ int input_at(int step, int line, int column) {
     return unit_at(chunk(step) * 2, line + 1 - tap_h(step), column);
   }
-  // Return the channel and the line of a thread's row 0 to 7, relative to its first_channel and first_line.
-  static __device__ int channel_of(int row) { return row / 2 % kLineTiles * kTileChannels + row % 2 * 8; }
-  static __device__ int line_of(int row) { return row / 2 / kLineTiles; }
-};
-static_assert(Layout<float, false, true>::kBytes <= 227 << 10,
-              "The largest layout must fit into the 227 KB of shared memory that a block has on Hopper.");
 
-// Returns x as an operand of tensor cores, which ignore the last 13 bits of a float32 number. If `rounded`, rounds x to
-// the 10 bits of mantissa of TF32, ties to even. That is cuDNN's rounding; if ties were rounded up instead, one output
-// in 850 would differ from PyTorch's by more than 1e-4.
-__device__ inline uint32_t tf32_operand(uint32_t x, bool rounded) {
+  // Patches of a slab. The threads of a group divide them among themselves in kSweeps sweeps over the lines. In 16
+  // bits, the 16 patches of a line are 4 planes x 4 sets of eight columns; in float32, the 64 patches are 8 planes x 4
+  // sets x 2 halves of a set. Returns a thread's patch in the first sweep. In the next one, its line is kSweepLines
+  // further on. The patch does not exist if its line is not below kSlabLines.
+  static constexpr int kSetPatches = 8 / kUnitElements;  // patches side by side in a set: 1 or 2; also kPlanes / 4
+  static constexpr int kLinePatches = kPlanes * 4 * kSetPatches;
+  static constexpr int kSweepLines = kGroupThreads / kLinePatches;
+  static constexpr int kSweeps = (kSlabLines + kSweepLines - 1) / kSweepLines;
+  static constexpr __host__ __device__ Patch first_patch(int thread) {
+    const int i = thread / kSetPatches;
+    const int plane = i % 4 + i / 16 % kSetPatches * 4;
+    const int column = i / 4 % 4 * 8 + thread % kSetPatches * kUnitElements;
+    return {plane, thread / kLinePatches, column};
+  }
+
+  // Tiles and rows of a thread. Return the first channel and the first line of a warp's tiles.
+  static constexpr __host__ __device__ int first_channel(int warp) {
+    return warp % kWarpsPerLine * kLineTiles * kTileChannels;
+  }
+  static constexpr __host__ __device__ int first_line(int warp) {
+    return warp / kWarpsPerLine * (kWarpTiles / kLineTiles);
+  }
+  // Returns the number of a warp's tile. `line` and `tile` (of 16 channels) count from the warp's first line and
+  // channel.
+  static constexpr __host__ __device__ int warp_tile(int line, int tile) { return line * kLineTiles + tile; }
+  // Return the channel and the line of a thread's row 0 to 7, relative to those of its row 0: the line is first_line,
+  // and the channel is first_channel + lane / 4.
+  static constexpr __host__ __device__ int channel_of(int row) {
+    return row / 2 % kLineTiles * kTileChannels + row % 2 * 8;
+  }
+  static constexpr __host__ __device__ int line_of(int row) { return row / 2 / kLineTiles; }
+};
+
+// The sums of a thread for its kThreadRows rows, in the order in which the instructions return them: (parity of w,
+// tile, set of eight columns, register). Registers 0 and 1 belong to the tile's even row, 2 and 3 to its odd row.
+struct Accumulators {
+  float data[2][16 * kWarpTiles];
+  static_assert(16 * kWarpTiles == 64, "multiply_add_async returns 64 sums per thread.");
+
+  // Returns the index of the first of a set's four registers in data[parity of w].
+  static constexpr __host__ __device__ int first_of(int tile, int set) { return 16 * tile + 4 * set; }
+  // Return where number i (0 to 15) of this thread in a row is: data[parity_of(i)][index_of(row, i)].
+  static constexpr __host__ __device__ int parity_of(int i) { return i % 2; }
+  static constexpr __host__ __device__ int index_of(int row, int i) {
+    return first_of(row / 2, i / 4) + row % 2 * 2 + i / 2 % 2;
+  }
+  // Returns the row of the pair data[...][2 * pair] and data[...][2 * pair + 1].
+  static constexpr __host__ __device__ int row_of_pair(int pair) { return pair / 8 * 2 + pair % 2; }
+  // Returns the output column of a lane's number i in any of its rows.
+  static constexpr __host__ __device__ int column_of(unsigned lane, int i) {
+    return 16 * (i / 4) + 4 * (lane % 4) + i % 4;
+  }
+
+  // Returns number i of a row.
+  __device__ float& operator()(int row, int i) { return data[parity_of(i)][index_of(row, i)]; }
+  // Returns numbers i to i + 3 of a row.
+  __device__ Vec<float, 4> four(int row, int i) {
+    return {(*this)(row, i), (*this)(row, i + 1), (*this)(row, i + 2), (*this)(row, i + 3)};
+  }
+};
+
+// ---- Checks of the layout, by the compiler ----
+
+// Part 1: weight k multiplies input i = q + p - t for output o = 2 q + p, so o = 2 i - 1 + k. Here q = 0.
+constexpr bool taps_reach_their_output() {
+  for (int parity = 0; parity < 2; ++parity) {
+    for (int tap = 0; tap < 2; ++tap) {
+      if (2 * (parity - tap) - 1 + kernel_position(parity, tap) != parity) return false;
+    }
+  }
+  return true;
+}
+static_assert(taps_reach_their_output(), "kernel_position contradicts the table in part 1.");
+
+// Fragments: the parts of a number lead back to the number. For steps, these are taps and chunk; for elements of a
+// fragment for wgmma, output channel and input channel. So each weight is in one place.
+template <typename L>
+constexpr bool parts_lead_back_to_numbers() {
+  for (int step = 0; step < L::kSteps; ++step) {
+    if (L::step_of(L::tap_d(step), L::tap_h(step), L::chunk(step)) != step) return false;
+  }
+  for (int element = 0; element < kFragmentUnits * L::kUnitElements; ++element) {
+    const int out = L::matrix_out(element), in = L::matrix_in(element), plane = in / L::kUnitElements;
+    if (L::matrix_unit(plane, out) * L::kUnitElements + in % L::kUnitElements != element) return false;
+  }
+  return true;
+}
+
+// Slabs: the patches of all threads together are each (plane, line, column) once, and the columns of a patch are
+// consecutive units.
+template <typename L>
+constexpr bool patches_cover_a_slab() {
+  bool seen[L::kSlabUnits] = {};
+  int units = 0;
+  for (int i = 0; i < kGroupThreads * L::kSweeps; ++i) {
+    Patch patch = L::first_patch(i % kGroupThreads);
+    patch.line += i / kGroupThreads * L::kSweepLines;
+    if (patch.line >= L::kSlabLines) continue;
+    for (int column = 0; column < L::kUnitElements; ++column, ++units) {
+      const int unit = L::unit_at(patch.plane, patch.line, patch.column) + column;
+      if (unit != L::unit_at(patch.plane, patch.line, patch.column + column) || seen[unit]) return false;
+      seen[unit] = true;
+    }
+  }
+  return units == L::kPlanes * L::kSlabLines * kInWidth;
+}
+
+// Slabs: the units that products read, for each set of eight columns shifted by -1, 0 and 1, hold the right columns.
+// Columns -1 and 32 do not exist, and no column or copy is written to their units.
+template <typename L>
+constexpr bool columns_are_where_products_read_them() {
+  bool written[L::kLineStride] = {};
+  for (int column = 0; column < kInWidth; ++column) {
+    const bool to_set_before = L::kAsync && column % 8 == 0 && column > 0;
+    const bool to_next_set = L::kAsync && column % 8 == 7 && column < kInWidth - 1;
+    const int unit = L::unit_at(0, 0, column);
+    const int copy = to_set_before ? unit - L::kCopyDistance : to_next_set ? unit + L::kCopyDistance : unit;
+    if (L::column_at(unit) != column || L::column_at(copy) != column) return false;
+    written[unit] = written[copy] = true;
+  }
+  for (int i = 0; i < 3 * kInWidth; ++i) {
+    const int shift = i / kInWidth - 1, column = i % kInWidth;
+    const int unit = L::unit_at(0, 0, column / 8 * 8) + shift + column % 8;
+    const bool exists = column + shift >= 0 && column + shift < kInWidth;
+    if (L::column_at(unit) != column + shift || written[unit] != exists) return false;
+  }
+  return true;
+}
+
+// Rows: all threads of a group together have each channel of each line in one row, and a row is in the tile that
+// products add to.
+template <typename L>
+constexpr bool rows_cover_a_task() {
+  bool seen[kTaskLines * kOutChannels] = {};
+  for (int i = 0; i < kTaskLines * kOutChannels; ++i) {
+    const int warp = i / 64, lane = i / 8 % 8 * 4, row = i % 8;
+    const int line = L::first_line(warp) + L::line_of(row);
+    const int channel = L::first_channel(warp) + lane / 4 + L::channel_of(row);
+    bool& here = seen[line * kOutChannels + channel];
+    if (here || L::warp_tile(L::line_of(row), L::channel_of(row) / kTileChannels) != row / 2) return false;
+    here = true;
+  }
+  return true;
+}
+
+// Sums: index_of and parity_of agree with row_of_pair and with the instructions. Register r of a set of eight columns
+// belongs to the tile's even row (r < 2) or odd row, and to position 2 * (lane % 4) + r % 2 of the set.
+constexpr bool sums_are_where_instructions_return_them() {
+  for (int i = 0; i < kThreadRows * 16 * 4; ++i) {
+    const int row = i / 64, number = i / 4 % 16, lane = i % 4;
+    const int index = Accumulators::index_of(row, number), parity_w = Accumulators::parity_of(number);
+    const int tile = index / 16, set = index / 4 % 4, r = index % 4;
+    const int q = 8 * set + 2 * lane + r % 2;
+    if (row != 2 * tile + r / 2 || row != Accumulators::row_of_pair(index / 2)) return false;
+    if (Accumulators::column_of(lane, number) != 2 * q + parity_w) return false;
+  }
+  return true;
+}
+static_assert(sums_are_where_instructions_return_them(), "index_of and its inverses disagree.");
+
+// Checks a layout, and its sizes against the table in part 5.
+template <typename L>
+constexpr bool layout_is_valid(int shared_fragments, int slab_units, int bytes) {
+  static_assert(parts_lead_back_to_numbers<L>(), "A number of a step or an element has other parts.");
+  static_assert(patches_cover_a_slab<L>(), "first_patch must divide all patches of a slab among the threads.");
+  static_assert(columns_are_where_products_read_them<L>(), "unit_at, kCopyDistance and column_at disagree.");
+  static_assert(rows_cover_a_task<L>(), "first_channel, first_line, channel_of and line_of must reach each row once.");
+  return L::kSharedFragments == shared_fragments && L::kSlabUnits == slab_units && L::kBytes == bytes;
+}
+static_assert(layout_is_valid<Layout<__half, false, true>>(32, 804, 117504) &&
+                  layout_is_valid<Layout<float, false, true>>(63, 1608, 232448) &&
+                  layout_is_valid<Layout<__half, false, false>>(32, 684, 109824) &&
+                  layout_is_valid<Layout<float, true, false>>(64, 1368, 219136),
+              "The table in part 5 has other sizes.");
+static_assert(
+    Layout<float, false, true>::kBytes == 227 << 10,
+    "The largest layout fills the 227 KB of shared memory that a block can have on Hopper, to the last byte.");
+
+// The example of part 6: the input, the weight and the sum of one product.
+using Example = Layout<float, false, true>;
+static_assert(Example::unit_at(3, 2, 19) == 707 && Example::input_at(1, 1, 18) + 1 + Example::kPlaneStride == 707);
+static_assert(Example::step_of(0, 0, 1) == 1 && Example::fragment_of(1, 1, 0) == 6);
+static_assert(Example::matrix_unit(1, 21) == 85);
+static_assert(Example::matrix_out(4 * 85 + 1) == 21 && Example::chunk(1) * 8 + Example::matrix_in(4 * 85 + 1) == 13);
+static_assert(kernel_position(1, 0) == 0);
+static_assert(Example::first_channel(1) + 21 / 4 + Example::channel_of(2) == 21);
+static_assert(Example::first_line(1) + Example::line_of(2) == 1);
+static_assert(Accumulators::index_of(2, 9) == 24 && Accumulators::parity_of(9) == 1);
+static_assert(Accumulators::row_of_pair(24 / 2) == 2 && Accumulators::column_of(21, 9) == 37);
+
+// ---- The kernel that arranges weights ----
+
+// Returns x as an operand of tensor cores, which ignore the last 13 bits of a float32 number. If products use it in one
+// part, not split into a sum of two TF32 numbers, x is rounded to the 10 bits of mantissa of TF32, ties to even. That
+// is cuDNN's rounding; if ties were rounded up instead, one output in 850 would differ from PyTorch's by more than
+// 1e-4.
+__device__ inline uint32_t tf32_operand(uint32_t x, bool in_one_part) {
   // GPU arithmetic returns 0x7fffffff for NaN. Rounding that would carry into the sign bit and make it a number.
   if (isnan(__uint_as_float(x))) return 0x7fc00000;
-  return rounded ? x + 0xfff + (x >> 13 & 1) : x;
+  return in_one_part ? x + 0xfff + (x >> 13 & 1) : x;
 }
 
 // Writes the weights of the convolution as fragments, in the order (parity of d, parity of h, tap of d, tap of h,
-// chunk, parity of w, tap of w). A block of threads writes one fragment, and each thread one element of it.
+// chunk, parity of w, tap of w): fragment_of, for the four parities of (d, h) one after the other. A block of threads
+// writes one fragment, and each thread one element of it.
 template <typename T>
 __global__ void __launch_bounds__(kFragmentUnits * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
   using L = Layout<T, false>;
-  constexpr int kUnitElements = L::kUnitElements, kWordElements = 4 / sizeof(T);  // elements per unit, per register
-  const int i = threadIdx.x, fragment = blockIdx.x;
-  const int d_and_h = fragment / 4 / L::kChunks;  // four bits: parity of d, parity of h, tap of d, tap of h
-  const bool rounded = sizeof(T) == 2 || call.tf32;
-  // For mma.sync, the order is (tile of 16 output channels, lane, register, element).
-  const int word = i / kWordElements, lane = word / 4 % 32;
+  constexpr int kUnitElements = L::kUnitElements, kWordElements = L::kWordElements;
+  const int element = threadIdx.x, fragment = blockIdx.x;
+  const int bits = fragment / 4 / L::kChunks;  // four bits: parity of d, parity of h, tap of d, tap of h
+  const bool in_one_part = sizeof(T) == 2 || call.tf32;
+  // For mma.sync, the order is (tile of 16 output channels, lane, register, element of the register): lane_unit.
+  const int word = element / kWordElements, lane = word / 4 % 32;
   int out = word / 128 * kTileChannels + word % 2 * 8 + lane / 4;
-  int in = word / 2 % 2 * kUnitElements + lane % 4 * kWordElements + i % kWordElements;
-  if (kHasAsyncProducts && rounded) {  // for wgmma, it is (unit, output channel, element)
-    out = i / kUnitElements % kOutChannels, in = i / kUnitElements / kOutChannels * kUnitElements + i % kUnitElements;
+  int in = word / 2 % 2 * kUnitElements + lane % 4 * kWordElements + element % kWordElements;
+  if (kHasAsyncProducts && in_one_part) {  // for wgmma, it is (plane, output channel, element of the unit): matrix_unit
+    out = L::matrix_out(element);
+    in = L::matrix_in(element);
   }
   in += fragment / 4 % L::kChunks * 2 * kUnitElements;
-  auto weight_at = [](int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); };  // uses their last bits
-  const int d = weight_at(d_and_h / 8, d_and_h / 2), h = weight_at(d_and_h / 4, d_and_h);
-  const int w = weight_at(fragment / 2, fragment);
+  const int d = kernel_position(bits / 8, bits / 2), h = kernel_position(bits / 4, bits);
+  const int w = kernel_position(fragment / 2, fragment);
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
-    // The bias of the convolution is constant in a row, so subtracting the row's mean removes it, unless it is NaN or
-    // infinite. `bias - bias` is 0 for finite numbers, and NaN otherwise, which makes the whole row NaN.
+    // A finite bias of the convolution has no effect (see struct Convolution). `bias - bias` is 0 for finite numbers,
+    // and NaN otherwise, which makes the whole row NaN.
     const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
     weight += bias - bias;
-    weight = __uint_as_float(tf32_operand(__float_as_uint(weight), rounded));
+    weight = __uint_as_float(tf32_operand(__float_as_uint(weight), in_one_part));
   }
-  arranged[fragment * blockDim.x + i] = weight;
+  arranged[fragment * blockDim.x + element] = weight;
 }
 
 // ---- Instructions ----
@@ -7212,161 +7447,185 @@ __device__ inline void named_barrier_arrive(int name, int threads) {
 //   kEmpty         the group has read its slabs
 enum : int { kMayMultiply = 1, kFull = kMayMultiply + kGroups, kEmpty = kFull + kGroups };
 
-// ---- Blocks, rounds and accumulators ----
+// ---- Blocks and tasks ----
 
-// A block's parities, its rounds and its shared memory. The number of a round is (sample * strips + strip) * depth + q
-// of d. Each block computes a contiguous range of rounds: group 0 the first half, group 1 the rest.
+// A block's parities, its tasks and its shared memory. The number of a task is (sample * strips + strip) * depth + q of
+// d. Each block computes a contiguous range of tasks: group 0 the first half, group 1 the rest.
 template <typename L>
 struct BlockContext {
   const Convolution& call;
-  const Unit* fragments;  // weights of this block's parities, in global memory
-  Unit* weights;          // in shared memory: the fragments that are kept there
-  float* affine = reinterpret_cast<float*>(weights + L::kSharedFragments * kFragmentUnits);  // weight, then bias
-  Unit* slabs = reinterpret_cast<Unit*>(affine + 2 * kOutWidth);                             // two per group
+  const Unit* global_fragments;  // all fragments of this block, in global memory
+  Unit* fragments;               // in shared memory: the fragments that are kept there
+  float* affine = reinterpret_cast<float*>(fragments + L::kSharedFragments * kFragmentUnits);  // weight, then bias
+  Unit* slabs = reinterpret_cast<Unit*>(affine + 2 * kOutWidth);                               // two per group
   int parity_d = blockIdx.x % 4 / 2, parity_h = blockIdx.x % 2;
-  int strips = (call.height + kRoundLines - 1) / kRoundLines;  // strips per sample
-  int first_round = rounds_before(blockIdx.x / 4);
-  int all_rounds = rounds_before(blockIdx.x / 4 + 1) - first_round;
-  int warp = threadIdx.x % kGroupThreads / 32;                              // in its group
-  int first_line = warp / L::kWarpsPerLine * (kWarpTiles / L::kLineTiles);  // line of this thread's row 0
-  int first_channel = warp % L::kWarpsPerLine * L::kLineTiles * kTileChannels + threadIdx.x % 32 / 4;  // its channel
+  int strips = (call.height + kTaskLines - 1) / kTaskLines;  // strips per sample
+  int first_task = tasks_before(blockIdx.x / 4);
+  int all_tasks = tasks_before(blockIdx.x / 4 + 1) - first_task;
+  int warp = threadIdx.x % kGroupThreads / 32;                        // in its group
+  int first_line = L::first_line(warp);                               // line of this thread's row 0
+  int first_channel = L::first_channel(warp) + threadIdx.x % 32 / 4;  // its channel
 
-  __device__ int rounds_before(int block) const { return call.batch * strips * call.depth * block / (gridDim.x / 4); }
-  __device__ int rounds(int group) const { return group == 0 ? all_rounds - all_rounds / 2 : all_rounds / 2; }
+  __device__ int tasks_before(int block) const { return call.batch * strips * call.depth * block / (gridDim.x / 4); }
+  __device__ int tasks(int group) const { return group == 0 ? all_tasks - all_tasks / 2 : all_tasks / 2; }
 };
 
-// A round of a group. Its outputs have q = d in depth, and q = h to h + 3 in height. Lines with q >= call.height do not
+// A task of a group. Its outputs have q = d in depth, and q = h to h + 3 in height. Lines with q >= call.height do not
 // exist, and are not written.
 template <typename L>
-struct Round {
+struct Task {
   const BlockContext<L>& block;
-  int group, index;  // index: counts the rounds of the group
-  int number = block.first_round + group * block.rounds(0) + index;
+  int group, index;  // index: counts the tasks of the group
+  int number = block.first_task + group * block.tasks(0) + index;
   int strip = number / block.call.depth;  // counted over all samples
   int batch = strip / block.strips, d = number % block.call.depth;
-  int h = strip % block.strips * kRoundLines;
+  int h = strip % block.strips * kTaskLines;
 
-  // Returns for how many taps of d a slab must be loaded. The second tap's slab was the first tap's in the round
-  // before, except in a group's first round and at the first depth.
+  // Returns for how many taps of d a slab must be loaded. The second tap's slab was the first tap's in the task before,
+  // except in a group's first task and at the first depth.
   __device__ int new_taps() const { return index == 0 || d == 0 ? 2 : 1; }
   __device__ Unit* slab(int tap) const { return block.slabs + (2 * group + (index + tap) % 2) * L::kSlabUnits; }
 };
 
-// The sums of a thread for its kThreadRows rows, in the order in which the instructions return them: (parity of w,
-// tile, set of eight columns, register). Registers 0 and 1 belong to the tile's even row, 2 and 3 to its odd row.
-struct Accumulators {
-  float data[2][16 * kWarpTiles];
-  static_assert(16 * kWarpTiles == 64, "multiply_add_async returns 64 sums per thread.");
-
-  // Returns number i (0 to 15) of this thread in a row, which is column 16 * (i / 4) + 4 * (lane % 4) + i % 4.
-  __device__ float& operator()(int row, int i) {
-    return data[i % 2][row / 2 * 16 + i / 4 * 4 + row % 2 * 2 + i / 2 % 2];
-  }
-  // Returns numbers i to i + 3 of a row.
-  __device__ Vec<float, 4> four(int row, int i) {
-    return {(*this)(row, i), (*this)(row, i + 1), (*this)(row, i + 2), (*this)(row, i + 3)};
-  }
-};
-
 // ---- Input ----
 
-// Calls f for each patch of a round's new slabs that this thread loads: kUnitElements channels of a plane, times
-// kUnitElements columns of a line. In 16 bits, the 16 patches of a line are 4 planes x 4 sets of eight columns; in
-// float32, the 64 patches are 8 planes x 4 sets x 2 halves of a set.
+// Calls f for each patch of a task's new slabs that this thread loads, with the first of its kUnitElements units, the
+// tap of d and the patch.
 template <typename L, typename F>
-__device__ void for_each_patch(const Round<L>& round, F f) {
-  constexpr int kHalves = 8 / L::kUnitElements;  // patches side by side in eight columns; also planes / 4
-  constexpr int kLineThreads = 16 * kHalves * kHalves, kSweepLines = kGroupThreads / kLineThreads;
-  const int thread = threadIdx.x % kGroupThreads, i = thread / kHalves;
-  const int plane = i % 4 + i / 16 % kHalves * 4, column = i / 4 % 4 * 8 + thread % kHalves * L::kUnitElements;
-  ROLLED(tap, round.new_taps()) {
-    UNROLL(sweep, (L::kSlabLines + kSweepLines - 1) / kSweepLines) {
-      const int line = thread / kLineThreads + sweep * kSweepLines;
-      if (line < L::kSlabLines) f(round.slab(tap) + L::unit_at(plane, line, column), tap, plane, line, column);
+__device__ void for_each_patch(const Task<L>& task, F f) {
+  const Patch first = L::first_patch(threadIdx.x % kGroupThreads);
+  ROLLED(tap, task.new_taps()) {
+    UNROLL(sweep, L::kSweeps) {
+      const Patch patch = {first.plane, first.line + sweep * L::kSweepLines, first.column};
+      if (patch.line < L::kSlabLines) {
+        f(task.slab(tap) + L::unit_at(patch.plane, patch.line, patch.column), tap, patch);
+      }
     }
   }
 }
 
-// Starts the copies of a round's input. In global memory 16 bytes are kUnitElements columns of one channel, but a unit
+// Starts the copies of a task's input. In global memory 16 bytes are kUnitElements columns of one channel, but a unit
 // needs kUnitElements channels of one column. So the channels of a patch are copied to where its columns belong, and
-// transpose() exchanges them there.
+// prepare_input() exchanges them there.
 template <typename L>
-__device__ void fetch(const Round<L>& round) {
-  const Convolution& call = round.block.call;
+__device__ void fetch_input(const Task<L>& task) {
+  const Convolution& call = task.block.call;
   const auto* input = static_cast<const typename L::Element*>(call.input);
   const int64_t channel_stride = int64_t(call.depth) * call.height * kInWidth;
-  for_each_patch(round, [&](Unit* units, int tap, int plane, int line, int column) {
-    const int d = round.d + round.block.parity_d - tap, h = round.h + round.block.parity_h - 1 + line;
+  for_each_patch(task, [&](Unit* units, int tap, const Patch& patch) {
+    const int d = task.d + task.block.parity_d - tap, h = task.h + task.block.parity_h - 1 + patch.line;
     const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
-    const auto* from = input + (int64_t(round.batch) * kInChannels + plane * L::kUnitElements) * channel_stride +
-                       column + (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
+    const int64_t first_channel = int64_t(task.batch) * kInChannels + patch.plane * L::kUnitElements;
+    const auto* from = input + first_channel * channel_stride + patch.column +
+                       (exists ? (int64_t(d) * call.height + h) * kInWidth : 0);
     UNROLL(i, L::kUnitElements) copy_or_zero(units + i, from + i * channel_stride, exists);
   });
 }
 
-// Waits for this thread's copies, transposes its patches, and rounds float32 to TF32 unless L::kSplit. A thread only
-// touches patches that it has copied itself, so no barrier is needed in between.
+// The elements of a patch: units of kUnitElements elements.
 template <typename L>
-__device__ void transpose(const Round<L>& round) {
-  using T = typename L::Element;
-  constexpr int kUnitElements = L::kUnitElements;
+struct PatchElements {
+  static constexpr int kSize = L::kUnitElements;
+  alignas(16) typename L::Element data[kSize][kSize];
+
+  __device__ Unit& unit(int i) { return reinterpret_cast<Unit&>(data[i]); }
+};
+
+// Exchanges channels and columns of a patch. Rounds float32 to TF32 unless L::kSplit.
+template <typename L>
+__device__ PatchElements<L> transposed(PatchElements<L>& channels) {
+  PatchElements<L> columns;
+  UNROLL(column, L::kUnitElements) {
+    UNROLL(channel, L::kUnitElements) {
+      auto& x = columns.data[column][channel];
+      x = channels.data[channel][column];
+      if constexpr (sizeof(x) == 4) x = __uint_as_float(tf32_operand(__float_as_uint(x), !L::kSplit));
+    }
+  }
+  return columns;
+}
+
+// Writes the columns of a patch to its units. For wgmma, also writes the copies for the neighbouring sets: of the first
+// column of a set, and of the last one.
+template <typename L>
+__device__ void write_columns(Unit* units, PatchElements<L>& columns, int first_column) {
+  constexpr int kLast = L::kUnitElements - 1;
+  UNROLL(i, L::kUnitElements) units[i] = columns.unit(i);
+  if (L::kAsync) {
+    const int first_in_set = first_column % 8;
+    if (first_in_set == 0 && first_column > 0) units[-L::kCopyDistance] = columns.unit(0);
+    if (first_in_set + kLast == 7 && first_column < kInWidth - 8) units[kLast + L::kCopyDistance] = columns.unit(kLast);
+  }
+}
+
+// Makes the copied input ready for products: waits for this thread's copies, and transposes its patches in their place.
+// A thread only touches patches that it has copied itself, so no barrier is needed in between.
+template <typename L>
+__device__ void prepare_input(const Task<L>& task) {
   wait_for_copies();
-  for_each_patch(round, [&](Unit* units, int, int, int, int column) {
-    alignas(16) T channels[kUnitElements][kUnitElements], columns[kUnitElements][kUnitElements];
-    UNROLL(i, kUnitElements) reinterpret_cast<Unit&>(channels[i]) = units[i];
-    UNROLL(i, kUnitElements * kUnitElements) {
-      T& x = columns[i / kUnitElements][i % kUnitElements] = channels[i % kUnitElements][i / kUnitElements];
-      if constexpr (sizeof(T) == 4) x = __uint_as_float(tf32_operand(__float_as_uint(x), !L::kSplit));
-    }
-    auto write = [&](int to, int i) { units[to] = reinterpret_cast<const Unit&>(columns[i]); };
-    UNROLL(i, kUnitElements) write(i, i);
-    if (L::kAsync) {  // copies for the neighbouring sets: the first column of a set, and the last one
-      if (column % 8 == 0 && column > 0) write(-2, 0);
-      if (column % 8 == 8 - kUnitElements && column < kInWidth - 8) write(kUnitElements + 1, kUnitElements - 1);
-    }
+  for_each_patch(task, [&](Unit* units, int, const Patch& patch) {
+    PatchElements<L> channels;
+    UNROLL(i, L::kUnitElements) channels.unit(i) = units[i];
+    PatchElements<L> columns = transposed(channels);
+    write_columns(units, columns, patch.column);
   });
   if (L::kAsync) writes_before_copies();  // wgmma reads through the asynchronous proxy, as bulk copies do
 }
 
-// ---- Products ----
+// ---- Products with wgmma ----
 
 // Keeps the compiler from moving the sums to other registers while products run. If it could, it would wait for each
 // asynchronous product.
 __device__ inline void keep_in_registers(Accumulators& accumulators) {
-  UNROLL(i, 2 * 16 * kWarpTiles) asm volatile("" : "+f"(accumulators.data[i / 64][i % 64])::"memory");
+  UNROLL(parity_w, 2) { UNROLL(i, 16 * kWarpTiles) asm volatile("" : "+f"(accumulators.data[parity_w][i])::"memory"); }
 }
 
-// Computes a round's products with wgmma, and waits for them. Taps are added from last to first, and all chunks within
+// Returns an address in shared memory in units. All lanes use lane 0's, which shows the compiler that it is the same in
+// the warp.
+__device__ inline unsigned address_in_units(const Unit* p) { return __shfl_sync(~0u, shared_address(p) / 16, 0); }
+
+// Returns the descriptor of a matrix in shared memory without swizzling. All three fields are in units: the address
+// from bit 0 on, the distance to the second plane from bit 16 on, and the distance to the next 8 columns of input, or
+// to the next 8 output channels of weights, from bit 32 on.
+__device__ inline uint64_t descriptor(unsigned address, int plane_stride, int eight_stride) {
+  return uint64_t(eight_stride) << 32 | (address + (plane_stride << 16));
+}
+
+// Computes a task's products with wgmma, and waits for them. Taps are added from last to first, and all chunks within
 // each tap. This is the order of cuDNN's kernel on Hopper (in PyTorch 2.11), so the sums are equal to PyTorch's, bit
 // for bit.
 template <typename L>
-__device__ void multiply_async(Accumulators& accumulators, const Round<L>& round,
+__device__ void multiply_async(Accumulators& accumulators, const Task<L>& task,
                                const uint32_t (&register_fragment)[4]) {
   using T = typename L::Element;
-  // Addresses in units. All lanes use lane 0's, which shows the compiler that they are the same in the warp.
-  auto address = [](const Unit* p) { return __shfl_sync(~0u, shared_address(p) / 16, 0); };
-  const unsigned slabs[2] = {address(round.slab(0)), address(round.slab(1))};
-  const unsigned weights = address(round.block.weights);
+  const unsigned slabs[2] = {address_in_units(task.slab(0)), address_in_units(task.slab(1))};
+  const unsigned fragments = address_in_units(task.block.fragments);
   keep_in_registers(accumulators);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  UNROLL(i, 4 * L::kSteps) {
-    const int parity_w = i % 2, chunk = i / 2 % L::kChunks, taps = 7 - i / 2 / L::kChunks;  // taps: 4 d + 2 h + w
-    const int step = taps / 2 * L::kChunks + chunk, tap_w = taps % 2;
-    const int fragment = 4 * step + 2 * parity_w + tap_w - L::kRegisterFragments;  // in shared memory; -1: in registers
-    const unsigned columns = slabs[L::tap_d(step)] + L::input_at(step, 0, 0) + parity_w - tap_w;
-    // Descriptors of matrices in shared memory without swizzling. All fields are in units. From bit 0 on: the address.
-    // From bit 16 on: the stride to the second plane. From bit 32 on: the stride to the next 8 columns or channels.
-    const uint64_t b = uint64_t(L::kEightStride) << 32 | (columns + (L::kPlaneStride << 16));
-    const uint64_t a = uint64_t(8) << 32 | (weights + fragment * kFragmentUnits + (kOutChannels << 16));
-    if (fragment < 0) {
-      multiply_add_async<T>(accumulators.data[parity_w], register_fragment, b);
-    } else {
-      multiply_add_async<T>(accumulators.data[parity_w], a, b);
+  UNROLL(i, 8) {
+    const int taps = 7 - i, tap_d = taps / 4, tap_h = taps / 2 % 2, tap_w = taps % 2;
+    UNROLL(chunk, L::kChunks) {
+      UNROLL(parity_w, 2) {
+        const int step = L::step_of(tap_d, tap_h, chunk);
+        const unsigned columns = slabs[tap_d] + L::input_at(step, 0, 0) + parity_w - tap_w;
+        const uint64_t b = descriptor(columns, L::kPlaneStride, L::kSetStride);
+        // The position among the fragments in shared memory. It is -1 for the fragment that is kept in registers.
+        const int fragment = L::fragment_of(step, parity_w, tap_w) - L::kRegisterFragments;
+        if (fragment < 0) {
+          multiply_add_async<T>(accumulators.data[parity_w], register_fragment, b);
+        } else {
+          const uint64_t a =
+              descriptor(fragments + fragment * kFragmentUnits, L::matrix_unit(1, 0), L::matrix_unit(0, 8));
+          multiply_add_async<T>(accumulators.data[parity_w], a, b);
+        }
+      }
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
   keep_in_registers(accumulators);
 }
+
+// ---- Products with mma.sync ----
 
 // Splits float32 numbers into sums of two TF32 numbers, up to 2^-22 of their size. Adding 0x1000 rounds, because tensor
 // cores ignore the last 13 bits. The asm is volatile so that `second` is computed where it is used: there are no
@@ -7395,30 +7654,45 @@ __device__ void multiply_add_parts(float* c, const uint32_t (&a)[4], const uint3
   multiply_add<T>(c, a1, b1);
 }
 
-// Computes a round's products with mma.sync. Each warp holds the weights of one step for its 32 channels in registers,
+// Adds the products of one step for a tile and a set of eight columns to a thread's four sums. weights: (tap of w).
+// columns: (p - t of w, plus 1; plane).
+template <typename L>
+__device__ void multiply_add_taps(float* sums, const Unit (&weights)[2], const uint32_t (&columns)[3][2],
+                                  int parity_w) {
+  // Tensor cores truncate their sums. With SPLIT, at most 6 products (2 taps x 3 products of parts) are summed there,
+  // before an addition that rounds.
+  float sum[4] = {};
+  UNROLL(tap_w, 2) {
+    multiply_add_parts<L>(L::kSplit ? sum : sums, weights[tap_w].data, columns[parity_w - tap_w + 1]);
+  }
+  UNROLL(i, L::kSplit ? 4 : 0) sums[i] += sum[i];
+}
+
+// Computes a task's products with mma.sync. Each warp holds the weights of one step for its 32 channels in registers,
 // and multiplies them by all columns of its two lines.
 template <typename L>
-__device__ void multiply(Accumulators& accumulators, const Round<L>& round) {
-  const int lane = threadIdx.x % 32, first_line = round.block.first_line;
-  const Unit* weights = round.block.weights + round.block.first_channel / kTileChannels * 32 + lane;
+__device__ void multiply(Accumulators& accumulators, const Task<L>& task) {
+  const int lane = threadIdx.x % 32, first_tile = task.block.first_channel / kTileChannels;
+  const Unit* first_weights = task.block.fragments + L::lane_unit(first_tile, lane);
   ROLLED(step, L::kSteps) {
-    Unit a[2][2][2];  // (parity of w, 16 of the 32 channels, tap of w)
-    UNROLL(i, 8) a[i / 4][i % 2][i / 2 % 2] = weights[(4 * step + i / 2) * kFragmentUnits + i % 2 * 32];
-    UNROLL(i, 8) {  // each time eight columns of one of the two lines
-      const Unit* units = round.slab(L::tap_d(step)) + L::input_at(step, first_line + i / 4, i % 4 * 8);
-      const auto* from = reinterpret_cast<const uint32_t*>(units - 1) + lane;  // a lane reads word `lane` of 8 units
-      uint32_t b[3][2];  // (p - t of w + 1, plane): the columns shifted by -1, 0 and 1
-      UNROLL(k, 6) b[k / 2][k % 2] = from[4 * (k / 2 + k % 2 * L::kPlaneStride)];
-      UNROLL(k, 4) {
-        const int channels = k / 2, parity_w = k % 2;
-        float* c = accumulators.data[parity_w] + (i / 4 * 2 + channels) * 16 + i % 4 * 4;
-        // Tensor cores truncate their sums. With SPLIT, at most 6 products (2 taps x 3 products of parts) are summed
-        // there, before an addition that rounds.
-        float sum[4] = {};
-        UNROLL(tap, 2) {
-          multiply_add_parts<L>(L::kSplit ? sum : c, a[parity_w][channels][tap].data, b[1 + parity_w - tap]);
+    Unit weights[2][2][2];  // (parity of w, tile of channels, tap of w)
+    UNROLL(i, 8) {
+      const int parity_w = i / 4, tap_w = i / 2 % 2, tile = i % 2;
+      const int fragment = L::fragment_of(step, 0, 0) + i / 2;  // fragment_of(step, parity_w, tap_w)
+      weights[parity_w][tile][tap_w] = first_weights[fragment * kFragmentUnits + L::lane_unit(tile, 0)];
+    }
+    UNROLL(i, 8) {  // each time a set of eight columns in one of the two lines
+      const int line = i / 4, set = i % 4;
+      const Unit* units = task.slab(L::tap_d(step)) + L::input_at(step, task.block.first_line + line, 8 * set);
+      // Columns shifted by -1, 0 and 1. A lane reads word `lane` of the 8 units, which are 32 words.
+      const auto* words = reinterpret_cast<const uint32_t*>(units - 1) + lane;
+      uint32_t columns[3][2];  // (shift + 1, plane)
+      UNROLL(shift, 3) { UNROLL(plane, 2) columns[shift][plane] = words[4 * (shift + plane * L::kPlaneStride)]; }
+      UNROLL(tile, 2) {
+        const int first = Accumulators::first_of(L::warp_tile(line, tile), set);
+        UNROLL(parity_w, 2) {
+          multiply_add_taps<L>(accumulators.data[parity_w] + first, weights[parity_w][tile], columns, parity_w);
         }
-        UNROLL(n, L::kSplit ? 4 : 0) c[n] += sum[n];
       }
     }
   }
@@ -7426,77 +7700,107 @@ __device__ void multiply(Accumulators& accumulators, const Round<L>& round) {
 
 // ---- From sums to output ----
 
+// Loads the bias of the convolution for each row of a thread: a pair of two equal 16-bit numbers.
+template <typename L>
+__device__ void load_conv_bias(const BlockContext<L>& block, uint32_t (&conv_bias)[kThreadRows]) {
+  using T = typename L::Element;
+  UNROLL(row, kThreadRows) {
+    const int channel = block.first_channel + L::channel_of(row);
+    const float bias = load_affine<T, 1>(block.call.conv_bias, false, channel, 0)[0];
+    conv_bias[row] = narrow_pair<T>(bias, bias);
+  }
+}
+
 // Adds the bias of the convolution, for 16 bits. Rounds to T before and after, as PyTorch does. Without this rounding,
 // 0.07% of bfloat16 outputs would differ from PyTorch's by more than KernelBench allows.
 template <typename T>
 __device__ void add_conv_bias(Accumulators& accumulators, const uint32_t (&conv_bias)[kThreadRows]) {
-  UNROLL(i, 16 * kWarpTiles) {
-    float* pair = &accumulators.data[i / 32][i % 32 * 2];  // two numbers of one row
-    const uint32_t bias = conv_bias[i % 32 / 8 * 2 + i % 2];
-    const float2 sum = widen_pair<T>(add_pairs<T>(narrow_pair<T>(pair[0], pair[1]), bias));
-    pair[0] = sum.x, pair[1] = sum.y;
+  UNROLL(parity_w, 2) {
+    UNROLL(pair, 8 * kWarpTiles) {
+      float* sums = &accumulators.data[parity_w][2 * pair];  // two numbers of one row
+      const uint32_t bias = conv_bias[Accumulators::row_of_pair(pair)];
+      const float2 sum = widen_pair<T>(add_pairs<T>(narrow_pair<T>(sums[0], sums[1]), bias));
+      sums[0] = sum.x;
+      sums[1] = sum.y;
+    }
   }
 }
 
-// Replaces a row by its distances from the mean, and returns rstd. (A finite bias of the convolution would be in the
-// mean, and so have no effect: in float32 it is never added.)
+// Replaces a row by its distances from the mean, and returns rstd. A finite bias of the convolution would have no
+// effect (see struct Convolution), so in float32 it was not added.
 __device__ inline float center_row(Accumulators& accumulators, int row, float eps) {
   Vec<float, 4> sum_of_four;  // a tree of additions, which is exact for rows of equal numbers
   UNROLL(i, 4) sum_of_four[i] = sum_of<float>(accumulators.four(row, 4 * i));
-  float m2 = 0;
   const float mean = combine_lanes(sum_of<float>(sum_of_four), 4) * (1.0f / kOutWidth);
-  UNROLL(i, 16) accumulators(row, i) -= mean, m2 += accumulators(row, i) * accumulators(row, i);
+  float m2 = 0;
+  UNROLL(i, 16) {
+    float& x = accumulators(row, i);
+    x -= mean;
+    m2 += x * x;
+  }
   return rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + eps);
 }
 
-// Writes a thread's rows: scale * GELU(LayerNorm). If call.rstd is set, for backward, it writes the distances from the
-// mean and rstd instead. The polynomial for GELU has as many digits as the products: see kTail.
+// The places of a thread's rows in the output.
 template <typename L>
-__device__ void write_rows(const Round<L>& round, Accumulators& accumulators, const float (&rstd)[kThreadRows]) {
-  using T = typename L::Element;
-  const BlockContext<L>& block = round.block;
-  const Convolution& call = block.call;
-  const int first_column = threadIdx.x % 4 * 4, line = round.h + block.first_line;  // line: q of h of row 0
-  const int64_t channel_stride = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
-  const int64_t first = (int64_t(round.batch) * kOutChannels + block.first_channel) * channel_stride +
-                        (int64_t(2 * round.d + block.parity_d) * call.height + line) * 2 * kOutWidth +
-                        block.parity_h * kOutWidth + first_column;
-  auto offset_of = [&](int row) {
+struct OutputRows {
+  const Task<L>& task;
+  const Convolution& call = task.block.call;
+  int first_column = Accumulators::column_of(threadIdx.x, 0);
+  int line = task.h + task.block.first_line;  // q of h of row 0
+  int64_t channel_stride = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
+  int64_t first = (int64_t(task.batch) * kOutChannels + task.block.first_channel) * channel_stride +
+                  (int64_t(2 * task.d + task.block.parity_d) * call.height + line) * 2 * kOutWidth +
+                  task.block.parity_h * kOutWidth + first_column;
+
+  // Returns the offset of number 0 of a row. Numbers 4 j to 4 j + 3 are 16 j elements further on.
+  __device__ int64_t offset_of(int row) const {
     return first + L::channel_of(row) * channel_stride + L::line_of(row) * 2 * kOutWidth;
-  };
-  auto exists = [&](int row) { return L::line_of(row) < call.height - line; };
+  }
+  __device__ bool exists(int row) const { return L::line_of(row) < call.height - line; }
+};
+
+// Writes a thread's rows, given the distances from the mean: scale * GELU(LayerNorm). If call.rstd is set, for
+// backward, it writes the distances and rstd instead. The polynomial for GELU has as many digits as the products: see
+// kTail.
+template <typename L>
+__device__ void write_rows(const Task<L>& task, Accumulators& accumulators, const float (&rstd)[kThreadRows]) {
+  using T = typename L::Element;
+  const Convolution& call = task.block.call;
+  const OutputRows<L> rows = {task};
   T* output = static_cast<T*>(call.output);
   if (call.rstd != nullptr) {
     UNROLL(row, kThreadRows) {
-      if (!exists(row)) continue;
-      if (first_column == 0) call.rstd[offset_of(row) / kOutWidth] = rstd[row];
-      UNROLL(i, 4) store<T, 4, true>(output + offset_of(row) + 16 * i, accumulators.four(row, 4 * i));
+      if (!rows.exists(row)) continue;
+      if (rows.first_column == 0) call.rstd[rows.offset_of(row) / kOutWidth] = rstd[row];
+      UNROLL(j, 4) store<T, 4, true>(output + rows.offset_of(row) + 16 * j, accumulators.four(row, 4 * j));
     }
     return;
   }
   constexpr auto kTail = L::kSplit ? normal_tail : sizeof(T) == 4 ? normal_tail_5_digits : normal_tail_16_bits;
   UNROLL(j, 4) {
-    const float* affine = block.affine + 16 * j + first_column;
-    const auto weight = widened(load<float, 4>(affine)), bias = widened(load<float, 4>(affine + kOutWidth));
+    const float* affine = task.block.affine + 16 * j + rows.first_column;
+    const auto weight = widened(load<float, 4>(affine));
+    const auto bias = widened(load<float, 4>(affine + kOutWidth));
     UNROLL(row, kThreadRows) {
       auto z = accumulators.four(row, 4 * j) * rstd[row] * weight + bias;
       // Scale is applied outside of the condition below, so that the compiler predicates the stores. Applied inside, it
       // made the compiler branch, which was 9% slower in 16 bits (see part 3).
       UNROLL(i, 4) z[i] = float(call.scale) * gelu_of_tail(z[i], kTail(fabsf(z[i])));
-      if (exists(row)) store<T, 4, true>(output + offset_of(row) + 16 * j, z);
+      if (rows.exists(row)) store<T, 4, true>(output + rows.offset_of(row) + 16 * j, z);
     }
   }
 }
 
 // ---- Roles of warps ----
 
-// Fills the shared memory of a block before its first round: fragments, zeros in all slabs, weight and bias. The zeros
+// Fills the shared memory of a block before its first task: fragments, zeros in all slabs, weight and bias. The zeros
 // beside the lines of a slab are never overwritten.
 template <typename L>
 __device__ void fill_shared(const BlockContext<L>& block) {
   const Convolution& call = block.call;
   for (int i = threadIdx.x; i < L::kSharedFragments * kFragmentUnits; i += blockDim.x) {
-    block.weights[i] = block.fragments[L::kRegisterFragments * kFragmentUnits + i];
+    block.fragments[i] = block.global_fragments[L::kRegisterFragments * kFragmentUnits + i];
   }
   for (int i = threadIdx.x; i < kGroups * 2 * L::kSlabUnits; i += blockDim.x) block.slabs[i] = {};
   if (threadIdx.x < 2 * kOutWidth) {
@@ -7506,59 +7810,81 @@ __device__ void fill_shared(const BlockContext<L>& block) {
   }
 }
 
-// Loads the input of both groups, in the loading warps: one round of group 0, then one of group 1, and so on.
+// Loads the first fragment into registers. Register i of the instruction holds, for the channels of the tile's even or
+// odd row (i % 2), a word of the chunk's first or second plane (i / 2).
 template <typename L>
-__device__ void load_rounds(const BlockContext<L>& block) {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kLoadRegisters));
-  ROLLED(i, block.all_rounds) {
-    const Round<L> round = {block, i % kGroups, i / kGroups};
-    if (round.index > 0) named_barrier_wait(kEmpty + round.group, 2 * kGroupThreads);
-    fetch(round);
-    transpose(round);
-    named_barrier_arrive(kFull + round.group, 2 * kGroupThreads);
+__device__ void load_register_fragment(const BlockContext<L>& block, uint32_t (&registers)[4]) {
+  UNROLL(plane, 2) {
+    UNROLL(row, 2) {
+      const int unit = L::matrix_unit(plane, block.first_channel + L::channel_of(row));
+      registers[2 * plane + row] = block.global_fragments[unit].data[threadIdx.x % 4];
+    }
   }
 }
 
-// Multiplies, normalizes and writes all rounds of a group, in the group's warps.
+// Loads the input of both groups, in the loading warps: one task of group 0, then one of group 1, and so on.
 template <typename L>
-__device__ void compute_rounds(const BlockContext<L>& block, int group) {
+__device__ void load_tasks(const BlockContext<L>& block) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kLoadRegisters));
+  ROLLED(i, block.all_tasks) {
+    const Task<L> task = {block, i % kGroups, i / kGroups};
+    if (task.index > 0) named_barrier_wait(kEmpty + task.group, 2 * kGroupThreads);
+    fetch_input(task);
+    prepare_input(task);
+    named_barrier_arrive(kFull + task.group, 2 * kGroupThreads);
+  }
+}
+
+// Multiplies with wgmma when the loading warps have loaded the input and the other group has multiplied. Afterwards the
+// loading warps may load this group's next task, and the other group may multiply, while this group normalizes and
+// writes.
+template <typename L>
+__device__ void wait_and_multiply(Accumulators& accumulators, const Task<L>& task,
+                                  const uint32_t (&register_fragment)[4]) {
+  const BlockContext<L>& block = task.block;
+  const int group = task.group, index = task.index;
+  named_barrier_wait(kFull + group, 2 * kGroupThreads);
+  if (group == 1 || index > 0) named_barrier_wait(kMayMultiply + group, 2 * kGroupThreads);
+  multiply_async(accumulators, task, register_fragment);
+  // The shorter condition 2 * index + group + 1 < all_tasks makes the compiler duplicate the loop (13% more code).
+  const bool other_group_has_task = group == 0 ? index < block.tasks(1) : index + 1 < block.tasks(0);
+  if (other_group_has_task) named_barrier_arrive(kMayMultiply + 1 - group, 2 * kGroupThreads);
+  if (index + 1 < block.tasks(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
+}
+
+// Multiplies with mma.sync, and starts the copies of this group's next task, which arrive while it normalizes and
+// writes.
+template <typename L>
+__device__ void multiply_and_fetch_next(Accumulators& accumulators, const Task<L>& task) {
+  const BlockContext<L>& block = task.block;
+  const int group = task.group, index = task.index;
+  if (index == 0) fetch_input(task);
+  prepare_input(task);
+  named_barrier_wait(kFull + group, kGroupThreads);
+  multiply(accumulators, task);
+  named_barrier_wait(kEmpty + group, kGroupThreads);
+  if (index + 1 < block.tasks(group)) fetch_input(Task<L>{block, group, index + 1});
+}
+
+// Multiplies, normalizes and writes all tasks of a group, in the group's warps.
+template <typename L>
+__device__ void compute_tasks(const BlockContext<L>& block, int group) {
   using T = typename L::Element;
-  const Convolution& call = block.call;
-  uint32_t conv_bias[kThreadRows] = {};  // each row's bias as a pair of equal 16-bit numbers; unused in float32
-  UNROLL(row, sizeof(T) == 2 ? kThreadRows : 0) {
-    const float bias = load_affine<T, 1>(call.conv_bias, false, block.first_channel + L::channel_of(row), 0)[0];
-    conv_bias[row] = narrow_pair<T>(bias, bias);
-  }
-  uint32_t register_fragment[4] = {};  // the first fragment, if it is kept in registers
-  UNROLL(i, 4 * L::kRegisterFragments) {
-    const Unit* unit = block.fragments + i / 2 * kOutChannels + block.first_channel + L::channel_of(i % 2);
-    register_fragment[i] = unit->data[threadIdx.x % 4];
-  }
-  ROLLED(index, block.rounds(group)) {
-    const Round<L> round = {block, group, index};
+  uint32_t conv_bias[kThreadRows] = {}, register_fragment[4] = {};
+  if constexpr (sizeof(T) == 2) load_conv_bias(block, conv_bias);
+  if constexpr (L::kRegisterFragments > 0) load_register_fragment(block, register_fragment);
+  ROLLED(index, block.tasks(group)) {
+    const Task<L> task = {block, group, index};
     Accumulators accumulators = {};
-    if constexpr (L::kAsync) {  // this group multiplies while the other one normalizes and writes
-      named_barrier_wait(kFull + group, 2 * kGroupThreads);
-      if (group == 1 || index > 0) named_barrier_wait(kMayMultiply + group, 2 * kGroupThreads);
-      multiply_async(accumulators, round, register_fragment);
-      // Lets the other group multiply if it has a round left. The shorter condition 2 * index + group + 1 < all_rounds
-      // makes the compiler duplicate the loop (13% more code).
-      if (group == 0 ? index < block.rounds(1) : index + 1 < block.rounds(0)) {
-        named_barrier_arrive(kMayMultiply + 1 - group, 2 * kGroupThreads);
-      }
-      if (index + 1 < block.rounds(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
-    } else {  // the next round's input arrives while this group normalizes and writes
-      if (index == 0) fetch(round);
-      transpose(round);
-      named_barrier_wait(kFull + group, kGroupThreads);
-      multiply(accumulators, round);
-      named_barrier_wait(kEmpty + group, kGroupThreads);
-      if (index + 1 < block.rounds(group)) fetch(Round<L>{block, group, index + 1});
+    if constexpr (L::kAsync) {
+      wait_and_multiply(accumulators, task, register_fragment);
+    } else {
+      multiply_and_fetch_next(accumulators, task);
     }
     if constexpr (sizeof(T) == 2) add_conv_bias<T>(accumulators, conv_bias);
     float rstd[kThreadRows];
-    UNROLL(row, kThreadRows) rstd[row] = center_row(accumulators, row, call.eps);
-    write_rows(round, accumulators, rstd);
+    UNROLL(row, kThreadRows) rstd[row] = center_row(accumulators, row, block.call.eps);
+    write_rows(task, accumulators, rstd);
   }
 }
 
@@ -7569,15 +7895,15 @@ __global__ void __launch_bounds__(Layout<T, SPLIT>::kThreads, 1)
   if constexpr (!kArch.has_async_copy) return __trap();  // never called there: supports() returns false
   extern __shared__ __align__(128) Unit conv_shared[];
   using L = Layout<T, SPLIT>;
-  const BlockContext<L> block = {call, arranged + blockIdx.x % 4 * (4 * L::kSteps * kFragmentUnits), conv_shared};
+  const BlockContext<L> block = {call, arranged + blockIdx.x % 4 * (L::kBlockFragments * kFragmentUnits), conv_shared};
   const int group = threadIdx.x / kGroupThreads;
   fill_shared(block);
   __syncthreads();
   if constexpr (L::kAsync) {
-    if (group == kGroups) return load_rounds(block);
+    if (group == kGroups) return load_tasks(block);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kComputeRegisters));
   }
-  compute_rounds(block, group);
+  compute_tasks(block, group);
 }
 
 // ---- Host side ----
@@ -7601,7 +7927,7 @@ cudaError_t launch(const Convolution& call, const LaunchContext& context) {
   return with_layout(call.dtype, call.tf32, [&](auto layout) {
     using L = decltype(layout);
     using T = typename L::Element;
-    constexpr int kFragments = 4 * 4 * L::kSteps;                 // of all four parities of d and h
+    constexpr int kFragments = 4 * L::kBlockFragments;            // of all four parities of d and h
     constexpr int kElements = kFragmentUnits * L::kUnitElements;  // elements per fragment
     T* arranged = static_cast<T*>(context.allocate(sizeof(T) * kFragments * kElements));
     cudaError_t error = launch_kernel(arrange_weights<T>, {kFragments, kElements}, context, call, arranged);
