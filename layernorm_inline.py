@@ -2139,7 +2139,6 @@ _OVERVIEW = r"""
 //   stage                  _EXCHANGE: the data that a slot of a ring holds, or the slot itself
 //                          _PIPELINED: a slot, and the slice in it. _GRID_RESIDENT: 8 KB of a slice, in a slot or not
 //   round                  _EXCHANGE, _PIPELINED, _GRID_RESIDENT: one use of every slot of a ring
-//                          _CONVOLUTION: what a group computes at once, see the table there
 //   wave                   _REGISTERS: one load by each of 2048 threads of every SM
 //                          _TWO_PASS, _SHARED_MEMORY: the blocks that all SMs run at once
 //   launch                 the host function of a kernel family that runs a call, or a variable of type Launch, with
@@ -7083,8 +7082,7 @@ struct Patch {
 // to TF32. ASYNC: wgmma and loading warps.
 //
 // Most functions that say where something lies have an inverse, or another function that must agree with them, beside
-// them.
-// static_asserts check that they agree ("Checks of the layout"), for 16 bits and float32, with and without wgmma.
+// them. static_asserts check that they agree ("Checks of the layout"), for 16 bits and float32, with and without wgmma.
 template <typename T, bool SPLIT, bool ASYNC = !SPLIT && kHasAsyncProducts>
 struct Layout {
   using Element = T;
