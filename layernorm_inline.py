@@ -8,9 +8,9 @@ What it is
     the cases). Gradients can be differentiated again, and work with torch.func and in forward mode.
 
 How to use it
-    Copy this file into your project. It needs Linux, PyTorch 2.0 or newer built with CUDA 11.8 or newer, ninja, a C++
-    compiler, and an nvcc of the same major version as PyTorch's CUDA. If that is CUDA 13, pip can install nvcc:
-    `pip install "cuda-toolkit[nvcc,crt,cccl]"`.
+    Copy this file into your project. It needs Linux, Python 3.9 or newer, PyTorch 2.0 or newer built with CUDA 11.8 or
+    newer, ninja, setuptools, a C++ compiler, and an nvcc of the same major version as PyTorch's CUDA. If that is CUDA
+    13, pip can install nvcc: `pip install "cuda-toolkit[nvcc,crt,cccl]"`. PyTorch before 2.8 also needs Python.h.
 
         from layernorm_inline import LayerNorm, layer_norm, replace_layer_norm
 
@@ -20,19 +20,17 @@ How to use it
         replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
     For KernelBench, ModelNew is level 1 problem 40, and ConvTranspose3dLayerNormGELUScaling is level 2 problem 34.
-    Without KernelBench, both classes and the string _CONVOLUTION can be deleted, together with the code that calls the
-    convolution: the section "Convolution" and two m.def in CPP_SOURCE, the struct Convolution, and _DISPATCH's launch
-    for it.
+    Otherwise they cost nothing: the convolution is part of the second library (see below).
 
 What the import does
     The first import compiles the kernels in 15 to 30 s and stores the library in the folder TORCH_EXTENSIONS_DIR
     (default: ~/.cache/torch_extensions). Later imports load that library. A second library contains the kernels for
     activations, scale and the convolution. It is compiled on their first use, or when
     ConvTranspose3dLayerNormGELUScaling is constructed.
-    The import compiles for all GPUs of the machine, which it finds without initializing CUDA. On a machine without a
-    GPU, it compiles for the architectures that the environment variable TORCH_CUDA_ARCH_LIST names. If that names none,
-    nothing is compiled, and only calls with CUDA tensors raise an error. The import itself raises if compiling fails.
-    It leaves PyTorch and the environment variables unchanged.
+    The import compiles for all GPUs of the machine, which it finds without initializing CUDA (unless the driver lacks
+    NVML, as on Jetson). On a machine without a GPU, it compiles for the architectures that the environment variable
+    TORCH_CUDA_ARCH_LIST names. If that names none, nothing is compiled, and only calls with CUDA tensors raise an
+    error. The import itself raises if compiling fails. It leaves PyTorch and the environment variables unchanged.
 
 How to read it
     The file has six sections:
@@ -105,6 +103,23 @@ __all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # the two sources that are compiled
 # ============================================================================
 # 1  Python API
 # ============================================================================
+#
+# Safe changes, and what guards them:
+#   - Every result must agree with nn.LayerNorm's: test_layer_norm_agrees_with_nn_layer_norm (test_modules.py), also on
+#     the CPU (test_layer_norm_on_the_cpu_is_equal_to_pytorchs), and test_errors_on_the_cpu_equal_pytorchs
+#     (test_binding.py) for errors.
+#   - _is_left_to_pytorch decides only which kernels run under torch.compile, so any answer gives correct results there.
+#     While exporting it must return True, so that programs load without this file. test_rows_that_are_left_to_inductor
+#     and test_recorded_programs_load_without_layernorm_inline (test_compile.py) state the answers. Time .bench/models.py
+#     after a change.
+#   - The order of the checks in layer_norm costs host time only, except that overrides of __torch_function__ come first
+#     (test_layer_norm_calls_torch_function_overrides) and Dynamo must be able to trace what precedes the op
+#     (test_torch_compile_in_one_graph_agrees_with_eager). Tests compare words of the messages.
+#   - replace_layer_norm must not convert a class whose forward it does not know:
+#     test_replace_layer_norm_warns_about_skipped_modules.
+#   - ConvTranspose3dLayerNormGELUScaling: whatever _in_one_kernel accepts must be what the op `convolution` in section 4
+#     checks. If it accepts more, the op raises; if it accepts less, PyTorch's convolution runs, and
+#     test_conv_values (test_convolution.py) still succeeds.
 
 
 # Maps the name of an activation to: the struct in the CUDA string _EPILOGUE that computes it, PyTorch's operation in
@@ -161,7 +176,7 @@ def _is_left_to_pytorch(input, normalized_shape, eps):
 
     Under torch.compile, Inductor fuses PyTorch's layer_norm with the operations around it, such as the residual
     addition before it and, under autocast, the casts to float32 and back. It cannot fuse an op of this file. The faster
-    kernel outweighs that only for long rows, and for rows that are not a multiple of 16 bytes.
+    kernel outweighs that only for long rows and, without autocast, for rows that are not a multiple of 16 bytes.
     """
     columns = 1
     for size in normalized_shape:
@@ -204,8 +219,8 @@ def layer_norm(
       - for float64 and on other devices
       - in forward mode, for the derivatives of gradients, and for gradients inside of torch.vmap; with an activation or
         scale also for gradients with create_graph=True
-      - in programs that torch.export, torch.onnx.export, torch.jit.trace or torch.jit.script record, so that these
-        programs load without this file
+      - in programs that torch.export and torch.onnx.export (with PyTorch 2.7 or newer), torch.jit.trace or
+        torch.jit.script record, so that these programs load without this file
       - under torch.compile, for rows of at most 16 KB whose size is a multiple of 16 bytes (with autocast: for rows of
         at most 16384 columns), because torch.compile fuses PyTorch's operation with those around it
 
@@ -256,10 +271,11 @@ def layer_norm(
     if not runs_on_cuda or _tracing_state() is not None:  # torch.jit.trace, or torch.onnx.export without dynamo
         return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
     if _is_dynamo_tracing() or _is_exporting():
-        if _is_left_to_pytorch(input, normalized_shape, eps):  # also if the op does not accept the types
+        if _is_left_to_pytorch(input, normalized_shape, eps):  # also returns True for types that the op rejects
             return _torch_layer_norm(input, normalized_shape, weight, bias, eps, activation, scale)
     elif not _has_usual_types(normalized_shape, weight, bias, eps):
-        # Calls PyTorch's function with no rows. It raises its TypeError if it does not accept the types.
+        # Calls PyTorch's function with no rows, and ignores the result. It raises a TypeError if it does not accept
+        # the types.
         _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)
         normalized_shape, eps = [int(size) for size in normalized_shape], float(eps)
     if _layer_norm_op is None:
@@ -1470,7 +1486,7 @@ Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymI
   const Tensor x = as_matrix(input, shape), w = as_row(weight, shape), b = as_row(bias, shape);
   const auto [xhat, rstd] = statistics.defined() ? saved_normalized(x, statistics) : composed_normalized(x, eps);
   Tensor dy = as_matrix(grad_output, shape);
-  if (kHasEpilogue) {  // in the first library, to_activation has checked that there is no activation and no scale
+  if (kHasEpilogue) {  // in the first library, forward has checked that there is no activation and no scale
     const Tensor z = apply_weight(xhat, w);
     dy =
         composed_epilogue_backward(dy.to(at::kFloat), b.defined() ? z + b : z, to_activation(activation, scale), scale);
@@ -2123,7 +2139,8 @@ _OVERVIEW = r"""
 //   wdy             weight * grad_output
 //   spill           the compiler runs out of registers and keeps a variable in local memory, which is slower. It never
 //                   changes a result. test_no_kernel_has_local_memory (.tests/test_build.py) fails if a kernel spills.
-//                   It compiles for all rows of kArchs that the installed nvcc supports.
+//                   It compiles for the architectures that it lists, and is skipped without nvcc on PATH or without
+//                   cuobjdump, a part of Triton. Add the number of a new row of kArchs there.
 //   copy bandwidth  the speed of a device-to-device copy of the bytes that a kernel must read and write. Measurements
 //                   are percentages of it.
 //
@@ -2220,9 +2237,8 @@ struct Arch {
 // Hopper repeats their names.
 //
 // With 1 block, a kernel may use all registers that its number of threads allows: 255 per thread with 128 threads, and
-// 128 with 512. On sm_80, the kernels for unaligned 16-bit rows spilled with two blocks of 448 threads, and got one
-// block (commit 3273f59). This rule was later extended to 16-bit kernels with four loads per thread, and is why the row
-// of 80 has 1 for some kernels of 128 threads for which the row of 86 has 5. No measurement on an A100 is known.
+// 128 with 512. The row of 80 has 1 because the kernels for unaligned 16-bit rows spilled with two blocks of 448
+// threads. It also applies to kernels of 128 threads, for which the row of 86 has 5. Nothing was measured on an A100.
 constexpr Arch kArchs[] = {
     {75, 1024, false, false, false, 2, {1, 1}, 1, 5, 5, 5, 2},  // Turing
     {80, 2048, true, false, false, 3, {1, 1}, 1, 1, 7, 1, 2},   // Ampere: A100
@@ -3361,8 +3377,9 @@ _EPILOGUE = r"""
 // Safe changes, and what guards them. The tests are in test_values.py, except where another file is named.
 //   - The polynomials can be any whose errors stay within the bounds of test_activation_of_every_argument_is_accurate:
 //     for GELU of float32, 2^-22 times the larger of |result| and 0.5; for GELU of 16 bits, 0.75 times the dtype's eps
-//     (of torch.finfo) times |result|, plus 1e-6. Emulated GPUs compute ex2 and rcp exactly, so also run the test on a
-//     GPU. Only the convolution uses the tail of 5 digits: test_conv_values (test_convolution.py) checks it.
+//     (of torch.finfo) times |result|, plus 1e-6. The test bounds the derivatives and float32's tail, too. Emulated
+//     GPUs compute ex2 and rcp exactly, so also run the test on a GPU. Only the convolution uses the tail of 5 digits:
+//     test_conv_values (test_convolution.py) checks it.
 //   - The forms of gelu_of_tail and of the derivatives determine the results for infinite and very large z. See
 //     test_gelu_of_infinity_nan_and_zero, and the huge arguments of test_activation_of_every_argument_is_accurate.
 //   - HIDDEN of opaque_activation never changes results, only the instructions (.tests/machine_code.py compares them).
@@ -3430,8 +3447,7 @@ __device__ inline float gelu_of_tail(float z, float tail) {
 //
 // Each activation of _ACTIVATIONS has a struct that computes its value and its derivative at z. T is the dtype of the
 // tensors, which determines how exact the results must be. To add an activation, add a line to _ACTIVATIONS, a
-// struct with the same two functions here, and the #include that the comment above _ACTIVATIONS names.
-// (.tests/README.md names the places in the tests.)
+// struct with the same two functions here, and what else the comment above _ACTIVATIONS names.
 
 template <typename T>
 struct Gelu {
@@ -4162,7 +4178,8 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kM
 //      If no other line has the same template arguments, the file now compiles another kernel. Then test_dispatch.py
 //      fails until some case launches it, and
 //          python .tests/machine_code.py HEAD
-//      prints its registers and its local memory. If it needs local memory, change Bounds.
+//      prints its registers and its local memory. If it needs local memory, change Bounds. The number of kernels is
+//      limited, too (test_libraries_contain_kernels_of_every_family in test_dispatch.py).
 //   6. Time it on a GPU, against a folder DIR with the last commit:
 //          git worktree add DIR HEAD
 //          python .bench/sweep.py --only 8192x768:bf16 --against DIR
@@ -4471,9 +4488,8 @@ ForwardKernel choose_kernel(const Forward& call, const Device& device) {
     return choose_from(k16BitChoices<T>, call, device);
 }
 
-// Launches forward. UNALIGNED is a bool; the second argument of backward's launch is a number of columns, V.
 template <typename T, bool UNALIGNED>
-cudaError_t launch(const Forward& call, const LaunchContext& context) {
+cudaError_t launch_forward(const Forward& call, const LaunchContext& context) {
   const ForwardKernel chosen = choose_kernel<T, UNALIGNED>(call, context.device);
   const Geometry geometry = geometry_of(chosen, int(loads_of(call)));
   const int64_t step = int64_t(1) << geometry.step_log2;
@@ -4563,7 +4579,8 @@ template <typename T, int V>
 constexpr bool kAddsZeros = kLoadsWords<T, V> && !kHasEpilogue;
 
 // Prefetches the rows that the block handles in one iteration into L2, if all of them exist. first_row is the first.
-// Only kernels for 16 bits call it (H200, 65536 bf16 rows of 1024: 4% slower without it). It would slow down float32.
+// Only kernels for aligned 16-bit rows without epilogue call it (H200, 65536 bf16 rows of 1024: 4% slower without it).
+// It would slow down float32.
 template <typename T, int ROWS>
 __device__ void prefetch_rows(const Backward& call, int64_t first_row, uint64_t policy) {
   if (!is_prefetching_thread() || first_row + ROWS * blockDim.y > call.rows) return;
@@ -4831,7 +4848,7 @@ BackwardPlan plan(const Backward& call, const Device& device) {
 // for the first. To try the other kernel for one width, edit this condition, and follow steps 4 to 6 of "How to change
 // the kernel for rows of one width" above.
 template <typename T, int V>
-cudaError_t launch(const Backward& call, const LaunchContext& context) {
+cudaError_t launch_backward(const Backward& call, const LaunchContext& context) {
   // Columns per load, and rows per thread and iteration. Unaligned 16-bit rows are loaded in words of two columns.
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V, kRows = kPack > 1 ? 2 : 1;
   BackwardPlan p = plan<T, kPack, kBackwardColumns / kPack, kRows>(call, context.device);
@@ -5678,8 +5695,11 @@ _PIPELINED = r"""
 // written, and wrong results. They do not model the order of writes in memory, so a missing fence is not detected.
 //   - The values of Config affect only speed and the rounding of sums. Delays must be at least 0, and all other values
 //     at least 1. The tests must succeed with any such values. .tests/launches.py lists the launches that change.
-//   - choose_plan can return any plan for which is_valid() holds. Otherwise launch() returns cudaErrorInvalidValue, and
-//     the tests fail. test_plans_keep_their_rules (test_dispatch.py) calls choose_plan for many row lengths and GPUs.
+//   - choose_plan can return any plan for which is_valid() holds, and that fits: a stage holds a slice and one line,
+//   the
+//     ring fits into shared memory, a slice is a whole number of packs, and a row has at most as many blocks as there
+//     are SMs and kMaxBlocksPerRow. If is_valid() is false, launch() returns cudaErrorInvalidValue.
+//     test_plans_keep_their_rules (test_dispatch.py) checks all this for many row lengths and GPUs.
 //   - choose_delay can return any delay with 0 <= delay < stages. Otherwise the kernel would deadlock.
 //   - kMaxStages can be 3 to 20, the number of warps, because each warp initializes the barriers of one stage. Control
 //     must fit into the 48 KB of static shared memory. Both are static_asserts. A larger Control leaves less for the
@@ -5765,8 +5785,8 @@ struct Plan {
   L2Priority priority;   // of input and grad_output in L2
 };
 
-// Returns true if the kernel gives correct results with a plan and does not deadlock. launch() checks it before every
-// launch; emulated GPUs check it once more in the kernel.
+// Returns true if a plan that fits the GPU (see "Safe changes") gives correct results and no deadlock. launch() checks
+// it before every launch; emulated GPUs check it once more in the kernel.
 __host__ __device__ inline bool is_valid(const Plan& plan, int blocks_per_row) {
   return plan.stages <= kMaxStages &&                    // Control has kMaxStages of each barrier
          plan.delay >= 0 && plan.delay < plan.stages &&  // see "Why it cannot deadlock"
@@ -7013,9 +7033,10 @@ namespace convolution {
 //
 // ---- 7. Safe changes ----
 //
-//   GELU and scale          To any function of one element, in the second half of write_rows. Backward and
-//                           composed_convolution (both in the binding) and the last line of
-//                           ConvTranspose3dLayerNormGELUScaling.forward (Python) must compute the same function;
+//   GELU and scale          To any function of one element, in the second half of write_rows. These must compute the
+//                           same function: convolution_backward and composed_convolution in the binding (kGelu, so it
+//                           must be one of _ACTIVATIONS), and the last two returns of
+//                           ConvTranspose3dLayerNormGELUScaling.forward (Python);
 //                           otherwise test_conv_values fails.
 //   kComputeRegisters,      To numbers with which the static_asserts below hold. Afterwards run .tests/machine_code.py:
 //   kLoadRegisters          every kernel must have 0 B of local memory.
@@ -7811,11 +7832,11 @@ __device__ void fill_shared(const BlockContext<L>& block) {
 // Loads the first fragment into registers. Register i of the instruction holds, for the channels of the tile's even or
 // odd row (i % 2), a word of the chunk's first or second plane (i / 2).
 template <typename L>
-__device__ void load_register_fragment(const BlockContext<L>& block, uint32_t (&registers)[4]) {
+__device__ void load_register_fragment(const BlockContext<L>& block, uint32_t (&fragment)[4]) {
   UNROLL(plane, 2) {
     UNROLL(row, 2) {
       const int unit = L::matrix_unit(plane, block.first_channel + L::channel_of(row));
-      registers[2 * plane + row] = block.global_fragments[unit].data[threadIdx.x % 4];
+      fragment[2 * plane + row] = block.global_fragments[unit].data[threadIdx.x % 4];
     }
   }
 }
@@ -7957,8 +7978,9 @@ _DISPATCH = r"""
 //     launches some compiled kernel. .tests/launches.py lists the calls that change.
 //   - After a family with cooperative launches, another one must be able to run the call (cannot_cooperate). The cases
 //     of the emulated GPU "mps" in test_values.py and test_dispatch.py test this.
-//   - `tensors` must list every tensor that kernels load or store in packs. test_values (test_values.py) moves each
-//     tensor by one element, and fails if one is missing (mutants with "pack size:" in their names).
+//   - `tensors` must list every tensor that a caller gives and that kernels load in packs. test_values (test_values.py)
+//     moves each of them by one element, and fails if one is missing (mutants with "pack size:" in their names).
+//     Outputs are aligned, because the binding allocates them.
 //   - Device::arch must describe the loaded code, which can be older than the GPU. Only tests on a GPU check this:
 //     test_ptx_of_an_older_architecture_runs (test_device.py) and test_code_for_an_older_architecture_runs
 //     (test_build.py). No test runs CUDA before 12.3, for which allows_programmatic is false.
@@ -8000,7 +8022,7 @@ template <typename T, int V>
 cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   const Device& device = context.device;
   constexpr bool kAligned = V > 1;
-  if (registers::supports(call, kAligned)) return registers::launch<T, !kAligned>(call, context);
+  if (registers::supports(call, kAligned)) return registers::launch_forward<T, !kAligned>(call, context);
   if constexpr (kAligned && !kHasEpilogue) {
     if (shared_memory::supports<T>(call, device)) return shared_memory::launch<T>(call, context);
     if (pipelined::supports<T>(call, device)) {
@@ -8027,7 +8049,7 @@ cudaError_t dispatch(const Backward& call, const LaunchContext& context) {
       if (const cudaError_t error = pipelined::launch<T>(call, context); !cannot_cooperate(error)) return error;
     }
   }
-  if (in_registers) return registers::launch<T, V>(call, context);
+  if (in_registers) return registers::launch_backward<T, V>(call, context);
   return two_pass::launch<T, V>(call, context);
 }
 

@@ -341,6 +341,7 @@ std::string broken_pipelined_rule(const Call& call, const Device& device) {
   if (plan.stages < 3) return "fewer than three stages";
   if (blocks > std::min(device.sms, kMaxBlocksPerRow)) return "more blocks than SMs, or than kMaxBlocksPerRow";
   if (bytes > device.shared_bytes) return "too much shared memory";
+  if (plan.slice_columns % (16 / sizeof(T)) != 0) return "a slice is not a whole number of packs";
   if (plan.slice_bytes < int(sizeof(T)) * plan.slice_columns + kLineBytes) return "a slice and a line do not fit a stage";
   return "";
 }
