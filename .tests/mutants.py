@@ -225,6 +225,7 @@ MUTANTS = [
     Mutant("build: driver that is too old accepted", "capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []", "capabilities", "without_initializing"),
     Mutant("build: no GPU found without NVML", "devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)", "devices = range(0)", "without_initializing"),
     Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace"),
+    Mutant("build: one folder for all flags of nvcc", "*machine, *_CUDA_FLAGS, *_CPP_FLAGS]", "*machine, *_CPP_FLAGS]", "one_namespace"),
     Mutant("build: one folder for all flags of the C++ compiler", "*_CUDA_FLAGS, *_CPP_FLAGS]", "*_CUDA_FLAGS]", "one_namespace"),
     Mutant("build: the filter for PyTorch's warning left", "restored.callback(logger.removeFilter, reject)", "pass", "leaves_logging_unchanged"),
     Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program"),
