@@ -4145,14 +4145,15 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kM
 // Example: 8192 bf16 rows of 768 columns on 132 SMs have 96 loads per row and are 2.9 waves.
 //
 // How to change the kernel for rows of one width, for example for 16-bit rows of 768 columns:
-//   1. Compute the loads: 768 * 2 / 16 = 96. Find the first line that matches: {65, 96, kAnyWaves, ...} of
-//   k16BitChoices.
+//   1. Compute the loads: 768 * 2 / 16 = 96. Find the first line that matches: in k16BitChoices, {65, 96, kAnyWaves,
+//      ...}.
 //   2. Insert a line above it, and above its comment, that matches 96 loads only:
 //          // 768 columns: one load per thread.
 //          {96, 96, kAnyWaves, forward_kernel<T, 1, 1>()},
 //      All other widths keep their kernels. If the matching line has no other width that you care about, edit it
-//      instead. To change calls with few rows only, write a number of waves in place of kAnyWaves. k16BitChoices is
-//      used for float16 and for bfloat16. Rows of 768 columns that are not aligned, or whose weight and bias are
+//      instead. To change calls with few rows only, write a number of waves in place of kAnyWaves. The line changes
+//      float16 and bfloat16 on all GPUs, also with an activation or a scale; write plain_kernel in place of
+//      forward_kernel to leave these calls out. Rows of 768 columns that are not aligned, or whose weight and bias are
 //      float32, use the other tables, so they keep their kernels, too. In kUnalignedChoices, 96 loads are eight widths:
 //      768 to 775 columns of 16 bits.
 //   3. The static_asserts below the tables check each line when the file is compiled:
@@ -4168,13 +4169,15 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kM
 //        - Every number of loads that the table must support matches a line with kAnyWaves.
 //   4. Check which calls changed:
 //          python .tests/launches.py HEAD
-//      It prints each call that launches another kernel, grid or block than in the last commit. It makes calls of the
+//      It prints each call that launches another kernel, grid or block than in the last commit, and then its exit
+//      status is 1. It makes calls of the
 //      shapes in .tests/cases.py, and of float32 and bf16 rows of 8, 16, 24, ... 2560 columns with few and many rows.
 //      So it covers only some of the longer rows and of the unaligned rows. For a line with such rows, first add the
 //      widths at both ends of its range, and those just outside of it, to shapes() in .tests/cases.py. launches.py
 //      needs two to three minutes and no GPU.
-//   5. Check the results. If the shapes in .tests/cases.py lack this width, add it.
-//          python -m pytest --full .tests/test_dispatch.py .tests/test_values.py
+//   5. Check the results, first for this width. If no test is selected, add the width to shapes() in .tests/cases.py.
+//          python -m pytest --full .tests/test_values.py -k x768-
+//          python -m pytest --full -n 2 .tests/test_dispatch.py .tests/test_values.py
 //      If no other line has the same template arguments, the file now compiles another kernel. Then test_dispatch.py
 //      fails until some case launches it, and
 //          python .tests/machine_code.py HEAD
@@ -4184,7 +4187,8 @@ __global__ void __launch_bounds__(Bounds<T, PACKS, ROWS, UNALIGNED, IN_WARP>::kM
 //          git worktree add DIR HEAD
 //          python .bench/sweep.py --only 8192x768:bf16 --against DIR
 //      Use the numbers of rows that your model has, and one that is much larger, and repeat the run. Differences of
-//      less than 1% are noise. L2 is overwritten before each call; .bench/sizes.py also times rows that are in L2.
+//      less than 1% are noise. L2 is overwritten before each call. For rows that are in L2, run .bench/sizes.py in both
+//      folders (add the width to its COLUMNS). No script times an activation against another version.
 //   7. If the line stays, mend the comments that describe these rows, such as Example 1 above.
 
 struct ForwardKernel {
