@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import emulator  # noqa: E402
+import processes  # noqa: E402
 import reference  # noqa: E402
 
 import layernorm_inline  # noqa: E402
@@ -108,6 +110,7 @@ def backend(request):
 # ---- The selection without --full ----
 
 NOT_RUN = pytest.StashKey()  # (number of deselected tests, how many of them need a GPU)
+BUILDS = pytest.StashKey()  # the child process that compiles the kernels of emulated GPUs
 
 
 def pytest_collection_modifyitems(config, items):
@@ -130,6 +133,20 @@ def pytest_collection_modifyitems(config, items):
     config.stash[NOT_RUN] = (len(not_run), need_gpu)
     config.hook.pytest_deselected(items=not_run)
     items[:] = chosen
+
+
+def pytest_collection_finish(session):
+    """Starts to compile the kernels of emulated GPUs in a child process, unless -k or :: selects a few tests.
+
+    So the first run waits less: the tests compile the binding at the same time.
+    """
+    selects = session.config.option.keyword or any("::" in argument for argument in session.config.args)
+    is_first_process = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    emulated = any(item.get_closest_marker("emulated") for item in session.items)
+    if emulated and is_first_process and not selects and emulator.can_build():
+        code, quiet = "import emulator; emulator.build_all_kernels()", subprocess.DEVNULL
+        command = [sys.executable, "-c", code]
+        session.config.stash[BUILDS] = processes.start(command, cwd=emulator.HERE, stdout=quiet, stderr=quiet)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -386,6 +386,13 @@ def build_kernels(before_hopper=False, macros=()):
     return library
 
 
+def build_all_kernels():
+    """Compiles all libraries of kernels, one after the other."""
+    for before_hopper in (False, True):
+        for macros in ((), EPILOGUE):
+            build_kernels(before_hopper, macros)
+
+
 # ---- The binding, for CPU tensors ----
 
 # Pattern in CPP_SOURCE -> its replacement: names that differ for CPU tensors, and sizes that would make tests slow.

@@ -449,6 +449,7 @@ def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
         assert (model(x).double() - expected).abs().max() < (1e-5 if tf32 else 1e-6)
 
 
+@pytest.mark.full
 @convolutions_in_tf32(False)
 def test_conv_with_hooks(backend):
     """Hooks and patches of the inner modules run, and change nothing else. A wrong argument raises a TypeError."""
