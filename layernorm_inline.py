@@ -1319,7 +1319,6 @@ void launch_call(const Call& call, const Tensor& input) {
   const c10::cuda::CUDAGuard guard(input.device());
   Tensor scratch;
   const auto allocate_scratch = [&](size_t bytes) {
-    TORCH_INTERNAL_ASSERT(!scratch.defined(), "a second allocation would free the first");
     scratch = allocate({static_cast<int64_t>(bytes)}, at::kByte, input);
     return scratch.data_ptr();
   };

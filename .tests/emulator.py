@@ -180,15 +180,20 @@ static void guard(ln::Convolution& call, Tensors& tensors) {
 
 static std::string answer;  // holds the text that a function below returned last
 
-// Runs a call, and returns an error message, which is empty if there was no error.
+// Runs a call, and returns an error message, which is empty if there was no error. The kernels get guarded scratch
+// memory. The binding's `allocate` is called as often and with the same sizes, and its memory is written.
 template <typename Call>
-static const char* emulate(Call call) {
+static const char* emulate(Call call, const ln::Allocate& allocate) {
   answer.clear();
   try {
     Tensors tensors;
     guard(call, tensors);
     emulator::next_is_first = true;
-    const cudaError_t error = ln::launch(call, [&](size_t bytes) { return tensors.scratch(bytes); }, nullptr);
+    const auto allocate_guarded = [&](size_t bytes) {
+      memset(allocate(bytes), 0xff, bytes);
+      return tensors.scratch(bytes);
+    };
+    const cudaError_t error = ln::launch(call, allocate_guarded, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
     tensors.finish();
@@ -219,10 +224,10 @@ const char* emulated_launches() {
   answer = std::exchange(emulator::launches, "");
   return answer.c_str();
 }
-const char* emulate_forward(const ln::Forward* call) { return emulate(*call); }
-const char* emulate_backward(const ln::Backward* call) { return emulate(*call); }
+const char* emulate_forward(const ln::Forward* call, const ln::Allocate* allocate) { return emulate(*call, *allocate); }
+const char* emulate_backward(const ln::Backward* call, const ln::Allocate* allocate) { return emulate(*call, *allocate); }
 #ifdef LAYERNORM_HAS_EPILOGUE
-const char* emulate_convolution(const ln::Convolution* call) { return emulate(*call); }
+const char* emulate_convolution(const ln::Convolution* call, const ln::Allocate* allocate) { return emulate(*call, *allocate); }
 bool emulate_supports_convolution(ln::DType dtype, bool tf32) { return ln::supports_convolution(dtype, tf32); }
 #endif
 }
@@ -453,10 +458,9 @@ template <typename Call>
 cudaError_t emulate(const char* function, const Call& call, const Allocate& allocate, cudaStream_t stream) {
   TORCH_CHECK(guards > 0, "the device of the tensors is not current");
   TORCH_CHECK(stream == c10::cuda::getCurrentCUDAStream(), "the kernels do not run on the current stream");
-  memset(allocate(100), 0xff, 100);
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  const std::string message = of_kernels<const char*(const Call*)>(function)(&call);
+  const std::string message = of_kernels<const char*(const Call*, const Allocate*)>(function)(&call, &allocate);
   TORCH_CHECK(message.empty(), message);
   return cudaSuccess;
 }
