@@ -33,6 +33,7 @@ COLUMNS = (12288, 65536, 262144, 1048576)
 ELEMENTS = 1 << 25  # of the input
 NORMS = 6
 MODES = ("local", "reduced after", "overlapped")
+NAMES = ["columns", "dtype", *(f"{model}, {mode}" for model in ("nn.LayerNorm", "layernorm_inline") for mode in MODES)]
 STEPS, REPEATS = 10, 5  # steps per measurement, and measurements, of which the table shows the median
 
 
@@ -84,9 +85,7 @@ def main(device="cuda", columns=COLUMNS, elements=ELEMENTS):
     distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     rows = [time_width(cols, elements, dtype, device) for dtype in (torch.bfloat16, torch.float32) for cols in columns]
     if distributed.get_rank() == 0:
-        models = ("nn.LayerNorm", "layernorm_inline")
-        names = ["columns", "dtype", *(f"{model}, {mode}" for model in models for mode in MODES)]
-        table = results.markdown_table(names, rows)
+        table = results.markdown_table(NAMES, rows)
         print(table)
         if device == "cuda":
             text = f"{versions()}\n\nMilliseconds per training step of {NORMS} norms, {elements >> 20}M elements.\n\n{table}"

@@ -33,6 +33,9 @@ SPEED = {
 }
 SPEED = [f"{step} | {' | '.join(case.rsplit(' ', 1))}" for step, cases in SPEED.items() for case in cases.split(", ")]
 
+# Kind of section -> number of cells that identify a row of its table.
+KEY_CELLS = {"Sweep": 3, "KernelBench": 1, "Models": 1, "Two GPUs": 2, "Other libraries": 3}
+
 
 def write_section(heading, text, file=FILE):
     """Replaces the section with this heading, or adds it at the end."""
@@ -50,9 +53,7 @@ def markdown_table(names, rows):
 
 def tables_of(text, kind):
     """Returns {GPU: {key: cells}} of the sections "kind, GPU" in RESULTS.md's text. A key is the row's first cells."""
-    keys = {"Sweep": 3, "KernelBench": 1, "Models": 1, "Other libraries": 3}[
-        kind
-    ]  # number of cells that identify a row
+    keys = KEY_CELLS[kind]
     tables = {}
     for section in text.split(f"\n## {kind}, ")[1:]:
         gpu, _, body = section.split("\n## ")[0].partition("\n")
@@ -82,6 +83,34 @@ def tritonbench_row(sweep):
 def short(gpu):
     """Returns a GPU's name without its manufacturer and memory."""
     return gpu.replace("NVIDIA ", "").split()[0]
+
+
+def libraries_table(gpu, table):
+    """Returns README's table of other libraries. table: of tables_of, with its header."""
+    rows = []
+    for key, cells in table.items():
+        if key.startswith("operation"):
+            header = [f"ms on an {gpu}", *cells]
+        elif not key.startswith("---"):
+            rows.append([key.replace(" | ", ", "), *(f"{float(ms):#.3g}" for ms in cells)])
+    return markdown_table(header, rows)
+
+
+def two_gpus_table(gpu, table):
+    """Returns README's table of two GPUs, which omits one of the modes of the table in RESULTS.md."""
+    header = [
+        f"ms per training step, two {gpu}",
+        "nn.LayerNorm, without DDP",
+        "with DDP",
+        "this file, without DDP",
+        "with DDP",
+    ]
+    rows = []
+    for key, cells in table.items():
+        cols, dtype = key.split(" | ")
+        if cols.isdigit():
+            rows.append([f"{cols} columns, {dtype}", cells[0], cells[2], cells[3], cells[5]])
+    return markdown_table(header, rows)
 
 
 def readme_tables(text):
@@ -116,6 +145,8 @@ def readme_tables(text):
     keys = [key for key in problems[gpu] if key.startswith("problem")]
     rows = [[key, *(f"{float(ms):#.3g}" for table in problems.values() for ms in table[key])] for key in keys]
     tables.append(markdown_table(header, rows))
+    tables += [libraries_table(*item) for item in tables_of(text, "Other libraries").items()]
+    tables += [two_gpus_table(*item) for item in tables_of(text, "Two GPUs").items()]
     return "\n\n".join(tables)
 
 

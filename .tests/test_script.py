@@ -16,7 +16,9 @@ from torch import nn
 import test_layernorm_inline as companion
 
 sys.path.append(str(ROOT / ".bench"))
-models, results, sweep = (importlib.import_module(name) for name in ("models", "results", "sweep"))
+ddp, libraries, models, results, sweep = (
+    importlib.import_module(name) for name in ("ddp", "libraries", "models", "results", "sweep")
+)
 
 
 def run_script(*arguments, script="test_layernorm_inline.py"):
@@ -237,7 +239,9 @@ def test_a_driver_that_does_not_work(message, status, monkeypatch, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", [".bench/sweep.py", ".bench/models.py", ".bench/sizes.py", ".bench/ddp.py"])
+@pytest.mark.parametrize(
+    "script", [".bench/sweep.py", ".bench/models.py", ".bench/sizes.py", ".bench/ddp.py", ".bench/libraries.py"]
+)
 def test_the_benchmarks_need_a_gpu(script):
     done = run_script(script=script)
     assert done.returncode == 1 and done.stdout.startswith("Nothing was timed"), done.stderr
@@ -294,6 +298,7 @@ def test_results_are_written(tmp_path, monkeypatch):
 def test_tables_of_the_readme(monkeypatch):
     """README's tables can be made from what the scripts write, and README shows those of RESULTS.md."""
     monkeypatch.setattr(sweep, "versions", lambda: "a GPU")
+    monkeypatch.setattr(libraries, "versions", lambda: "a GPU")
     monkeypatch.setattr(sweep, "time_forward", lambda setting, modes: dict(original=8.0, compile=0.5, new=0.25))
     monkeypatch.setattr(sweep, "settings_40", lambda device: companion.settings_40("cpu"))
     names = ["float32, TF32 allowed for convolutions (the default)", "float32, TF32 off"]
@@ -307,7 +312,11 @@ def test_tables_of_the_readme(monkeypatch):
     gpu = "NVIDIA H200"
     sections = {f"Sweep, {gpu}": sweep.as_markdown(table, []), f"Models, {gpu}": norms}
     sections[f"KernelBench, {gpu}"] = sweep.problems_as_markdown()
-    sections["Sweep, NVIDIA H100 80GB HBM3"] = sections[f"Sweep, {gpu}"]
+    h100 = "NVIDIA H100 80GB HBM3"
+    sections[f"Sweep, {h100}"] = sections[f"Sweep, {gpu}"]
+    timed = [dict(zip(("operation", "rows", "cols", "dtype"), case), **times, Liger=1.5) for case in libraries.cases()]
+    sections[f"Other libraries, {h100}"] = libraries.as_markdown(timed, "0.8.5")
+    sections[f"Two GPUs, {h100}"] = results.markdown_table(ddp.NAMES, [[64, "float32", 6, 5, 4, 3, 2, 1]])
     lines = results.readme_tables("".join(f"\n## {h}\n\n{text}\n" for h, text in sections.items())).split("\n")
     assert "| forward, 8192 x 1024, bf16 | 4.00 | 2.00 | 1.25 | 3.2x | 1.6x |" in lines
     assert any(line.endswith("| 8.00 | 0.500 | 0.250 | 32x | 2x |") and "problem 40" in line for line in lines)
@@ -315,7 +324,11 @@ def test_tables_of_the_readme(monkeypatch):
     assert "| pair stack 256 x 256 x 128, bf16 | 4 | 3 | 1.5 | 2 |" in lines
     assert "| backward, 32768 x 320, bf16 | 0.25 | 0.50 | 0.80 | 0.25 | 0.50 | 0.80 |" in lines
     assert "| problem 34, float32, TF32 off | 8.00 | 0.500 | 0.250 |" in lines
+    assert f"| ms on an {h100} | eager | torch.compile | Liger-Kernel 0.8.5 | layernorm_inline |" in lines
+    assert "| backward, 32768 x 320, bf16 | 4.00 | 2.00 | 1.50 | 1.25 |" in lines
+    assert "| 64 columns, float32 | 6 | 4 | 3 | 1 |" in lines
     shown = (ROOT / "README.md").read_text()
+    lines.remove("| 64 columns, float32 | 6 | 4 | 3 | 1 |")
     assert all(line.split(" | ")[0].split(": geometric")[0] in shown for line in lines)
     printed = results.readme_tables((ROOT / ".bench" / "RESULTS.md").read_text()).split("\n")
     assert [line for line in printed if line not in shown] == []
