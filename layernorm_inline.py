@@ -6919,8 +6919,8 @@ namespace convolution {
 //
 // Four lanes of a warp together hold all 64 columns of a row in the registers to which the products are added.
 // LayerNorm therefore needs two shuffles per sum and no memory, and neither the convolution's output nor LayerNorm's is
-// written. Weights are read from global memory once per block. One group can multiply while the other one normalizes
-// and writes, so tensor cores and memory work at the same time.
+// written. Weights are read from global memory once per block. While one group multiplies, the other one normalizes and
+// writes, so tensor cores and memory work at the same time.
 //
 // All measurements are of problem 34, which has input (32, 32, 16, 32, 32) and needs 137 GFLOP (2 x 268 million outputs
 // x 256 products). They are of forward. The first one is that of README; each of the others compares two versions that
@@ -6930,7 +6930,7 @@ namespace convolution {
 //   the mma.sync version instead of wgmma, TF32, H200       53% slower
 //   wgmma, but groups load their own input, TF32, H200      5% slower
 //   scale applied only where a line exists, 16 bits, H100   9% slower, see write_rows
-//   one group multiplies at a time, TF32; bf16, H100        0.3% slower; 1% faster
+//   both groups may multiply at the same time, TF32; bf16   H200: 3%; 2% slower. H100: equal; 1% slower
 //
 // No single resource limits it. In TF32 on an H100, tensor cores are busy for 46% of the time, schedulers issue an
 // instruction in 42% of the cycles, the pipe of shared memory is busy for 58%, and writes use 52% of the bandwidth of
@@ -6940,7 +6940,7 @@ namespace convolution {
 // ---- 4. How a block works over time ----
 //
 // With wgmma. A and B are the tasks of groups 0 and 1. Time runs from left to right. A group multiplies (mult), and
-// then normalizes, applies GELU and scale, and writes (write). Group 1 is later because its input is loaded later:
+// then normalizes, applies GELU and scale, and writes (write):
 //
 //   loading warps   load A0   load B0   load A1    load B1    load A2    load B2
 //   group 0                   mult A0   write A0   mult A1    write A1   mult A2
@@ -6949,14 +6949,16 @@ namespace convolution {
 //   barrier            who arrives                            who waits
 //   kFull + g          loading warps, after a load            group g, before it multiplies
 //   kEmpty + g         group g, after multiplying             loading warps, before they load for group g again
+//   kMayMultiply + g   the other group, after multiplying     group g, before it multiplies
 //
-// Each wait needs an arrival of the other side, or the block hangs. The first load for a group does not wait at kEmpty,
-// and the group does not arrive there after its last task, so that every arrival has its wait. The groups do not wait
-// for each other.
+// Each wait needs an arrival of the other side, or the block hangs. This holds because group 0 has as many tasks as
+// group 1, or one more. The first load for a group does not wait at kEmpty, and the group does not arrive there after
+// its last task. Group 0 does not wait at kMayMultiply before its first task, and no group arrives there if the other
+// one has no task left, so that every arrival has its wait.
 //
-// With mma.sync, a group starts the copies of its next task after multiplying, and they arrive while it normalizes and
-// writes. Only its own 128 threads meet at kFull + g (the input of a task is ready) and at kEmpty + g (all warps have
-// multiplied).
+// With mma.sync, the groups do not wait for each other. A group starts the copies of its next task after multiplying,
+// and they arrive while it normalizes and writes. Only its own 128 threads meet at kFull + g (the input of a task is
+// ready) and at kEmpty + g (all warps have multiplied).
 //
 // ---- 5. Where elements lie ----
 //
@@ -7078,7 +7080,7 @@ using Unit = Pack<uint32_t, 4>;
 static_assert(kOutChannels == 64 && kTaskLines * kInWidth == 128 && kGroupThreads == 128,
               "The instruction of multiply_add_async multiplies 64 output channels by 128 columns in 128 threads.");
 static_assert(kInChannels == 32 && kInWidth == 32, "first_patch divides 32 channels and 32 columns among threads.");
-static_assert(kGroups == 2, "BlockContext::tasks divides the tasks of a block between two groups.");
+static_assert(kGroups == 2, "The groups take turns: the other one of group g is group 1 - g.");
 
 struct Config {
   // Registers per thread after setmaxnreg, with wgmma. The warps that load input use 54 (nvcc 13.0, 16 bits), so they
@@ -7468,9 +7470,10 @@ __device__ inline void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 // Names of barriers. Add the group's number, 0 or 1. Name 0 belongs to __syncthreads.
-//   kFull    the group's input is in its slabs
-//   kEmpty   the group has read its slabs
-enum : int { kFull = 1, kEmpty = kFull + kGroups };
+//   kMayMultiply   the tensor cores are free for this group
+//   kFull          the group's input is in its slabs
+//   kEmpty         the group has read its slabs
+enum : int { kMayMultiply = 1, kFull = kMayMultiply + kGroups, kEmpty = kFull + kGroups };
 
 // ---- Blocks and tasks ----
 
@@ -7860,15 +7863,21 @@ __device__ void load_tasks(const BlockContext<L>& block) {
   }
 }
 
-// Multiplies with wgmma when the loading warps have loaded the input. Afterwards they may load this group's next task,
-// while this group normalizes and writes.
+// Multiplies with wgmma when the loading warps have loaded the input and the other group has multiplied. Afterwards the
+// loading warps may load this group's next task, and the other group may multiply, while this group normalizes and
+// writes.
 template <typename L>
 __device__ void wait_and_multiply(Accumulators& accumulators, const Task<L>& task,
                                   const uint32_t (&register_fragment)[4]) {
-  named_barrier_wait(kFull + task.group, 2 * kGroupThreads);
+  const BlockContext<L>& block = task.block;
+  const int group = task.group, index = task.index;
+  named_barrier_wait(kFull + group, 2 * kGroupThreads);
+  if (group == 1 || index > 0) named_barrier_wait(kMayMultiply + group, 2 * kGroupThreads);
   multiply_async(accumulators, task, register_fragment);
-  const bool has_next = task.index + 1 < task.block.tasks(task.group);
-  if (has_next) named_barrier_arrive(kEmpty + task.group, 2 * kGroupThreads);
+  // The shorter condition 2 * index + group + 1 < all_tasks makes the compiler duplicate the loop (13% more code).
+  const bool other_group_has_task = group == 0 ? index < block.tasks(1) : index + 1 < block.tasks(0);
+  if (other_group_has_task) named_barrier_arrive(kMayMultiply + 1 - group, 2 * kGroupThreads);
+  if (index + 1 < block.tasks(group)) named_barrier_arrive(kEmpty + group, 2 * kGroupThreads);
 }
 
 // Multiplies with mma.sync, and starts the copies of this group's next task, which arrive while it normalizes and

@@ -119,14 +119,17 @@ DISTRIBUTED = """
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
-    kind = sys.argv[1]
+    kind, compiled = sys.argv[1:]
 
     def train(replace):
         torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]).cuda()
+        # Compiled, rows of 64 run PyTorch's layer norm, and rows of 61 this file's kernels.
+        sizes = [64, 61, 64, 61, 64]
+        layers = [(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in zip(sizes, sizes[1:])]
+        model = nn.Sequential(*[m for layer in layers for m in layer]).cuda()
         if replace:
             replace_layer_norm(model)
-            assert sum(type(m) is LayerNorm for m in model.modules()) == 3
+            assert sum(type(m) is LayerNorm for m in model.modules()) == 4
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
         else:
@@ -135,6 +138,9 @@ DISTRIBUTED = """
                 if isinstance(m, (nn.Linear, nn.LayerNorm)):
                     fully_shard(m)
             fully_shard(model)
+        if compiled == "compiled":
+            torch._dynamo.reset()
+            model = torch.compile(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         torch.manual_seed(rank + 1)
         x, target = torch.randn(32, 64, device="cuda"), torch.randn(32, 64, device="cuda")
@@ -156,14 +162,15 @@ DISTRIBUTED = """
 
 
 @two_gpus
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_distributed_training_follows_pytorch(kind, tmp_path):
+def test_distributed_training_follows_pytorch(kind, mode, tmp_path):
     """With DistributedDataParallel and FSDP2, a converted network has the same losses as the original."""
     shutil.copy(SOURCE, tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(DISTRIBUTED))
     port = str(29500 + os.getpid() % 2000)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
     environment = environment_with(TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
-    done = run([*command, "train.py", kind], cwd=tmp_path, env=environment, timeout=300)
+    done = run([*command, "train.py", kind, mode], cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("agree") == 2
