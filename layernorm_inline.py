@@ -2549,8 +2549,8 @@ constexpr int kLineBytes = 128;   // size of a cache line
 constexpr int kSectorBytes = 32;  // size of a sector, the part of a cache line that is read from memory by itself
 
 // Starts to copy `bytes` bytes into L2. Needs sm_90; `global` and `bytes` must be multiples of 16. If you add a call
-// inside an `if`, look at the machine code (cuobjdump -sass): in one such call, ptxas 13.0 set the register that holds
-// `bytes` on one path only, and four times as many bytes came.
+// inside an `if`, look at the machine code (cuobjdump -sass): every path to the instruction UBLKPF must set the
+// register that holds `bytes`. In one such call, ptxas 13.0 set it on one path only, and four times as many bytes came.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
                : "memory");
@@ -2567,10 +2567,11 @@ __device__ inline bool is_prefetching_thread() {
 
 // Starts to copy `bytes` bytes into L2; `global` and `bytes` must be multiples of 16. From sm_90 on, the calling thread
 // prefetches all of them. On older GPUs, each of `threads` threads must make the call; thread number `thread`
-// prefetches the sector at offset thread * step, and one every threads * step bytes from there on. The instruction for
-// older GPUs accepts no policy. It has variants with the priorities evict_last and evict_normal. The former is used
-// here, which is also the priority of large input (see input_priority). This choice was not measured: no GPU before
-// sm_90 was available.
+// prefetches the sector at offset thread * step, and one every threads * step bytes from there on. (PTX does not say
+// how many bytes the instruction for older GPUs fetches. With a step of two sectors, it seems to fetch both, see
+// kPrefetchStep.) It accepts no policy. It has variants with the priorities evict_last and evict_normal. The former is
+// used here, which is also the priority of large input (see input_priority). This choice was not measured: no GPU
+// before sm_90 was available.
 __device__ inline void prefetch_range(const void* global, int bytes, uint64_t policy,
                                       int thread = threadIdx.y * blockDim.x + threadIdx.x,
                                       int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
@@ -2673,8 +2674,9 @@ __device__ void with_same_dtype(const Forward& call, F f) {
 }
 
 // Loads weight[col .. col + V) and bias[col .. col + V). SAME_DTYPE is the argument of with_same_dtype's f. UNALIGNED:
-// the row is not aligned. Its packs then start at column `begin`, the first that is 16-byte aligned in output (see the
-// example at ForwardColumns), and col is begin plus a multiple of V. Aligned rows do not use `begin`.
+// the row is not aligned in input or in output. Its packs then start at column `begin`, the first that is 16-byte
+// aligned in output: 7 if output begins 2 bytes after a 16-byte boundary and is 16-bit, 0 if output is aligned. col is
+// begin plus a multiple of V. Aligned rows do not use `begin`.
 template <typename T, int V, bool UNALIGNED, bool SAME_DTYPE>
 __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
   const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
@@ -3199,9 +3201,10 @@ _LAUNCH = r"""
 //   2. At least one thread of each block of such a kernel calls wait_for_previous(). Otherwise the kernel could end
 //      before the previous one, and the kernel after it would start too early.
 //   3. Before this call, a thread writes no global memory, and reads only what was complete when the previous kernel
-//      started. For example, normalize_columns loads weight before the call. Two kernels come before it:
-//      measure_pieces, a plain launch, started after the caller's kernels had ended, and neither it nor finish_rows
-//      writes weight. backward_columns must not do this, because it can directly follow a kernel of the caller.
+//      started. For example, the two-pass kernels are launched in this order: measure_pieces (a plain launch, so it
+//      starts after the caller's kernels have ended), finish_rows, normalize_columns. The last of them loads weight
+//      before the call, because neither of the others writes weight. backward_columns must not do this, because it can
+//      directly follow a kernel of the caller.
 //   4. CUDA graphs support such launches from CUDA 12.3 on. With older versions, and on older GPUs, launch_kernel
 //      makes a plain launch instead (Device::allows_programmatic), and wait_for_previous() returns at once.
 //
@@ -3212,8 +3215,8 @@ _LAUNCH = r"""
 //      the device does not support it (some virtual GPUs). A green context owns some of the device's SMs. If a launch
 //      in it is captured into a CUDA graph, CUDA reports no error, and the graph would hang. launch_kernel therefore
 //      returns the error itself (exceeds_green_context).
-//   7. The cooperative kernel is the first launch of a call. If it fails, dispatch clears the error (cannot_cooperate)
-//      and runs the call with another kernel family.
+//   7. The cooperative kernel is the first launch of a call. If it fails, nothing of the call has run. Dispatch then
+//      clears the error (cannot_cooperate) and runs the whole call with another kernel family.
 //
 // Safe changes, and what guards them. Emulated GPUs are described in .tests/emulator.h, mutants (copies of this
 // file with one bug) in .tests/mutants.py.
@@ -3272,7 +3275,7 @@ int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 // Raises the kernel's limit of dynamic shared memory to everything that a block can use. A limit of only what one call
 // needs would not be safe: before this thread launches the kernel, another thread with a shorter row could lower it.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
-  thread_local std::set<std::pair<const Device*, const void*>> allowed;  // set once per thread, device and kernel
+  thread_local std::set<std::pair<const Device*, const void*>> allowed;  // of each thread, so that it needs no lock
   if (allowed.count({&device, kernel}) > 0) return cudaSuccess;
   cudaFuncAttributes attributes = {};
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
@@ -3357,8 +3360,9 @@ constexpr int row_threads(int64_t loads, int loads_per_thread) {
 
 // Returns the L2 priority with which input is read.
 //
-// Input of more than half of L2 gets EvictLast: when L2 is full, output then leaves it before input does. With
-// equal priority for both, forward was 4% slower (H200, float32 rows of 16 to 8192 columns).
+// Input of more than half of L2 gets EvictLast: when L2 is full, output then leaves it before input does. (Input is
+// read once. But it is prefetched, and probably some of it would leave L2 before it is read.) With equal priority for
+// both, forward was 4% slower (H200, float32 rows of 16 to 8192 columns).
 //
 // Smaller input gets EvictFirst: output then stays in L2 for the kernel that reads it next. EvictLast would push output
 // out of L2: three layer norms of 16 MB, one after the other, needed 9% more time with EvictLast than with equal
@@ -5350,7 +5354,7 @@ __device__ void start_copies(const Copy (&copies)[N], uint64_t* full, int thread
 // after a barrier. Without it, these may miss the writes, because they use another path to memory. The convolution
 // needs it, because its asynchronous matrix products read what threads have written. A bulk copy into bytes that
 // threads have only read does not need it: a barrier is enough.
-__device__ inline void writes_before_copies() {
+__device__ inline void writes_before_async_accesses() {
   if constexpr (kArch.has_bulk_copy) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 """
@@ -5565,7 +5569,9 @@ __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
 
 // Writes a pair into a mailbox. Its floats must be results of arithmetic, see kEmptyMailbox.
 __device__ inline void publish(uint64_t* mailbox, float2 pair) {
-  *const_cast<volatile uint64_t*>(mailbox) = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
+  const uint64_t bits = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
+  LAYERNORM_CHECK(bits != kEmptyMailbox);
+  *const_cast<volatile uint64_t*>(mailbox) = bits;
 }
 
 // Reads the mailboxes of blocks first_peer, first_peer + 32, ... of a row into `pairs`. Returns false if any of them is
@@ -5689,15 +5695,19 @@ _PIPELINED = r"""
 // So nothing of row t is used any more when row t + stages overwrites it, and no barrier gets a whole round ahead of a
 // thread that waits for it. To move an arrival or a wait, find the lines above that depend on it: emulated GPUs do not
 // notice a write that is not visible. Threads only read the stage, therefore the bulk copies of step 5 need no fence
-// after `empty` (see writes_before_copies). A gatherer may poll rows that are more than `stages` ahead, because it uses
-// only rows whose mailboxes are all filled. One of these mailboxes is that of its own block. So the block has measured
-// the row, and by the steps above the row `stages` before it has been applied.
+// after `empty` (see writes_before_async_accesses). A gatherer may poll rows that are more than `stages` ahead, because
+// it uses only rows whose mailboxes are all filled. One of these mailboxes is that of its own block. So the block has
+// measured the row, and by the steps above the row `stages` before it has been applied.
 //
 // Safe changes, and what guards them. "The tests" are the cases of test_values.py with "pipelined" in their names.
 // Emulated GPUs run them with warps in random order, and report deadlocks, values that are read before they are
 // written, and wrong results. They do not model the order of writes in memory, so a missing fence is not detected.
-//   - The values of Config affect only speed and the rounding of sums. Delays must be at least 0, and all other values
-//     at least 1. The tests must succeed with any such values. .tests/launches.py lists the launches that change.
+//   - The values of Config affect only speed and the rounding of sums. Delays must be at least 0, kPrefetchStep a
+//     multiple of 16 (static_assert), and all other values at least 1. The tests must succeed with any such values.
+//     .tests/launches.py lists the launches that change.
+//   - kComputeWarps and kThreadColumns determine the longest slice, 8192 columns. The overview, MAX_SLICE in
+//     .tests/cases.py and the introduction's example name it or follow from it. In forward, the sum of a part of
+//     kLanesPerPart * kThreadColumns 16-bit numbers must be exact (see reference).
 //   - choose_plan can return any plan for which is_valid() holds, and that fits: a stage holds a slice and one line,
 //   the
 //     ring fits into shared memory, a slice is a whole number of packs, and a row has at most as many blocks as there
@@ -5709,8 +5719,8 @@ _PIPELINED = r"""
 //     ring, so that on GPUs with little shared memory fewer rows are supported. Then adapt `reserved` in cases.py, and
 //     the numbers in the static_assert below Control.
 //   - stages_in_flight can be 1 to stages - 1 (std::clamp in choose_plan). With 0 the loader would wait for the slice
-//     that it is about to copy, and the tests would report a deadlock. `stages` would be as good as stages - 1, because
-//     the wait for `empty` implies it, but is_valid() does not allow it; more would give after() a negative number.
+//     that it is about to copy, and the tests would report a deadlock. With more than `stages`, after() would get a
+//     negative number.
 //   - kCopiers can be 0 or kCopyThreads, and must be kCopyThreads before sm_90. row_scalars are copied if it is not 0,
 //     and otherwise loaded, for which there can be at most two scalars. So it must not be 0 in float32 forward.
 //     static_asserts guard both. If it is not 0, all kCopyThreads threads must call barrier_arrive_with_copies once per
@@ -5770,11 +5780,12 @@ struct Config {
   // Bytes between two prefetches before sm_90: two 32-byte sectors, so that the loader warps issue half as many (code
   // for sm_80 on an H200, float32 rows of 131072: 3 points faster than one sector).
   static constexpr int kPrefetchStep = 64;
-  // Two numbers for choose_blocks_per_row, which have been equal so far. The fixed time per row, expressed as the
-  // number of columns that a block moves in that time; and the shortest slice for which a row is divided among more
-  // blocks than necessary.
-  static constexpr int64_t kRowCostInColumns = 2048, kMinSlice = 2048;
+  // For choose_blocks_per_row: the fixed time per row, as the number of columns that a block moves in that time.
+  static constexpr int64_t kRowCostInColumns = 2048;
+  // For choose_blocks_per_row: a row is not divided among more blocks than necessary if slices would be shorter.
+  static constexpr int64_t kMinSlice = 2048;
 };
+static_assert(Config::kPrefetchStep % 16 == 0, "prefetch_range needs a multiple of 16 bytes.");
 
 // Parameters of a launch, the same for all blocks. gridDim.x blocks form a group and share a row. The gridDim.y groups
 // handle rows blockIdx.y, blockIdx.y + gridDim.y, ...
@@ -5806,7 +5817,7 @@ template <typename T>
 struct Slice {
   static constexpr int V = 16 / sizeof(T), kPacks = kThreadColumns / V;
   const T *x, *dy;  // input and grad_output (the same as x in forward), in shared memory
-  int64_t offset;   // of the slice in the tensors, in elements; for row 0 it is the slice's first column
+  int64_t offset;   // of the slice in the tensors, in elements; for row 0 of the tensors, the slice's first column
   int columns;      // of the slice
 
   __device__ int column(int i) const { return (i * 32 * kComputeWarps + threadIdx.x) * V; }  // of pack i, in the slice
@@ -5854,16 +5865,16 @@ struct ForwardWork {
   // 16-bit rows need no reference: the sum of a part, up to 32 equal 16-bit numbers, is exact in float's 24 bits.
   static __device__ float reference(const float4& x) { return kScalars > 0 ? reference_of(x.x, x.y, x.z) : 0; }
 
-  __device__ ForwardWork(const Call& call, const Slice<T>& row_0) {
+  __device__ ForwardWork(const Call& call, const Slice<T>& own_columns) {
     with_same_dtype<T>(call, [&](auto same_dtype) {
       UNROLL(i, kPacks) {
         // A thread without pack i loads the last pack of the slice instead. With a condition here the loads would wait
         // for one another (H200, bf16 rows of 65536: 4 points of copy bandwidth slower).
-        const int col = row_0.offset + min(row_0.column(i), row_0.columns - V);
+        const int col = own_columns.offset + min(own_columns.column(i), own_columns.columns - V);
         load_affine_pair<T, V, false, decltype(same_dtype)::value>(weight[i], bias[i], call, col, 0);
       }
     });
-    UNROLL(i, kPacks) count += row_0.has(i) ? V : 0;
+    UNROLL(i, kPacks) count += own_columns.has(i) ? V : 0;
     count = combine_lanes(count, kLanesPerPart);
     per_count = 1 / max(count, 1.f);
   }
@@ -5915,10 +5926,10 @@ struct BackwardWork {
     return (i == 0 ? call.mean : call.rstd) + row;
   }
 
-  __device__ BackwardWork(const Call& call, const Slice<T>& row_0) {
+  __device__ BackwardWork(const Call& call, const Slice<T>& own_columns) {
     UNROLL(i, kPacks) {
-      const int64_t col = row_0.offset + row_0.column(i);
-      if (row_0.has(i)) weight[i] = load_affine<T, V>(call.weight, call.affine_float32, col, 1);
+      const int64_t col = own_columns.offset + own_columns.column(i);
+      if (own_columns.has(i)) weight[i] = load_affine<T, V>(call.weight, call.affine_float32, col, 1);
     }
   }
 
@@ -5962,10 +5973,11 @@ struct BackwardWork {
   }
 
   // Adds this thread's sums over rows to the block's partial sums in global memory, and starts new sums.
-  __device__ void add_sums_of_rows(const Call& call, float* partials, const Slice<T>& row_0, bool is_first) {
+  __device__ void add_sums_of_rows(const Call& call, float* partials, const Slice<T>& own_columns, bool is_first) {
     UNROLL(i, kPacks) {
-      if (!row_0.has(i)) continue;
-      add_gradients<T>(call, partials, row_0.offset + row_0.column(i), grad_weight[i], grad_bias[i], is_first);
+      if (!own_columns.has(i)) continue;
+      add_gradients<T>(call, partials, own_columns.offset + own_columns.column(i), grad_weight[i], grad_bias[i],
+                       is_first);
       grad_weight[i] = grad_bias[i] = {};
     }
   }
@@ -6137,7 +6149,8 @@ __device__ void gather_rows(const BlockContext<Work>& block, int gatherer, int l
   const int peer = lane % plan.lanes_per_row, ahead = lane / plan.lanes_per_row, cols = block.call.cols;
   // Backward of float32 rows with many blocks has one gatherer, because two are slower (H200, rows of 1048576: 8 points
   // of copy bandwidth). For bf16, one is slower (H200, the same rows: 6 points).
-  const int gatherers = !Work::kForward && Work::V == 4 && gridDim.x >= Config::kManyBlocks ? 1 : kGatherers;
+  const int gatherers =
+      !Work::kForward && sizeof(typename Work::Element) == 4 && gridDim.x >= Config::kManyBlocks ? 1 : kGatherers;
   if (gatherer >= gatherers) return;
   float2 pairs[kPeers];
   float counts[kPeers];
@@ -6178,8 +6191,8 @@ __device__ void measure_and_apply(const BlockContext<Work>& block, float* partia
   const int part = threadIdx.x / Work::kLanesPerPart;
   const bool leads_part = lane % Work::kLanesPerPart == 0;
   auto& control = block.control;
-  const auto row_0 = block.slice(0, 0);  // only for its columns
-  Work work(block.call, row_0);
+  const auto own_columns = block.slice(0, 0);  // the slice of row 0 of the tensors: its offset is its first column
+  Work work(block.call, own_columns);
   if (leads_part) control.part_columns[part] = work.count;
   RingPosition measuring, applying;
   ROLLED(iteration, iterations + delay) {
@@ -6195,7 +6208,7 @@ __device__ void measure_and_apply(const BlockContext<Work>& block, float* partia
       measuring.advance(stages);
       if constexpr (!Work::kForward) {
         if (iteration % kRowsPerSum == kRowsPerSum - 1 || iteration + 1 == iterations)
-          work.add_sums_of_rows(block.call, partials, row_0, iteration < kRowsPerSum);
+          work.add_sums_of_rows(block.call, partials, own_columns, iteration < kRowsPerSum);
       }
     }
     if (iteration >= delay) {
@@ -6438,10 +6451,11 @@ namespace grid_resident {
 //   4. All blocks run at once (cooperative launch), and a block publishes its part of a row before it waits for the
 //      other parts of that row. Without either, the blocks could wait for each other forever.
 //   5. Control is reused from row to row. Warps write the moments of row r + 1 while they apply row r, after the
-//      __syncthreads() that precedes it. The last warp reaches that only when it has read the moments of row r.
+//      __syncthreads() that follows gather_row(r). The last warp calls it only after it has read the moments of row r.
 //      `row_stats` has two entries, because the last warp may write the statistics of row r + 1 while slow warps still
 //      read those of row r. It writes those of row r + 2 after one more __syncthreads().
-//   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_copies(). A thread
+//   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_async_accesses(). A
+//   thread
 //      reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is needed.
 //
 // ---- Registers ----
@@ -6455,7 +6469,8 @@ namespace grid_resident {
 // It prints every kernel whose machine code has changed, with the numbers before and after the change. For this kernel,
 // the line must end with "255 registers, 0 B local". "8 B local" would be a spill of two words per thread. If it
 // spills, hide a value from the compiler with opaque(), as measure_stage and gather_row do, or keep one pack less of
-// weight or bias in registers: that frees four registers, and needs 4 KB more of shared memory.
+// weight or bias in registers: that frees four registers, and needs 4 KB more of shared memory. There is space for one
+// such pack, unless kStagesAhead is smaller.
 //
 // ---- Safe changes ----
 //
@@ -6463,7 +6478,8 @@ namespace grid_resident {
 //   kMinRows                   Any number from 1 on is correct; it only chooses between this kernel and the two-pass
 //                              kernels. has_grid_resident_kernel in .tests/cases.py must say the same.
 //   kStagesAhead, kWeightPacks, kBiasPacks
-//                              Any numbers with which the static_asserts below hold. Then look for spills.
+//                              Any numbers with which the static_asserts below hold. Then look for spills. With today's
+//                              packs, kStagesAhead can be 0 to 3: the longest slice leaves 6.4 KB, less than a stage.
 //   kBlockThreads, kPacksPerThread
 //                              Not without changing measure_stage and BlockContext::load, which are written for two
 //                              packs, and the register budget.
@@ -6672,7 +6688,7 @@ __device__ void publish_row(Moments& moments, int row, int parity, const BlockCo
   barrier_wait(&block.control.measured, parity);
   total = combine_lanes(block.control.moments[lane % kWarps], kWarps);
   if (lane == 0) publish(mailbox_of(block.mailboxes, row, block.rank), {total.mean, total.m2});
-  __syncwarp();
+  __syncwarp();  // so that the lanes of the warp continue together
 }
 
 // In the last warp: waits until all blocks of the group have published a row, and writes its statistics to
@@ -6740,7 +6756,7 @@ __device__ void measure_first_row(Moments& moments, const BlockContext& block) {
 struct Step {
   RingPosition slot;  // of the stage that is applied
   int row, place;     // of this stage; place: as in apply_stage
-  int parity;         // of `row`: 0 for the group's first row, then 1, 0, ...
+  int row_parity;     // of `row`: 0 for the group's first row, then 1, 0, ...
   float* output;      // where this thread's first pack of the stage belongs
 };
 
@@ -6750,17 +6766,18 @@ struct Step {
 __device__ void apply_and_measure(const Step& step, Moments& moments, const RowStats& row_stats, const Weight& weight,
                                   const Bias& bias, const BlockContext& block) {
   const int rows = int(block.call.rows), groups = gridDim.y, next_row = step.row + groups;
-  // False past the group's last row.
-  const bool is_measured = step.row + (step.place + Config::kStagesAhead < kSliceStages ? 1 : 2) * groups < rows;
+  const int measured_row = step.row + (step.place + Config::kStagesAhead < kSliceStages ? 1 : 2) * groups;
+  const bool is_measured = measured_row < rows;  // false past the group's last row
   const bool is_last = step.place == kSliceStages - 1 - Config::kStagesAhead;
   const RingPosition measuring = step.slot.after(block.stages + Config::kStagesAhead, block.plan.ring);
   const ThreadStage x = block.load(step.slot.index);
   if (is_measured) barrier_wait(&block.control.full[measuring.index], measuring.parity);
   const ThreadStage x_ahead = block.load(measuring.index);
   apply_stage(step.output, x, step.place, row_stats, weight, bias, block);
-  // Past the last row, these are the moments of whatever is in the ring. They are never published.
+  // Past the last row, these are the moments of whatever is in the ring. They are never published. (The condition
+  // `is_measured` alone would also be correct. Its speed was not measured.)
   if (is_measured || !is_last) measure_stage(moments, x_ahead, is_last, block);
-  if (is_measured && is_last) publish_row(moments, next_row, step.parity ^ 1, block);
+  if (is_measured && is_last) publish_row(moments, next_row, step.row_parity ^ 1, block);
 }
 
 // Block (x, y) has slice x of the rows of group y. T is float. The kernel is a template so that it is only compiled
@@ -6912,8 +6929,8 @@ namespace convolution {
 // input, give or take one depth and height, at about the same time, and most of it comes from L2.
 //
 // There are two versions. Code for sm_90a uses wgmma, Hopper's asynchronous matrix products, and has four additional
-// warps that load input (Layout::kAsync). All other code, and float32 without TF32 (SPLIT), uses mma.sync, and each
-// group loads its own input.
+// warps that load input (Layout::kAsync). All other code uses mma.sync, and each group loads its own input. So does
+// float32 without TF32, which multiplies sums of two TF32 numbers (SPLIT).
 //
 // ---- 3. Why it is fast ----
 //
@@ -7155,7 +7172,7 @@ struct Layout {
   // Returns the unit of a fragment that holds an output channel in the first or second plane of the chunk, for wgmma.
   static constexpr __host__ __device__ int matrix_unit(int plane, int out) { return plane * kOutChannels + out; }
   // Returns the unit of a fragment that holds a lane's four registers for a tile of output channels, for mma.sync.
-  static constexpr __host__ __device__ int lane_unit(int tile, int lane) { return tile * 32 + lane; }
+  static constexpr __host__ __device__ int lane_unit(int channel_tile, int lane) { return channel_tile * 32 + lane; }
   // Return the output channel and the chunk's input channel of an element of a fragment, for wgmma: the inverse of
   // matrix_unit.
   static constexpr __host__ __device__ int matrix_out(int element) { return element / kUnitElements % kOutChannels; }
@@ -7202,9 +7219,11 @@ struct Layout {
   static constexpr __host__ __device__ int first_line(int warp) {
     return warp / kWarpsPerLine * (kWarpTiles / kLineTiles);
   }
-  // Returns the number of a warp's tile. `line` and `tile` (of 16 channels) count from the warp's first line and
+  // Returns the number of a warp's tile. `line` and `channel_tile` (16 channels) count from the warp's first line and
   // channel.
-  static constexpr __host__ __device__ int warp_tile(int line, int tile) { return line * kLineTiles + tile; }
+  static constexpr __host__ __device__ int warp_tile(int line, int channel_tile) {
+    return line * kLineTiles + channel_tile;
+  }
   // Return the channel and the line of a thread's row 0 to 7, relative to those of its row 0: the line is first_line,
   // and the channel is first_channel + lane / 4.
   static constexpr __host__ __device__ int channel_of(int row) {
@@ -7401,6 +7420,7 @@ __global__ void __launch_bounds__(kFragmentUnits * 16 / sizeof(T)) arrange_weigh
     in = L::matrix_in(element);
   }
   in += fragment / 4 % L::kChunks * 2 * kUnitElements;
+  // kernel_position uses the last bit of each argument: of d, the parity is bit 3 of `bits` and the tap bit 1.
   const int d = kernel_position(bits / 8, bits / 2), h = kernel_position(bits / 4, bits);
   const int w = kernel_position(fragment / 2, fragment);
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
@@ -7597,7 +7617,7 @@ __device__ void prepare_input(const Task<L>& task) {
     PatchElements<L> columns = transposed(channels);
     write_columns(units, columns, patch.column);
   });
-  if (L::kAsync) writes_before_copies();  // wgmma reads through the asynchronous proxy, as bulk copies do
+  if (L::kAsync) writes_before_async_accesses();  // wgmma reads through the asynchronous proxy, as bulk copies do
 }
 
 // ---- Products with wgmma ----
@@ -7613,8 +7633,9 @@ __device__ inline void keep_in_registers(Accumulators& accumulators) {
 __device__ inline unsigned address_in_units(const Unit* p) { return __shfl_sync(~0u, shared_address(p) / 16, 0); }
 
 // Returns the descriptor of a matrix in shared memory without swizzling. All three fields are in units: the address
-// from bit 0 on, the distance to the second plane from bit 16 on, and the distance to the next 8 columns of input, or
-// to the next 8 output channels of weights, from bit 32 on.
+// from bit 0 on, the distance to the second plane from bit 16 on (PTX: leading dimension byte offset), and the distance
+// to the next 8 columns of input, or to the next 8 output channels of weights, from bit 32 on (stride dimension byte
+// offset).
 __device__ inline uint64_t descriptor(unsigned address, int plane_stride, int eight_stride) {
   return uint64_t(eight_stride) << 32 | (address + (plane_stride << 16));
 }
@@ -7687,8 +7708,8 @@ __device__ void multiply_add_parts(float* c, const uint32_t (&a)[4], const uint3
 template <typename L>
 __device__ void multiply_add_taps(float* sums, const Unit (&weights)[2], const uint32_t (&columns)[3][2],
                                   int parity_w) {
-  // Tensor cores truncate their sums. With SPLIT, at most 6 products (2 taps x 3 products of parts) are summed there,
-  // before an addition that rounds.
+  // Tensor cores truncate their sums. With SPLIT, the results of at most 6 instructions (2 taps x 3 products of parts)
+  // are summed there, before an addition that rounds.
   float sum[4] = {};
   UNROLL(tap_w, 2) {
     multiply_add_parts<L>(L::kSplit ? sum : sums, weights[tap_w].data, columns[parity_w - tap_w + 1]);
@@ -7824,6 +7845,10 @@ __device__ void write_rows(const Task<L>& task, Accumulators& accumulators, cons
 
 // Fills the shared memory of a block before its first task: fragments, zeros in all slabs, weight and bias. The zeros
 // beside the lines of a slab are never overwritten.
+//
+// All threads of the block write, and wgmma reads through the asynchronous proxy. PTX needs one proxy fence on the path
+// from such a write to the read, in any thread. It is the one at the end of prepare_input: the loading warps call it
+// after the __syncthreads() that follows fill_shared, and before they arrive at kFull, for which the groups wait.
 template <typename L>
 __device__ void fill_shared(const BlockContext<L>& block) {
   const Convolution& call = block.call;

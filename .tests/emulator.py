@@ -55,7 +55,7 @@ BODIES = {
     "barrier_wait": "emulator::wait(barrier, parity);",
     "barrier_arrive_expecting": "emulator::arrive(barrier, bytes);",
     "bulk_copy": "emulator::bulk_copy(shared, global, bytes, barrier);",
-    "writes_before_copies": "",
+    "writes_before_async_accesses": "",
     "named_barrier_wait": "emulator::named_barrier(name, threads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, threads, false);",
     "multiply_add": "emulator::multiply_add<T>(c, a, b);",
