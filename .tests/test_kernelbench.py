@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -70,8 +72,27 @@ def test_submission_runs_like_in_the_harness(problem, grad):
         assert norm(torch.rand(3, 8)).shape == (3, 8)
 
 
+def test_the_evaluators_call_in_the_readme(tmp_path, monkeypatch, capsys):
+    """README's call passes the texts of both files. A stand-in takes the place of KernelBench."""
+
+    def eval_kernel_against_ref(reference, submission, *, backend, precision, measure_performance, timing_method):
+        assert (reference, submission) == ("the reference", SOURCE.read_text())
+        assert (backend, precision, measure_performance, timing_method) == ("cuda", torch.float32, True, "do_bench")
+        return types.SimpleNamespace(correctness=True, runtime=1.0, ref_runtime=2.0)
+
+    stand_in = types.SimpleNamespace(eval_kernel_against_ref=eval_kernel_against_ref)
+    monkeypatch.setitem(sys.modules, "kernelbench", types.SimpleNamespace(eval=stand_in))
+    monkeypatch.setitem(sys.modules, "kernelbench.eval", stand_in)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "KernelBench/level1").mkdir(parents=True)
+    (tmp_path / "KernelBench/level1/40_LayerNorm.py").write_text("the reference")
+    (tmp_path / "layernorm_inline.py").write_text(SOURCE.read_text())
+    exec(readme_blocks("python")[3], {})
+    assert capsys.readouterr().out == "True 1.0 2.0\n"
+
+
 def test_code_in_the_readme_works():
-    first, use, submission = readme_blocks("python")
+    first, use, submission, _ = readme_blocks("python")
     assert submission == SUBMISSION_34
     namespace = {}
     exec(first, namespace)
