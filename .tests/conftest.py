@@ -107,7 +107,7 @@ def backend(request):
         yield BACKENDS[name]
 
 
-# ---- The selection without --full ----
+# ---- The order of tests, and the selection without --full ----
 
 NOT_RUN = pytest.StashKey()  # (number of deselected tests, how many of them need a GPU)
 BUILDS = pytest.StashKey()  # the child process that compiles the kernels of emulated GPUs
@@ -117,8 +117,10 @@ def pytest_collection_modifyitems(config, items):
     """Without --full, deselects the tests that are marked `full` and those of one backend.
 
     If the machine has a CUDA GPU, tests on emulated GPUs are deselected, otherwise tests on CUDA GPUs. A test that is
-    named with :: on the command line always runs.
+    named with :: on the command line always runs. Slow tests come first: several processes then end at about the same
+    time, if each gets one test at a time (--maxschedchunk 1).
     """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--full") or any("::" in argument for argument in config.args):
         return
     chosen, not_run, need_gpu = [], [], 0

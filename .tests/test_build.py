@@ -754,6 +754,7 @@ def test_pytorchs_warning_about_no_gpu_is_not_shown(tmp_path, toolkit):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @needs_nvcc
 def test_one_of_many_processes_builds(tmp_path):
     """If eight processes import at the same time, one compiles each library. A later import needs less than 2 s."""

@@ -199,6 +199,7 @@ def compare_before_hopper(backend):
             assert same_bits(*results)
 
 
+@pytest.mark.slow
 @on_cuda
 @pytest.mark.parametrize("architecture", [75, 80])  # both older than the GPU; 7.5 has no convolution kernel
 def test_ptx_of_an_older_architecture_runs(backend, tmp_path, architecture):

@@ -192,6 +192,7 @@ def test_cases_cover_every_family_form_and_dtype():
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.emulated
 @pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
 def test_new_line_of_a_choice_table_changes_only_its_rows(tmp_path):

@@ -205,6 +205,7 @@ def test_guard_bands_around_buffers_stay_intact(backend, tmp_path):
 
 @on_cuda
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_compute_sanitizer_finds_nothing(backend, tmp_path, tool):
     script = tmp_path / "families.py"

@@ -161,6 +161,7 @@ DISTRIBUTED = """
 """
 
 
+@pytest.mark.slow
 @two_gpus
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
