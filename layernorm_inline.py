@@ -5709,9 +5709,8 @@ _PIPELINED = r"""
 //     .tests/cases.py and the introduction's example name it or follow from it. In forward, the sum of a part of
 //     kLanesPerPart * kThreadColumns 16-bit numbers must be exact (see reference).
 //   - choose_plan can return any plan for which is_valid() holds, and that fits: a stage holds a slice and one line,
-//   the
-//     ring fits into shared memory, a slice is a whole number of packs, and a row has at most as many blocks as there
-//     are SMs and kMaxBlocksPerRow. If is_valid() is false, launch() returns cudaErrorInvalidValue.
+//     the ring fits into shared memory, a slice is a whole number of packs, and a row has at most as many blocks as
+//     there are SMs and kMaxBlocksPerRow. If is_valid() is false, launch() returns cudaErrorInvalidValue.
 //     test_plans_keep_their_rules (test_dispatch.py) checks all this for many row lengths and GPUs.
 //   - choose_delay can return any delay with 0 <= delay < stages. Otherwise the kernel would deadlock.
 //   - kMaxStages can be 3 to 20, the number of warps, because each warp initializes the barriers of one stage. Control
@@ -6454,9 +6453,9 @@ namespace grid_resident {
 //      __syncthreads() that follows gather_row(r). The last warp calls it only after it has read the moments of row r.
 //      `row_stats` has two entries, because the last warp may write the statistics of row r + 1 while slow warps still
 //      read those of row r. It writes those of row r + 2 after one more __syncthreads().
-//   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_async_accesses(). A
-//   thread
-//      reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is needed.
+//   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_async_accesses().
+//      A thread reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is
+//      needed.
 //
 // ---- Registers ----
 //

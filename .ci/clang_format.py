@@ -1,6 +1,7 @@
 """Formats the C++ and CUDA strings in layernorm_inline.py with clang-format.
 
-With --check, changes nothing, and fails if a string is not formatted.
+Does not wrap comments: clang-format would break the last word of a list's item off to a line of its own. With --check,
+changes nothing, and fails if a string is not formatted, or if one of its lines has more than 120 characters.
 """
 
 import re
@@ -27,5 +28,10 @@ after, count = SOURCES.subn(formatted, before)
 assert count == 20, f"expected 20 strings of C++ and CUDA, but found {count}"
 if "--check" not in sys.argv:
     FILE.write_text(after)
-elif after != before:
+    sys.exit()
+if after != before:
     sys.exit("layernorm_inline.py is not formatted. Run: python .ci/clang_format.py")
+for match in SOURCES.finditer(before):
+    for number, line in enumerate(match[1].split("\n"), before[: match.start(1)].count("\n") + 1):
+        if len(line) > 120:
+            sys.exit(f"layernorm_inline.py, line {number} has {len(line)} characters: wrap it at 120")
