@@ -5779,9 +5779,10 @@ struct Config {
   // Bytes between two prefetches before sm_90: two 32-byte sectors, so that the loader warps issue half as many (code
   // for sm_80 on an H200, float32 rows of 131072: 3 points faster than one sector).
   static constexpr int kPrefetchStep = 64;
-  // For choose_blocks_per_row: the fixed time per row, as the number of columns that a block moves in that time.
+  // choose_blocks_per_row uses the next two numbers. Each row costs a fixed time, in which a block could move this many
+  // columns.
   static constexpr int64_t kRowCostInColumns = 2048;
-  // For choose_blocks_per_row: a row is not divided among more blocks than necessary if slices would be shorter.
+  // A row is divided among more blocks than necessary only if slices then have at least this many columns.
   static constexpr int64_t kMinSlice = 2048;
 };
 static_assert(Config::kPrefetchStep % 16 == 0, "prefetch_range needs a multiple of 16 bytes.");

@@ -86,7 +86,7 @@ def short(gpu):
 
 
 def libraries_table(gpu, table):
-    """Returns README's table of other libraries. table: of tables_of, with its header."""
+    """Returns README's table of other libraries. table: a value of tables_of(text, "Other libraries")."""
     rows = []
     for key, cells in table.items():
         if key.startswith("operation"):
@@ -97,7 +97,10 @@ def libraries_table(gpu, table):
 
 
 def two_gpus_table(gpu, table):
-    """Returns README's table of two GPUs, which omits one of the modes of the table in RESULTS.md."""
+    """Returns README's table of two GPUs, without the mode "reduced after".
+
+    table: a value of tables_of(text, "Two GPUs").
+    """
     header = [
         f"ms per training step, two {gpu}",
         "nn.LayerNorm, without DDP",

@@ -119,7 +119,7 @@ DISTRIBUTED = """
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
-    kind, compiled = sys.argv[1:]
+    kind, mode = sys.argv[1:]
 
     def train(replace):
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ DISTRIBUTED = """
                 if isinstance(m, (nn.Linear, nn.LayerNorm)):
                     fully_shard(m)
             fully_shard(model)
-        if compiled == "compiled":
+        if mode == "compiled":
             torch._dynamo.reset()
             model = torch.compile(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
