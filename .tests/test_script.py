@@ -372,7 +372,12 @@ def test_one_shape_against_another_version(backend, monkeypatch, capsys):
 @pytest.mark.full
 def test_two_processes_time_a_training_step(tmp_path):
     """Without GPUs, .bench/ddp.py runs with PyTorch's operations and gloo, and prints a table with every mode."""
-    (tmp_path / "small.py").write_text("import ddp\nddp.main('cpu', columns=(64, 96), elements=1 << 12)\n")
+    (tmp_path / "small.py").write_text(
+        "import ddp, os, sys\n"
+        "ddp.main('cpu', columns=(64, 96), elements=1 << 12)\n"
+        "sys.stdout.flush()\n"
+        "os._exit(0)  # DistributedDataParallel leaves gloo's threads behind. While Python ends, one of them may abort.\n"
+    )
     environment = environment_with(PYTHONPATH=str(ROOT / ".bench"), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "small.py"]
     done = run(command, cwd=tmp_path, env=environment)
