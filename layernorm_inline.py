@@ -48,7 +48,7 @@ How to read it
         shared by some     _ROWS (whole rows), _ASYNC (asynchronous copies), _EXCHANGE (blocks that share a row)
         kernel families    _REGISTERS, _TWO_PASS, _SHARED_MEMORY, _PIPELINED, _GRID_RESIDENT, _CONVOLUTION
     To follow one call, read layer_norm in section 1, layer_norm_autograd and layer_norm_forward in section 4, launch
-    and dispatch in _DISPATCH, and launch in the string of the kernel family.
+    and dispatch in _DISPATCH, and launch in the string of the kernel family (in _REGISTERS: launch_forward).
     .tests/README.md in the repository says which tests to run after a change of each part.
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors
@@ -108,18 +108,21 @@ __all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # the two sources that are compiled
 #   - Every result must agree with nn.LayerNorm's: test_layer_norm_agrees_with_nn_layer_norm (test_modules.py), also on
 #     the CPU (test_layer_norm_on_the_cpu_is_equal_to_pytorchs), and test_errors_on_the_cpu_equal_pytorchs
 #     (test_binding.py) for errors.
-#   - _is_left_to_pytorch decides only which kernels run under torch.compile, so any answer gives correct results there.
-#     While exporting it must return True, so that programs load without this file. test_rows_that_are_left_to_inductor
-#     and test_recorded_programs_load_without_layernorm_inline (test_compile.py) state the answers. Time .bench/models.py
+#   - _is_left_to_pytorch decides only which kernels run under torch.compile, so any answer gives correct results there
+#     if sizes are ints and eps is a float. For other types it must return True, because the ops reject them
+#     (test_arguments_of_numpy_work_under_torch_compile). While exporting it must return True as well, so that programs
+#     load without this file. test_rows_that_are_left_to_inductor and
+#     test_recorded_programs_load_without_layernorm_inline (test_compile.py) state the answers. Time .bench/models.py
 #     after a change.
 #   - The order of the checks in layer_norm costs host time only, except that overrides of __torch_function__ come first
 #     (test_layer_norm_calls_torch_function_overrides) and Dynamo must be able to trace what precedes the op
 #     (test_torch_compile_in_one_graph_agrees_with_eager). Tests compare words of the messages.
 #   - replace_layer_norm must not convert a class whose forward it does not know:
 #     test_replace_layer_norm_warns_about_skipped_modules.
-#   - ConvTranspose3dLayerNormGELUScaling: whatever _in_one_kernel accepts must be what the op `convolution` in section 4
-#     checks. If it accepts more, the op raises; if it accepts less, PyTorch's convolution runs, and
-#     test_conv_values (test_convolution.py) still succeeds.
+#   - ConvTranspose3dLayerNormGELUScaling: _in_one_kernel must not accept more than the kernel computes. The op
+#     `convolution` in section 4 checks shapes, dtypes and devices only. It does not see the stride, padding,
+#     output_padding, dilation, hooks and autocast, so if one of these is accepted wrongly, results are silently wrong
+#     (test_conv_fused_conditions). If _in_one_kernel accepts less, PyTorch's convolution runs, which is slower.
 
 
 # Maps the name of an activation to: the struct in the CUDA string _EPILOGUE that computes it, PyTorch's operation in
@@ -1140,7 +1143,8 @@ CPP_SOURCE = (
 //
 // The functions named composed_* compute the same formulas with PyTorch's operations. They replace the kernels
 //   - in forward mode
-//   - in layer_norm's backward under vmap
+//   - in layer_norm's backward under vmap, and in forward under vmap for weight, bias, activation and scale if weight
+//     or bias differ between slices
 //   - in backward with create_graph=True, if there is an activation, a scale or a convolution
 //   - for the convolution: inside transforms of torch.func, and on GPUs that its kernel does not support
 //
@@ -1340,6 +1344,7 @@ template <bool SAVE_STATISTICS>
 auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   check_inputs(input, normalized_shape, weight, bias);
+  const Activation function = to_activation(activation, scale);
   Tensor output = allocate(input.sym_sizes(), input.scalar_type(), input), statistics;
   if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, normalized_shape)}, at::kFloat, input);
   if (!input.is_meta() && input.numel() > 0) {
@@ -1351,7 +1356,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef normalized_shape, co
     call.rows = input.numel() / call.cols;
     call.mean = static_cast<float*>(mutable_ptr(statistics));
     call.rstd = SAVE_STATISTICS ? call.mean + call.rows : nullptr;
-    call.activation = to_activation(activation, scale);
+    call.activation = function;
     launch_call(call, input);
   }
   if constexpr (SAVE_STATISTICS) {
@@ -1376,6 +1381,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   check_inputs(input, normalized_shape, weight, bias);
   check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
   check_tensor("statistics", statistics, {2, row_count(input, normalized_shape)}, at::kFloat, input);
+  const Activation function = to_activation(activation, scale);
   const auto allocate_as = [](const Tensor& t) { return allocate(t.sym_sizes(), t.scalar_type(), t); };
   Gradients gradients;
   auto& [grad_input, grad_weight, grad_bias] = gradients;
@@ -1397,7 +1403,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   call.rows = input.numel() / call.cols;
   call.mean = static_cast<const float*>(const_ptr(stats));
   call.rstd = call.mean + call.rows;
-  call.activation = to_activation(activation, scale);
+  call.activation = function;
   if (call.activation == Activation::None) call.bias = nullptr;
   launch_call(call, input);
   return gradients;
@@ -2155,10 +2161,19 @@ _OVERVIEW = r"""
 //   stage                  _EXCHANGE: the data that a slot of a ring holds, or the slot itself
 //                          _PIPELINED: a slot, and the slice in it. _GRID_RESIDENT: 8 KB of a slice, in a slot or not
 //   round                  _EXCHANGE, _PIPELINED, _GRID_RESIDENT: one use of every slot of a ring
+//   group                  _EXCHANGE, _PIPELINED, _GRID_RESIDENT: the blocks that share rows
+//                          _CONVOLUTION: four warps of a block
+//   tile                   _TWO_PASS: the columns that a block of the third kernel of backward handles
+//                          _CONVOLUTION: 16 output channels of a line
+//   line                   _MEMORY, _EXCHANGE, _PIPELINED: a cache line, 128 bytes. _CONVOLUTION: the columns of one
+//                          batch, depth and height. In the choice tables of _REGISTERS: a line of the table
+//   step                   _REGISTERS: the distance between a team's rows. _GRID_RESIDENT: an iteration of the loop
+//                          _CONVOLUTION: a part of a product
 //   wave                   _REGISTERS: one load by each of 2048 threads of every SM
 //                          _TWO_PASS, _SHARED_MEMORY: the blocks that all SMs run at once
-//   launch                 the host function of a kernel family that runs a call, or a variable of type Launch, with
-//                          which launch_kernel launches one kernel
+//   launch                 the host function of a kernel family that runs a call (of the register kernels:
+//                          launch_forward and launch_backward), or a variable of type Launch, with which launch_kernel
+//                          launches one kernel
 //
 // The strings below are sections of one source, in the order in which to read them. The line "Uses:" of a section names
 // the earlier sections from which it needs a name (test_sections_name_what_they_use in .tests/test_dispatch.py compares
@@ -2195,8 +2210,9 @@ _ARCH = r"""
 // ==== Architectures ====
 // Uses: nothing.
 //
-// The table kArchs holds all differences between GPU architectures. To support a new architecture, add a row with the
-// features that it has. Raise its numbers of blocks as long as ptxas reports no spills, then measure.
+// The table kArchs holds the differences between GPU architectures, except one: only sm_90a has wgmma (see
+// kHasAsyncProducts below, and _codes in section 2). To support a new architecture, add a row with the features that it
+// has. Raise its numbers of blocks as long as ptxas reports no spills, then measure.
 //
 // Safe changes, and what guards them. Run the tests with --full.
 //   - Numbers of blocks affect only speed. They must be at least 1, and row_blocks at least 2, because some kernels are
@@ -2205,8 +2221,10 @@ _ARCH = r"""
 //   - has_async_copy and has_bulk_copy = true for a GPU that lacks the feature: ptxas reports an error when it compiles
 //     for this GPU, also in test_no_kernel_has_local_memory.
 //   - has_async_copy and has_large_shared decide which kernel families run. If one is wrong, other families run than
-//     .tests/cases.py expects, and test_cases_launch_expected_kernels (.tests/test_dispatch.py) fails. It emulates
-//     sm_75, 80, 89, 90 and 120. Nothing checks that has_bulk_copy is true where it could be.
+//     .tests/cases.py expects, and test_cases_launch_expected_kernels (.tests/test_dispatch.py) fails. It emulates GPUs
+//     of sm_75, 80, 89, 90 and 120, but their device code only with the rows of 80 and 90 (see kArch). So branches for
+//     GPUs without has_async_copy are compiled, but run on a GPU before sm_80 only. Nothing checks that has_bulk_copy
+//     is true where it could be.
 //   - The order of the rows is guarded by a static_assert.
 
 // One row of the table. Code for an architecture without a row of its own uses the nearest older row: sm_89 uses the
@@ -2236,8 +2254,8 @@ struct Arch {
 // Hopper repeats their names.
 //
 // With 1 block, a kernel may use all registers that its number of threads allows: 255 per thread with 128 threads, and
-// 128 with 512. The row of 80 has 1 because the kernels for unaligned 16-bit rows spilled with two blocks of 448
-// threads. It also applies to kernels of 128 threads, for which the row of 86 has 5. Nothing was measured on an A100.
+// 128 with 512. The row of 80 has 1 in three places where the row of 86 has 2 or 5, because more blocks spilled with an
+// earlier version of the kernels. With nvcc 13.0, the numbers of 86 do not spill today. They were not tried on an A100.
 constexpr Arch kArchs[] = {
     {75, 1024, false, false, false, 2, {1, 1}, 1, 5, 5, 5, 2},  // Turing
     {80, 2048, true, false, false, 3, {1, 1}, 1, 1, 7, 1, 2},   // Ampere: A100
@@ -2276,8 +2294,8 @@ static_assert(archs_are_valid(), "arch_of needs the rows of kArchs in ascending 
 // Host code is compiled once for all GPUs, so it cannot have the row of the GPU at compile time. In host code, kArch is
 // always the row of sm_90, only so that expressions with kArch compile. Host code that needs the features of the GPU
 // reads Device::arch. Host code must not use a number that depends on kArch: on another GPU, it would differ from the
-// number in device code. Emulated GPUs do not show this mistake: for sm_80 to sm_89, they compile host code with the
-// row of sm_80, and otherwise both host and device code with the row of sm_90. Where host code uses sizes that could
+// number in device code. Emulated GPUs do not show this mistake: they compile host and device code with the same
+// row, that of sm_80 for sm_80 to sm_89, and that of sm_90 for all others. Where host code uses sizes that could
 // come to depend on kArch, static_asserts compare them with numbers (see Control of the pipelined and the grid-resident
 // kernels).
 #ifdef __CUDA_ARCH__
@@ -2569,9 +2587,9 @@ __device__ inline bool is_prefetching_thread() {
 // prefetches all of them. On older GPUs, each of `threads` threads must make the call; thread number `thread`
 // prefetches the sector at offset thread * step, and one every threads * step bytes from there on. (PTX does not say
 // how many bytes the instruction for older GPUs fetches. With a step of two sectors, it seems to fetch both, see
-// kPrefetchStep.) It accepts no policy. It has variants with the priorities evict_last and evict_normal. The former is
-// used here, which is also the priority of large input (see input_priority). This choice was not measured: no GPU
-// before sm_90 was available.
+// kPrefetchStep.) The instruction for older GPUs accepts no policy, but has variants with the priorities evict_last and
+// evict_normal. The former is used here, which is also the priority of large input (see input_priority). This choice
+// was not measured: no GPU before sm_90 was available.
 __device__ inline void prefetch_range(const void* global, int bytes, uint64_t policy,
                                       int thread = threadIdx.y * blockDim.x + threadIdx.x,
                                       int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
@@ -2739,11 +2757,10 @@ _STATISTICS = r"""
 //     numbers must be exact (see sum_of). The sum of four equal float32 numbers, a pack, is exact in any order (3 x may
 //     be rounded, but 3 x + x is rounded to 4 x), so no test notices if sum_of adds them one after the other. With more
 //     numbers, only the tree is exact.
-//   - reference_of and sampled_column can choose any number that does not depend on the thread, as long as a row
-//     of equal numbers has exactly this number. test_large_mean_is_accurate, test_outliers_do_not_spoil_their_row and
+//   - reference_of and sampled_column can choose any number that does not depend on the thread, as long as a row of
+//     equal numbers has exactly this number. test_large_mean_is_accurate, test_outliers_do_not_spoil_their_row and
 //     test_constant_rows_give_bias check the accuracy. test_outliers_do_not_spoil_their_row sets exactly the columns
-//     that sampled_column returns, so change it with them. On emulated GPUs, none of them notices a worse choice
-//     (tried: always the first sample).
+//     that sampled_column returns, so change it with them. It fails if an outlier becomes the reference.
 //   - Where a comment mentions overflow or NaN, the tests with "overflow", "huge" and "nan" in their names guard it.
 //   - combine_row: the mutants with "barrier left out" and "one set of slots" (.tests/mutants.py) show that the tests
 //     find a missing barrier, and slots that are used again too early. The second is found on emulated GPUs only.
@@ -3221,16 +3238,17 @@ _LAUNCH = r"""
 // Safe changes, and what guards them. Emulated GPUs are described in .tests/emulator.h, mutants (copies of this
 // file with one bug) in .tests/mutants.py.
 //   - Calls of let_next_start() can be at any place or absent. They affect only speed.
-//   - Rules 2 and 3. On an emulated GPU, scratch memory is NaN for a thread that has not called wait_for_previous(), so
-//     test_values fails without the call (mutants with "statistics read before" and "no wait for the previous" in their
-//     names). In the first kernel of a call, which can follow a kernel of the caller, so are all tensors (mutant with
-//     "weight read before"). Nothing detects accesses to the caller's tensors that are too early in later kernels, or a
-//     violation of rule 4.
+//   - Rules 2 and 3. On an emulated GPU, everything that the call writes is NaN for a thread that has not called
+//     wait_for_previous(), and what the thread writes there is lost. So test_values fails without the call (mutants
+//     with "statistics read before" and "no wait for the previous" in their names). If no kernel of the call was
+//     launched plainly or cooperatively before, the caller's kernels may not have ended either. Then all tensors are
+//     NaN (mutant with "weight read before"). Nothing detects a violation of rule 4.
 //   - Rule 5. In a plain launch, an emulated GPU runs only four blocks at a time, in random order. With kPlain instead
 //     of kCooperative, the pipelined cases of test_values therefore fail. An emulated GPU rejects cooperative launches
 //     of more blocks than it has SMs. Then another family runs the call, and test_dispatch.py reports it.
 //   - Rule 7. The emulated GPU "mps" rejects all cooperative launches, so test_values and test_dispatch.py check it.
-//     Nothing tests green contexts: the emulator replaces exceeds_green_context by `return false`.
+//     test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks (test_dispatch.py) runs calls in an
+//     emulated green context.
 //   - allow_shared_memory: test_threads_with_rows_of_different_lengths (test_device.py) needs a GPU.
 //   - row_threads must return a power of two up to 32, or a multiple of 32 (see combine_row). test_values fails
 //     otherwise.
@@ -3425,7 +3443,7 @@ __device__ inline float normal_tail(float t) {
 }
 
 // For the result of the convolution in TF32, which is less exact: TF32 rounds each factor by up to 5e-4, relatively.
-// The relative error of this tail is at most 8e-6 for t <= 5.
+// The relative error of this tail is at most 8.1e-6 for t <= 5.
 __device__ inline float normal_tail_5_digits(float t) {
   return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f, -0.0536014629f,
                               -0.458833878f, -1.15109677f, -1.00000961f));
@@ -3908,8 +3926,8 @@ struct ForwardRegisters {
 // Every row belongs to exactly one team, and all rows of a team have the same alignment. This follows from:
 //   1. blockDim.y and step are powers of two with blockDim.y <= step, so that a block's teams are of one batch. Checked
 //      by static_assert (divides_rows).
-//   2. The grid has all teams of the last batch. launch() ensures it: it counts whole batches, and the blocks of a
-//      batch are a whole number because of condition 1. Teams whose rows do not exist have count <= 0.
+//   2. The grid has all teams of the last batch. launch_forward ensures it: it counts whole batches, and the blocks of
+//      a batch are a whole number because of condition 1. Teams whose rows do not exist have count <= 0.
 //   3. For unaligned rows, step is a multiple of V, so that `step` rows are a multiple of 16 bytes. Checked by
 //      static_assert (divides_rows).
 // A violation of 2, or an error in team_rows, makes test_values (test_values.py) fail. If you change these lines, run
@@ -4555,9 +4573,9 @@ cudaError_t launch_forward(const Forward& call, const LaunchContext& context) {
 // of SMs, and makes test_odd_rows_on_an_odd_number_of_sms fail.
 
 // Columns per thread, and threads per SM. With 8 columns of two rows, a thread fits into 128 registers, so that an SM
-// holds 512 threads. Aligned 16-bit rows can also have 16 columns of one row per thread. launch() chooses this if an SM
-// then holds more rows. Both exist because each is slower for other rows (H200, bf16: with 8 columns of two rows, rows
-// of 2560 are 13% slower; with 16 columns of one row, rows of 768 are 9% slower).
+// holds 512 threads. Aligned 16-bit rows can also have 16 columns of one row per thread. launch_backward chooses this
+// if an SM then holds more rows. Both exist because each is slower for other rows (H200, bf16: with 8 columns of two
+// rows, rows of 2560 are 13% slower; with 16 columns of one row, rows of 768 are 9% slower).
 //
 // kBackwardThreads is also the most threads of a block: for the longest rows, an SM has one block.
 constexpr int kBackwardColumns = 8, kBackwardThreads = 512;
@@ -5228,6 +5246,9 @@ _ASYNC = r"""
 // Then the next phase begins. Arrivals release and waits acquire, within the block: what a thread has written to shared
 // memory before it arrives is visible to every thread that has waited for the phase. Copies that a phase waits for are
 // visible, too.
+//
+// Safe changes: none that emulated GPUs check, because these replace the bodies of all functions here (BODIES in
+// .tests/emulator.py). Run the tests with --full on a GPU of sm_80 to sm_89 and on one of sm_90 or newer.
 
 // Address of p in the shared memory window, which is what the instructions below need.
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
@@ -5518,6 +5539,14 @@ _EXCHANGE = r"""
 //
 // At the start of a kernel each block marks its own mailboxes as empty. Then all blocks of the grid wait for each other
 // once, so that no block reads a value that an earlier use of the memory left there. Nothing is cleared afterwards.
+//
+// Safe changes, and what guards them:
+//   - kPeers limits the blocks that share a row, so change the 160 of has_pipelined_kernels in .tests/cases.py with it.
+//     The cases of test_values.py with "pipelined" or "grid_resident" in their names must succeed.
+//   - Padding and emptying of mailboxes: the mutants with "mailboxes" in their names. To see them run, use
+//     `python .tests/mutants.py --cpu --only mailboxes`.
+//   - Not guarded: that a pair is one 8-byte access, and the caching of volatile accesses. Emulated GPUs do not model
+//     them. Change them only on a GPU, and run the tests there with --full.
 
 constexpr int kPeers = 5;                      // mailboxes that a lane reads at once
 constexpr int kMaxBlocksPerRow = 32 * kPeers;  // 160: one warp reads all mailboxes of a row. An H200 has 132 SMs, a
@@ -5674,8 +5703,9 @@ _PIPELINED = r"""
 //     Otherwise a gatherer could read a value that an earlier call left.
 //
 // Why stages and the arrays of Control can be reused. Rows t and t + stages of a group share a stage, its barriers, and
-// its elements of row_scalars, parts and row_results. Each of these steps waits for the one before. The last lines of a
-// step say what makes visible what it reads; arrivals release and waits acquire (see "Asynchronous copies").
+// its elements of row_scalars, parts and row_results. Each of these steps waits for the one before. Comments in the
+// code name the step at each wait. The last lines of a step say what makes visible what it reads; arrivals release and
+// waits acquire (see "Asynchronous copies").
 //   1. Compute warps wait for `full`. They measure row t: they read the stage and row_scalars, and write parts.
 //        the stage: `full` waits for the bytes of bulk copies, or for the arrivals of the threads that used cp.async
 //        row_scalars: copied with cp.async, as above (kCopiers > 0). Or the loader stores them before its arrival
@@ -5797,18 +5827,19 @@ struct Plan {
   int delay;             // iterations from measuring a row to applying its statistics: 0 to stages - 1
   int lanes_per_row;     // lanes of a gatherer that read one row's mailboxes: a power of two from 4 to 32
   L2Priority priority;   // of input and grad_output in L2
+  int blocks_per_row;    // gridDim.x
 };
 
 // Returns true if a plan that fits the GPU (see "Safe changes") gives correct results and no deadlock. launch() checks
 // it before every launch; emulated GPUs check it once more in the kernel.
-__host__ __device__ inline bool is_valid(const Plan& plan, int blocks_per_row) {
+__host__ __device__ inline bool is_valid(const Plan& plan) {
   return plan.stages <= kMaxStages &&                    // Control has kMaxStages of each barrier
          plan.delay >= 0 && plan.delay < plan.stages &&  // see "Why it cannot deadlock"
          plan.stages_in_flight >= 1 &&                   // or the loader would wait for its next copy
          plan.stages_in_flight < plan.stages &&          // with more than `stages`, after() would go backwards
          plan.slice_columns <= kMaxSlice &&              // the compute threads' packs
          is_power_of_two(plan.lanes_per_row) && plan.lanes_per_row <= 32 &&
-         plan.lanes_per_row >= min(blocks_per_row, 32);  // a lane for each mailbox, or all lanes
+         plan.lanes_per_row >= min(plan.blocks_per_row, 32);  // a lane for each mailbox, or all lanes
 }
 
 // One block's slice of one row, in the ring. A compute thread has up to kPacks packs of V columns of it; the packs of
@@ -5919,7 +5950,7 @@ struct BackwardWork {
   // bandwidth slower with 16 lanes).
   enum : int { kLanesPerPart = 32, kScalars = 2 };
   Vec<float, V> weight[kPacks], grad_weight[kPacks] = {}, grad_bias[kPacks] = {};
-  float count = 0;  // not used: sums need no count
+  float count = 0;  // stored in part_columns, which combine_pairs ignores in backward: sums need no count
 
   static __device__ const void* tensor(const Call& call, int t) { return t == 0 ? call.input : call.grad_output; }
   static __device__ const float* scalar_at(const Call& call, int64_t row, int i) {
@@ -6020,7 +6051,7 @@ struct BlockContext {
   unsigned char* ring;
   uint64_t* mailboxes;
   int rank = blockIdx.x, groups = gridDim.y;
-  // Rows of the group. `rows` fits an int: rows have more than 8 KB (see dispatch), so 2^31 of them would be 16 TB.
+  // Rows of the group. call.rows fits an int: rows have more than 8 KB (see dispatch), so 2^31 of them would be 16 TB.
   int iterations = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
   int64_t first_col = int64_t(rank) * plan.slice_columns;               // column at which the block's slice begins
   int columns = columns_of_slice(call.cols, plan.slice_columns, rank);  // of the block's slice
@@ -6050,7 +6081,7 @@ struct BlockContext {
   // the group saves mean and rstd.
   __device__ void finish_row(int stage, float2 total, int row) const {
     control.row_results[stage] = Work::finish(call, total, control.row_scalars[stage], row, rank == 0);
-    barrier_arrive(&control.stats_ready[stage]);
+    barrier_arrive(&control.stats_ready[stage]);  // for step 4
   }
 };
 
@@ -6079,7 +6110,7 @@ __device__ void load_slices(const BlockContext<Work>& block, int thread) {
     static_assert(kLoadedScalars <= 2);
     UNROLL(i, kLoadedScalars) scalars[i] = *Work::scalar_at(block.call, row, i);
 
-    // Wait until the stage is free. In the first round this returns at once.
+    // Step 5: wait until the stage is free. In the first round this returns at once.
     barrier_wait(&control.empty[stage.index], stage.parity ^ 1);
     float* row_scalars = &control.row_scalars[stage.index].x;
     UNROLL(i, Work::kScalars - kLoadedScalars) {
@@ -6118,7 +6149,7 @@ __device__ void publish_slices(const BlockContext<Work>& block, int lane) {
   float counts[kPartsPerLane];
   RingPosition stage;
   for (int iteration = 0; iteration < block.iterations; ++iteration, stage.advance(block.plan.stages)) {
-    barrier_wait(&control.measured[stage.index], stage.parity);
+    barrier_wait(&control.measured[stage.index], stage.parity);  // step 2
     float2 pairs[kPartsPerLane];
     UNROLL(i, kPartsPerLane) {
       const int part = i * kLanes + lane % kLanes;
@@ -6174,8 +6205,8 @@ __device__ void gather_rows(const BlockContext<Work>& block, int gatherer, int l
                                          : combine_pairs<Work, kPeers>(pairs, counts, cols, plan.lanes_per_row);
     if (peer == 0 && ahead < rows && iteration < block.iterations) {
       const int stage = iteration % plan.stages;
-      // In float32 forward, finish_row reads row_scalars. This wait makes them visible to this warp. It returns at
-      // once, because the block has already measured the row.
+      // Step 3. In float32 forward, finish_row reads row_scalars. This wait makes them visible to this warp. It returns
+      // at once, because the block has already measured the row.
       if (Work::kForward && Work::kScalars > 0) barrier_wait(&block.control.full[stage], iteration / plan.stages % 2);
       block.finish_row(stage, total, row);
     }
@@ -6199,11 +6230,11 @@ __device__ void measure_and_apply(const BlockContext<Work>& block, float* partia
     if (iteration < iterations) {
       const int stage = measuring.index;
       const auto slice = block.slice(stage, block.row(iteration));
-      barrier_wait(&control.full[stage], measuring.parity);
+      barrier_wait(&control.full[stage], measuring.parity);  // step 1
       const float2 stats = work.measure(slice, control.row_scalars[stage]);
       if (leads_part) {
         control.parts[stage][part] = stats;
-        barrier_arrive(&control.measured[stage]);
+        barrier_arrive(&control.measured[stage]);  // makes the part visible in step 2
       }
       measuring.advance(stages);
       if constexpr (!Work::kForward) {
@@ -6214,10 +6245,10 @@ __device__ void measure_and_apply(const BlockContext<Work>& block, float* partia
     if (iteration >= delay) {
       const int stage = applying.index;
       const auto slice = block.slice(stage, block.row(iteration - delay));
-      barrier_wait(&control.stats_ready[stage], applying.parity);
+      barrier_wait(&control.stats_ready[stage], applying.parity);  // step 4
       work.apply(block.call, slice, control.row_results[stage], control.row_scalars[stage]);
       __syncwarp();
-      if (lane == 0) barrier_arrive(&control.empty[stage]);
+      if (lane == 0) barrier_arrive(&control.empty[stage]);  // for step 5
       applying.advance(stages);
     }
   }
@@ -6234,7 +6265,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Control<Work> control;
   static_assert(sizeof(Control<Work>) <= 48 << 10, "the limit of static shared memory");
-  LAYERNORM_CHECK(is_valid(plan, gridDim.x));
+  LAYERNORM_CHECK(is_valid(plan) && plan.blocks_per_row == gridDim.x);
   const BlockContext<Work> block = {call, plan, control, ring, mailboxes};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if constexpr (!Work::kForward) let_next_start();  // sum_partials starts early, and waits for this kernel's end
@@ -6333,9 +6364,9 @@ Plan choose_plan(const typename Work::Call& call, const Device& device) {
       Work::kForward && kElementBytes == 2 ? Config::kForwardBytesInFlight16Bits : Config::kBytesInFlight;
   plan.stages_in_flight =
       std::clamp(bytes_in_flight / (Work::kTensors * kElementBytes * plan.slice_columns), 1, plan.stages - 1);
-  const int blocks_per_row = ceil_div(call.cols, plan.slice_columns);
-  plan.delay = choose_delay<Work>(plan.stages, blocks_per_row, device);
-  plan.lanes_per_row = std::clamp(row_threads(blocks_per_row, 1), 4, 32);
+  plan.blocks_per_row = ceil_div(call.cols, plan.slice_columns);
+  plan.delay = choose_delay<Work>(plan.stages, plan.blocks_per_row, device);
+  plan.lanes_per_row = std::clamp(row_threads(plan.blocks_per_row, 1), 4, 32);
   plan.priority = input_priority(call, device);
   return plan;
 }
@@ -6345,8 +6376,8 @@ template <typename T, typename Call>
 cudaError_t launch(const Call& call, const LaunchContext& context) {
   using Work = WorkOf<T, Call>;
   const Plan plan = choose_plan<Work>(call, context.device);
-  const int blocks_per_row = ceil_div(call.cols, plan.slice_columns);
-  if (!is_valid(plan, blocks_per_row)) return cudaErrorInvalidValue;
+  const int blocks_per_row = plan.blocks_per_row;
+  if (!is_valid(plan)) return cudaErrorInvalidValue;
   const int64_t groups = std::min<int64_t>(call.rows, context.device.sms / blocks_per_row);
 
   // Scratch memory: the partial sums of each group, then the mailboxes, which begin on a line. A single group with at
@@ -6452,8 +6483,9 @@ namespace grid_resident {
 //      other parts of that row. Without either, the blocks could wait for each other forever.
 //   5. Control is reused from row to row. Warps write the moments of row r + 1 while they apply row r, after the
 //      __syncthreads() that follows gather_row(r). The last warp calls it only after it has read the moments of row r.
-//      `row_stats` has two entries, because the last warp may write the statistics of row r + 1 while slow warps still
-//      read those of row r. It writes those of row r + 2 after one more __syncthreads().
+//      The statistics of row r + 1 may overwrite those of row r: every warp reads those of row r before it arrives at
+//      `measured` for row r + 1, and the last warp waits for these arrivals. So `row_stats` needs only one entry. It
+//      has two, because the machine code of this kernel was measured with two, and the speed with one was not.
 //   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_async_accesses().
 //      A thread reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is
 //      needed.
@@ -6470,7 +6502,7 @@ namespace grid_resident {
 // the line must end with "255 registers, 0 B local". "8 B local" would be a spill of two words per thread. If it
 // spills, hide a value from the compiler with opaque(), as measure_stage and gather_row do, or keep one pack less of
 // weight or bias in registers: that frees four registers, and needs 4 KB more of shared memory. There is space for one
-// such pack, unless kStagesAhead is smaller.
+// such pack. Each stage by which you reduce kStagesAhead makes space for two more.
 //
 // ---- Safe changes ----
 //
@@ -6486,8 +6518,7 @@ namespace grid_resident {
 //
 // To test a change: `python -m pytest --full .tests/test_values.py .tests/test_device.py -k grid_resident`. Run it with
 // emulated GPUs first, which report a hang as a deadlock, and a plan that breaks one of the rules 1 to 3; on a real GPU
-// the test itself would hang. They do not detect spills or missing fences, and they can miss a race: test_device.py
-// does not fail on them if row_stats has one entry instead of two (rule 5). If rows that should run here no longer do,
+// the test itself would hang. They do not detect spills or missing fences. If rows that should run here no longer do,
 // .tests/test_dispatch.py fails.
 
 struct Config {
@@ -6528,8 +6559,8 @@ struct Plan {
   int blocks_per_row;  // blocks of a group (gridDim.x); 0 if this kernel does not support the call
   int groups;          // gridDim.y; group g handles rows g, g + groups, g + 2 * groups, ...
   int slice;           // columns per block; the last block of a group may have fewer
-  int ring;            // slots of the ring
-  int shared_bytes;    // dynamic shared memory: the ring, then bias and weight that registers do not hold
+  int ring_slots;
+  int shared_bytes;  // dynamic shared memory: the ring, then bias and weight that registers do not hold
 };
 
 // Stages of a slice of `packs` packs. The last one may be incomplete.
@@ -6625,7 +6656,7 @@ struct Fetch {
   // Thread 0: copies the first stages, to all slots but the last. Thread 32: goes to the first stage that it
   // prefetches, kPrefetchStages after the one that thread 0 copies next.
   __device__ void begin() {
-    const int ring = block.plan.ring, first_prefetch = ring - 1 + Config::kPrefetchStages;
+    const int ring = block.plan.ring_slots, first_prefetch = ring - 1 + Config::kPrefetchStages;
     if (prefetches) row += first_prefetch / block.stages * gridDim.y, stage = first_prefetch % block.stages;
     for (int slot = 0; loads && slot < ring - 1; ++slot) next({slot});
   }
@@ -6731,8 +6762,8 @@ __device__ void apply_stage(float* output, const ThreadStage& x, int place, cons
 
 __device__ void init_barriers(const BlockContext& block) {
   if (block.thread == 0) {
-    for (int i = 0; i < block.plan.ring; ++i) barrier_init(&block.control.full[i], 1);
-    for (int i = 0; i < block.plan.ring; ++i) barrier_init(&block.control.empty[i], kWarps);
+    for (int i = 0; i < block.plan.ring_slots; ++i) barrier_init(&block.control.full[i], 1);
+    for (int i = 0; i < block.plan.ring_slots; ++i) barrier_init(&block.control.empty[i], kWarps);
     barrier_init(&block.control.measured, kWarps);
     barriers_initialized();
   }
@@ -6769,7 +6800,7 @@ __device__ void apply_and_measure(const Step& step, Moments& moments, const RowS
   const int measured_row = step.row + (step.place + Config::kStagesAhead < kSliceStages ? 1 : 2) * groups;
   const bool is_measured = measured_row < rows;  // false past the group's last row
   const bool is_last = step.place == kSliceStages - 1 - Config::kStagesAhead;
-  const RingPosition measuring = step.slot.after(block.stages + Config::kStagesAhead, block.plan.ring);
+  const RingPosition measuring = step.slot.after(block.stages + Config::kStagesAhead, block.plan.ring_slots);
   const ThreadStage x = block.load(step.slot.index);
   if (is_measured) barrier_wait(&block.control.full[measuring.index], measuring.parity);
   const ThreadStage x_ahead = block.load(measuring.index);
@@ -6790,13 +6821,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   __shared__ Control control;
   const BlockContext block = {call, constants, plan, ring, control, mailboxes};
   const int rows = int(call.rows), groups = gridDim.y, skipped = kSliceStages - block.stages;
-  LAYERNORM_CHECK(keeps_rules(block.stages, plan.ring));
+  LAYERNORM_CHECK(keeps_rules(block.stages, plan.ring_slots));
   init_barriers(block);
 
   Fetch fetch = {block};
   fetch.begin();
   empty_mailboxes(mailboxes, rows);
-  FloatPack* affine = reinterpret_cast<FloatPack*>(ring + plan.ring * kStageBytes);
+  FloatPack* affine = reinterpret_cast<FloatPack*>(ring + plan.ring_slots * kStageBytes);
   const Bias bias(block, call.bias, 0, affine);
   const Weight weight(block, call.weight, 1, affine + shared_packs(block.packs, Config::kBiasPacks));
   Moments moments = {};
@@ -6813,11 +6844,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     UNROLL(place, kSliceStages) {
       if (place >= skipped) {
         // Loads into the slot before this one, whose stage was applied in the iteration before.
-        if (fetch.loads || fetch.prefetches) fetch.next(slot.after(plan.ring - 1, plan.ring));
+        if (fetch.loads || fetch.prefetches) fetch.next(slot.after(plan.ring_slots - 1, plan.ring_slots));
         apply_and_measure({slot, row, place, parity, output}, moments, row_stats, weight, bias, block);
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(&control.empty[slot.index]);
-        slot.advance(plan.ring);
+        slot.advance(plan.ring_slots);
       }
       output += kStageColumns;
     }
@@ -6844,10 +6875,11 @@ Plan choose_plan(const Forward& call, const Device& device) {
     affine_packs =
         std::max(affine_packs, shared_packs(packs, Config::kBiasPacks) + shared_packs(packs, Config::kWeightPacks));
   }
-  p.ring = std::min(kMaxRingSlots, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
-  p.shared_bytes = p.ring * kStageBytes + 16 * affine_packs;
-  const bool is_valid =
-      p.blocks_per_row > 1 && keeps_rules(stages_of(first_packs), p.ring) && keeps_rules(stages_of(last_packs), p.ring);
+  p.ring_slots =
+      std::min(kMaxRingSlots, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
+  p.shared_bytes = p.ring_slots * kStageBytes + 16 * affine_packs;
+  const bool is_valid = p.blocks_per_row > 1 && keeps_rules(stages_of(first_packs), p.ring_slots) &&
+                        keeps_rules(stages_of(last_packs), p.ring_slots);
   return is_valid ? p : Plan();
 }
 
@@ -6947,7 +6979,8 @@ namespace convolution {
 //   the mma.sync version instead of wgmma, TF32, H200       53% slower
 //   wgmma, but groups load their own input, TF32, H200      5% slower
 //   scale applied only where a line exists, 16 bits, H100   9% slower, see write_rows
-//   both groups may multiply at the same time, TF32; bf16   H200: 3%; 2% slower. H100: equal; 1% slower
+//   both groups may multiply at the same time, TF32         H200: 3% slower. H100: equal
+//   the same, bf16                                          H200: 2% slower. H100: 1% slower
 //
 // No single resource limits it. In TF32 on an H100, tensor cores are busy for 46% of the time, schedulers issue an
 // instruction in 42% of the cycles, the pipe of shared memory is busy for 58%, and writes use 52% of the bandwidth of
@@ -7059,22 +7092,22 @@ namespace convolution {
 //
 // ---- 7. Safe changes ----
 //
-//   GELU and scale          To any function of one element, in the second half of write_rows. These must compute the
-//                           same function: convolution_backward and composed_convolution in the binding (kGelu, so it
-//                           must be one of _ACTIVATIONS), and the last two returns of
-//                           ConvTranspose3dLayerNormGELUScaling.forward (Python);
-//                           otherwise test_conv_values fails.
+//   GELU and scale          To any function of one element that _ACTIVATIONS has, and a factor. Change all of:
+//                             1. write_rows, second half: the kernel
+//                             2. kGelu in section 4: convolution_backward and composed_convolution use it
+//                             3. ConvTranspose3dLayerNormGELUScaling.forward, the last two returns
+//                           If they disagree, test_conv_values fails.
 //   kComputeRegisters,      To numbers with which the static_asserts below hold. Afterwards run .tests/machine_code.py:
 //   kLoadRegisters          every kernel must have 0 B of local memory.
 //   Number of blocks        To any multiple of 4 (`blocks` in launch).
 //   Order of taps, rounding The results stay accurate, but are no longer close enough to PyTorch's:
 //                           test_conv_rounds_like_pytorch fails (it needs a Hopper GPU).
-//   Layout                  Most mappings to places in memory or registers have an inverse beside them, and
-//                           static_asserts ("Checks of the layout") compare the two: matrix_unit in fragments, columns
+//   Layout                  Mappings to places in memory or registers have an inverse beside them, and static_asserts
+//                           ("Checks of the layout") compare the two: matrix_unit and lane_unit in fragments, columns
 //                           and copies in slabs, patches of threads, rows of threads, sums in registers. They also
 //                           contain the table of part 5 and the example of part 6. So if you change one side, the
 //                           compiler reports an error until you have changed the other. The compiler does not check
-//                           that arrange_weights uses the order of fragment_of and lane_unit, nor the layouts that
+//                           that arrange_weights writes fragments in the order of fragment_of, nor the layouts that
 //                           instructions expect. test_conv_values does, also on emulated GPUs. These do not check
 //                           instructions and fences, so test on a Hopper GPU, too.
 //   Barriers, slabs         On emulated GPUs, test_conv_blocks_that_compute_many_lines finds missing waits and arrivals
@@ -7180,6 +7213,18 @@ struct Layout {
     return element / kUnitElements / kOutChannels * kUnitElements + element % kUnitElements;
   }
 
+  // Return the same for mma.sync: the inverse of lane_unit. A lane's unit is four words: those of output channels
+  // lane / 4 and lane / 4 + 8 of the tile in the first plane of the chunk, then the same in the second plane. A word
+  // holds input channels from lane % 4 * kWordElements of the plane on.
+  static constexpr __host__ __device__ int lane_out(int element) {
+    const int word = element / kWordElements, lane = word / 4 % 32;
+    return word / 128 * kTileChannels + word % 2 * 8 + lane / 4;
+  }
+  static constexpr __host__ __device__ int lane_in(int element) {
+    const int word = element / kWordElements, lane = word / 4 % 32;
+    return word / 2 % 2 * kUnitElements + lane % 4 * kWordElements + element % kWordElements;
+  }
+
   // Slabs: where input is written. Returns the unit of an input column in its slab.
   static constexpr __host__ __device__ int unit_at(int plane, int line, int column) {
     return plane * kPlaneStride + line * kLineStride + column / 8 * kSetStride + column % 8 + 1;
@@ -7283,6 +7328,12 @@ constexpr bool parts_lead_back_to_numbers() {
   for (int element = 0; element < kFragmentUnits * L::kUnitElements; ++element) {
     const int out = L::matrix_out(element), in = L::matrix_in(element), plane = in / L::kUnitElements;
     if (L::matrix_unit(plane, out) * L::kUnitElements + in % L::kUnitElements != element) return false;
+  }
+  for (int element = 0; element < kFragmentUnits * L::kUnitElements; ++element) {
+    const int out = L::lane_out(element), in = L::lane_in(element), column = in % L::kUnitElements;
+    const int lane = out % 8 * 4 + column / L::kWordElements;
+    const int word = 4 * L::lane_unit(out / kTileChannels, lane) + in / L::kUnitElements * 2 + out / 8 % 2;
+    if (word * L::kWordElements + column % L::kWordElements != element) return false;
   }
   return true;
 }
@@ -7407,18 +7458,13 @@ __device__ inline uint32_t tf32_operand(uint32_t x, bool in_one_part) {
 template <typename T>
 __global__ void __launch_bounds__(kFragmentUnits * 16 / sizeof(T)) arrange_weights(Convolution call, T* arranged) {
   using L = Layout<T, false>;
-  constexpr int kUnitElements = L::kUnitElements, kWordElements = L::kWordElements;
+  constexpr int kUnitElements = L::kUnitElements;
   const int element = threadIdx.x, fragment = blockIdx.x;
   const int bits = fragment / 4 / L::kChunks;  // four bits: parity of d, parity of h, tap of d, tap of h
   const bool in_one_part = sizeof(T) == 2 || call.tf32;
-  // For mma.sync, the order is (tile of 16 output channels, lane, register, element of the register): lane_unit.
-  const int word = element / kWordElements, lane = word / 4 % 32;
-  int out = word / 128 * kTileChannels + word % 2 * 8 + lane / 4;
-  int in = word / 2 % 2 * kUnitElements + lane % 4 * kWordElements + element % kWordElements;
-  if (kHasAsyncProducts && in_one_part) {  // for wgmma, it is (plane, output channel, element of the unit): matrix_unit
-    out = L::matrix_out(element);
-    in = L::matrix_in(element);
-  }
+  const bool is_matrix = kHasAsyncProducts && in_one_part;  // the order for wgmma; the other one is for mma.sync
+  const int out = is_matrix ? L::matrix_out(element) : L::lane_out(element);
+  int in = is_matrix ? L::matrix_in(element) : L::lane_in(element);
   in += fragment / 4 % L::kChunks * 2 * kUnitElements;
   // kernel_position uses the last bit of each argument: of d, the parity is bit 3 of `bits` and the tap bit 1.
   const int d = kernel_position(bits / 8, bits / 2), h = kernel_position(bits / 4, bits);

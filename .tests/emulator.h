@@ -14,8 +14,9 @@
 // How it exposes bugs
 //     Races      Random warps skip up to 63 rounds, so that others are far ahead of them. An asynchronous copy arrives
 //                at a random moment; until then, its destination is NaN. A kernel that may start before the previous
-//                one has ended finds NaN in scratch memory until it has waited. If it is the first kernel of a call,
-//                it finds NaN in all tensors. So a missing barrier, a wrong parity or a wrong count gives a wrong
+//                one has ended finds NaN in all memory that the call writes until it has waited, and what it writes
+//                there before is lost. If the caller's kernels may not have ended either, it finds NaN in all tensors.
+//                So a missing barrier, a wrong parity or a wrong count gives a wrong
 //                result or a deadlock, which is reported.
 //     Memory     Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be
 //                written. Misaligned accesses and indices beyond an array end the kernel, and so do copies and
@@ -50,6 +51,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -77,6 +79,7 @@ struct Gpu {
 };
 inline Gpu gpu;
 inline cudaError_t cooperative_error = cudaSuccess;  // the result of cooperative launches
+inline int green_sms = 0;  // if not 0: launches are captured into a graph, in a green context with this number of SMs
 inline cudaError_t last_error = cudaSuccess;         // the result of the next cudaGetLastError
 inline bool dry = false;                             // a launch runs one thread, which returns at once
 inline std::string launches;                         // if dry: one line per launch
@@ -126,6 +129,7 @@ class Guarded {
 
   void* data() const { return data_; }
   size_t bytes() const { return bytes_; }
+  bool is_input() const { return is_input_; }
   void forbid_writes() {
     is_input_ = true;
     mprotect(inner_, inner_bytes_, PROT_READ);
@@ -268,7 +272,7 @@ struct Grid {
   size_t dynamic_bytes;
   Barrier barrier;
   bool early;  // may start before the previous kernel has ended (programmatic dependent launch)
-  bool first;  // the first kernel of a call: the previous one is the caller's
+  bool after_caller;  // if it starts early: the caller's kernels may not have ended either
   const std::function<void()>* kernel;
   const std::string* name;
   bool hides = false;     // hide_tensors was called, and the threads have not waited yet
@@ -433,13 +437,17 @@ inline void named_barrier(int name, int threads, bool waits) {
 
 // ---- Running a grid ----
 
-inline bool next_is_first = true;  // the next kernel is the first of a call
+inline bool follows_caller = true;  // all kernels of the call so far, if any, could start before the caller's had ended
 
-// Hides what the previous kernel may still write, until the kernel, which may start early, has waited for it: scratch
-// memory, and before the first kernel of a call all tensors.
+// Returns true if a tensor may still be written, or read, when the current kernel starts early: by an earlier kernel of
+// the call, or by the caller's.
+inline bool is_in_use(const Guarded& tensor) { return grid->after_caller || !tensor.is_input(); }
+
+// Hides the tensors that are in use until the current kernel has waited for the previous one. What the kernel writes to
+// them before it waits is lost.
 inline void hide_tensors() {
   for (auto& t : tensors) {
-    if (grid->first || t == tensors.back()) t->hide();
+    if (is_in_use(*t)) t->hide();
   }
   grid->hides = true;
 }
@@ -450,7 +458,7 @@ inline void wait_for_previous() {
   wait(grid->barrier);
   if (!grid->hides) return;
   for (auto& t : tensors) {
-    if (grid->first || t == tensors.back()) t->show();
+    if (is_in_use(*t)) t->show();
   }
   grid->hides = false;
 }
@@ -638,8 +646,9 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch ho
   if (grid_size.y > 65535 || grid_size.z > 65535) fail("a grid is too large");
   if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a launch requests too much dynamic shared memory");
   const SignalHandlers handlers;
-  const bool first = std::exchange(next_is_first, false);
-  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, first, &kernel, nullptr};
+  const bool after_caller = follows_caller;
+  if (how != Launch::Early) follows_caller = false;
+  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, after_caller, &kernel, nullptr};
   if (dry) {
     const auto sizes = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
     launches +=
@@ -651,6 +660,20 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch ho
   for (size_t i = 0; i < indices.size(); i += 4) {
     run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + 4)});
   }
+}
+
+// ---- The CUDA driver: the functions that host code looks up by name ----
+
+inline CUresult context_of_stream(CUstream, CUcontext* context) { return *context = nullptr, CUDA_SUCCESS; }
+inline CUresult resource_of_context(CUcontext, CUdevResource* resource, CUdevResourceType type) {
+  resource->type = type, resource->sm.smCount = green_sms;
+  return CUDA_SUCCESS;
+}
+inline void* open_driver(const char*, int) { return nullptr; }
+inline void* driver_function(void*, const char* name) {
+  if (std::string(name) == "cuStreamGetCtx") return reinterpret_cast<void*>(context_of_stream);
+  if (std::string(name) == "cuCtxGetDevResource") return reinterpret_cast<void*>(resource_of_context);
+  fail(std::string("the emulated driver has no function ") + name);
 }
 
 // Returns the block's shared memory for a declaration, which is identified by an address.
@@ -721,6 +744,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   if (how == Launch::Cooperative) {
     if (int(g.x * g.y * g.z) > gpu.sms) last_error = cudaErrorCooperativeLaunchTooLarge;
     if (cooperative_error != cudaSuccess) last_error = cooperative_error;
+    if (green_sms > 0 && int(g.x * g.y * g.z) > green_sms) fail("a graph with this launch would hang");
     if (last_error != cudaSuccess) return last_error;
   }
   run(g, config->blockDim, config->dynamicSmemBytes, how, [=] { kernel(Parameters(arguments)...); });
@@ -903,6 +927,10 @@ extern "C" {
 cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = emulator::green_sms > 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms

@@ -65,7 +65,6 @@ BODIES = {
     "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
     "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
-    "exceeds_green_context": "return false;",
 }
 # Pattern in CUDA_SOURCE -> its replacement: inline assembly inside functions, macros of nvcc, and the
 # loop that polls mailboxes.
@@ -84,6 +83,8 @@ STATEMENTS = {
     r"uint64_t\(__float_as_uint\(pair.y\)\) << 32 \| __float_as_uint\(pair.x\)": (
         "uint64_t(emulator::bits_of_arithmetic(pair.y)) << 32 | emulator::bits_of_arithmetic(pair.x)"
     ),
+    r"\bdlopen\(": "emulator::open_driver(",
+    r"\bdlsym\(": "emulator::driver_function(",
     r"#include <cooperative_groups.h>": "",
 }
 
@@ -188,7 +189,7 @@ static const char* emulate(Call call, const ln::Allocate& allocate) {
   try {
     Tensors tensors;
     guard(call, tensors);
-    emulator::next_is_first = true;
+    emulator::follows_caller = true;
     const auto allocate_guarded = [&](size_t bytes) {
       memset(allocate(bytes), 0xff, bytes);
       return tensors.scratch(bytes);
@@ -204,11 +205,12 @@ static const char* emulate(Call call, const ln::Allocate& allocate) {
 }
 
 extern "C" {
-void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool rejects_cooperative, bool dry) {
+void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool rejects_cooperative, int green_sms, bool dry) {
   emulator::gpu = {sms, 1 << 20, shared_bytes, code};
   emulator::random_numbers.state = seed;
   emulator::dry = dry;
   emulator::cooperative_error = rejects_cooperative ? cudaErrorCooperativeLaunchTooLarge : cudaSuccess;
+  emulator::green_sms = green_sms;
 }
 // Returns the names of all kernels, or of those that ran since the last call of this function, one per line.
 const char* emulated_kernels(bool all) {
@@ -557,6 +559,7 @@ class Gpu(typing.NamedTuple):
     code: int  # the architecture: 90 for sm_90
     shared_bytes: int  # the most shared memory that a block can have
     lacks_cooperative_launches: bool = False  # they fail, as they can under MPS or MIG
+    green_sms: int = 0  # if not 0, launches are captured into a CUDA graph, in a green context with this number of SMs
 
     def __str__(self):
         return f"{self.name}_{self.sms}"
@@ -609,7 +612,9 @@ def on(gpu, seed=0, dry=False):
     CURRENT.append(libraries)
     switch_to(libraries)
     for loaded in libraries.values():
-        loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.lacks_cooperative_launches, dry)
+        loaded.emulate_gpu(
+            gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.lacks_cooperative_launches, gpu.green_sms, dry
+        )
         loaded.emulated_kernels(False)
     try:
         yield libraries

@@ -51,6 +51,7 @@ PIPELINED = "test_values[ and pipelined and not blackwell and not ada or random_
 GRID_RESIDENT = "grid_resident"
 TWO_PASS = "test_values[ and two_pass or random_calls or outliers"
 CONSTANT = "give_bias"
+OUTLIERS = "outliers and fp32 and (two_pass or pipelined)"
 OVERFLOW = "variance_that_overflows"
 SHORT_CONSTANT = "give_bias and registers"
 ACTIVATION = "test_activation or test_values[ and registers-registers and not mps"
@@ -102,6 +103,7 @@ MUTANTS = [
     Mutant("combine: weighted by the count of the wrong partner", "fraction = all.count * fast_reciprocal(", "fraction = more.count * fast_reciprocal(", TWO_PASS),
     Mutant("combine: count of a part left out", "parts[n].y + counts[n] * delta * delta", "parts[n].y + delta * delta", PIPELINED),
     Mutant("combine: warps without columns are counted", "return {count, total.x + total.y, total.z};", "return {max(count, 1.0f), total.x + total.y, total.z};", TWO_PASS, "on a GPU with 100 SMs, only 16-bit rows of 10^6 columns have such warps, and their count is then off by only seven"),
+    Mutant("reference of a row: its first sample, which may be an outlier", "return max(min(a, b), min(max(a, b), c));", "return a;", OUTLIERS),
     Mutant("sum over a block: barrier left out", "__syncthreads(); combine_slots<WARPS>(x, row_slots, warps);", "combine_slots<WARPS>(x, row_slots, warps);", VALUES),
     Mutant("mean of equal float16 numbers is rounded as for bfloat16", "std::is_same_v<T, __half> ? 8192 : 65536", "65536", CONSTANT),
     # ---- Epilogue ----
@@ -145,7 +147,7 @@ MUTANTS = [
     Mutant("mailboxes: rows overlap if more than 16 blocks share one", "(blocks + 15) / 16 * 16", "16", PIPELINED),
     # ---- Grid-resident kernel ----
     Mutant("grid-resident: last pack of a slice not written", "j * kBlockThreads + block.thread < block.last_packs", "j * kBlockThreads + block.thread < block.last_packs - 1", GRID_RESIDENT),
-    Mutant("grid-resident: measures the previous stage", "slot.after(block.stages + Config::kStagesAhead, block.plan.ring)", "slot.after(block.stages + Config::kStagesAhead - 1, block.plan.ring)", GRID_RESIDENT),
+    Mutant("grid-resident: measures the previous stage", "slot.after(block.stages + Config::kStagesAhead, block.plan.ring_slots)", "slot.after(block.stages + Config::kStagesAhead - 1, block.plan.ring_slots)", GRID_RESIDENT),
     Mutant("grid-resident: statistics of the group's first row for all rows", "try_read(mailbox_of(block.mailboxes, row, 0)", "try_read(mailbox_of(block.mailboxes, blockIdx.y, 0)", GRID_RESIDENT),
     Mutant("grid-resident: statistics include those of the previous row", "moments = {}; if (lane == 0)", "if (lane == 0)", GRID_RESIDENT),
     # ---- Plans of the kernels whose blocks wait for each other ----
@@ -309,6 +311,7 @@ MUTANTS = [
     Mutant("registers, backward: 32-bit offset", "static_cast<T*>(call.grad_input) + (row * cols + columns.packs[0].col)", "static_cast<T*>(call.grad_input) + int(row * cols + columns.packs[0].col)", "2_to_the_31"),
     Mutant("grid-resident: 32-bit offset", "return row * call.cols + first_col + stage", "return row * int(call.cols) + first_col + stage", "2_to_the_31"),
     Mutant("rejected launches do not clear their error", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and mps", emulated="real GPUs reject cooperative launches only in special setups such as MPS"),
+    Mutant("green context: its number of SMs is ignored", "launch.grid.x * launch.grid.y > resource.sm.smCount", "false", "green_context", emulated="no test on a real GPU creates a green context"),
     Mutant("backward: one set of slots instead of two", "combine_row(sums, slots[parity]);", "combine_row(sums, slots[0]);", VALUES, emulated="on a real GPU, no warp is ever that far ahead"),
     Mutant("sums over rows: no wait for the previous kernel", "wait_for_previous(); float sum = 0; if (grad", "float sum = 0; if (grad", VALUES, emulated="on a real GPU, the kernel rarely starts that early"),
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Tests of the binding: shapes and strides, inputs without rows, and the errors for wrong arguments."""
 
+import itertools
 import re
 
 import pytest
@@ -151,18 +152,18 @@ def test_unknown_activation_raises(backend, activation):
 
 
 def test_op_accepts_only_what_its_library_has(backend):
-    """An op raises an error for an activation or a scale that its library lacks, instead of using another one."""
-    x = torch.zeros(2, 5, device=backend.device)
+    """An op raises an error for an activation or a scale that its library lacks, also if there is nothing to compute."""
     unknown = len(backend.module._ACTIVATION_NAMES)
     for ops, arguments in (
         (backend.ops, [(1, 1.0), (0, 2.0)]),
         (backend.epilogue_ops, [(-1, 1.0), (unknown, 1.0), (1 << 32, 2.0)]),
     ):
-        for activation, scale in arguments:
+        for (activation, scale), rows in itertools.product(arguments, (2, 0)):
+            x, statistics = (torch.zeros(shape, device=backend.device) for shape in ((rows, 5), (2, rows)))
             with pytest.raises(RuntimeError, match=f"but got activation {activation} and scale {scale:g}"):
                 ops.layer_norm(x, [5], None, None, 1e-5, activation, scale)
             with pytest.raises(RuntimeError, match="Expected activation"):
-                ops.layer_norm_backward(x, x, [5], x.new_zeros(2, 2), None, None, 1e-5, activation, scale, [True] * 3)
+                ops.layer_norm_backward(x, x, [5], statistics, None, None, 1e-5, activation, scale, [True] * 3)
 
 
 def test_layer_norm_is_the_last_op():

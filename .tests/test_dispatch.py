@@ -18,6 +18,7 @@ import launches
 import pytest
 import torch
 from cases import CASES, FORMS, SOME, TYPES, this_gpu
+from reference import assert_close_to_float64, random_case
 from test_convolution import INPUT_PRECISIONS, convolution_call
 
 import layernorm_inline
@@ -155,6 +156,21 @@ def test_cases_launch_expected_kernels(backend):
     if not backend.is_cuda or this_gpu()[0].code >= 90:  # libraries also contain kernels that only newer GPUs launch
         assert not compiled - reached, f"no case of the table launches {sorted(compiled - reached)}"
     assert not reached - compiled, f"launched, but not found in the library: {sorted(reached - compiled)}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("green_sms,family", [(8, "pipelined"), (4, "two_pass")])
+def test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks(backend, green_sms, family):
+    """A CUDA graph would hang if it launched more blocks that wait for one another than its green context has SMs.
+
+    Without an error from CUDA, the call must find this out, and run kernels whose blocks do not wait.
+    """
+    if backend.is_cuda:
+        pytest.skip("changes the SMs of an emulated GPU")
+    case = random_case(4, 40000, torch.bfloat16)
+    with emulator.on(emulator.GPUS["hopper"](8, green_sms=green_sms)) as gpu:
+        assert_close_to_float64(backend, case)
+        assert {family_of(name) for name in emulator.kernels(gpu)} - {None} == {family}
 
 
 @pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
@@ -315,17 +331,17 @@ std::string broken_rule(const Forward& call, const grid_resident::Plan& plan, co
   const int ahead = Config::kStagesAhead;
   if (plan.blocks_per_row * plan.groups > device.sms) return "more blocks than SMs";
   if (plan.shared_bytes + int(sizeof(Control)) > device.shared_bytes) return "too much shared memory";
-  if (plan.ring > kMaxRingSlots) return "more slots than Control has barriers";
+  if (plan.ring_slots > kMaxRingSlots) return "more slots than Control has barriers";
   if (plan.blocks_per_row > kMaxBlocksPerRow) return "more blocks than one warp reads mailboxes of";
   int64_t columns = 0;
   for (int rank = 0; rank < plan.blocks_per_row; ++rank) {
     const int own = columns_of_slice(call.cols, plan.slice, rank), stages = (own + kStageColumns - 1) / kStageColumns;
     const int affine = shared_packs(own / V, Config::kWeightPacks) + shared_packs(own / V, Config::kBiasPacks);
     const std::string block = " in block " + std::to_string(rank);
-    if (plan.ring < stages + ahead + 2) return "rule 1" + block;
+    if (plan.ring_slots < stages + ahead + 2) return "rule 1" + block;
     if (stages > kSliceStages) return "rule 2" + block;
     if (stages <= ahead) return "rule 3" + block;
-    if (plan.ring * kStageBytes + 16 * affine > plan.shared_bytes) return "weight and bias do not fit" + block;
+    if (plan.ring_slots * kStageBytes + 16 * affine > plan.shared_bytes) return "weight and bias do not fit" + block;
     columns += own;
   }
   return columns == call.cols ? "" : "slices that are not the row";
@@ -338,7 +354,8 @@ std::string broken_pipelined_rule(const Call& call, const Device& device) {
   const pipelined::Plan plan = choose_plan<Work>(call, device);
   const int blocks = ceil_div(call.cols, plan.slice_columns);
   const int bytes = plan.stages * Work::kTensors * plan.slice_bytes + int(sizeof(pipelined::Control<Work>));
-  if (!pipelined::is_valid(plan, blocks)) return "is_valid() is false";
+  if (plan.blocks_per_row != blocks) return "another number of blocks than slices";
+  if (!pipelined::is_valid(plan)) return "is_valid() is false";
   if (plan.stages < 3) return "fewer than three stages";
   if (blocks > std::min(device.sms, kMaxBlocksPerRow)) return "more blocks than SMs, or than kMaxBlocksPerRow";
   if (bytes > device.shared_bytes) return "too much shared memory";
