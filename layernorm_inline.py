@@ -2125,7 +2125,8 @@ _OVERVIEW = r"""
 //                                                                             L2 (4)
 //
 // (1) In backward, aligned rows of more than 8 KB go to the pipelined kernels, if these support them.
-// (2) Less on GPUs with little shared memory per block: two rows, or three stages of the pipeline, must fit.
+// (2) Less on GPUs with little shared memory per block: two rows, or three stages of the pipeline, must fit. Of a GPU
+//     with more than 160 SMs, 160 count.
 // (3) At least 4 rows for each group of SMs that shares rows.
 // (4) Four blocks read each line of input, one for each parity of depth and height. Each of them reads five lines of
 //     input for the four lines of output that it computes at once: 4 * 5/4 = 5. The four run at about the same time, so
@@ -2144,8 +2145,8 @@ _OVERVIEW = r"""
 //   wdy             weight * grad_output
 //   spill           the compiler runs out of registers and keeps a variable in local memory, which is slower. It never
 //                   changes a result. test_no_kernel_has_local_memory (.tests/test_build.py) fails if a kernel spills.
-//                   It compiles for the architectures that it lists, and is skipped without nvcc on PATH or without
-//                   cuobjdump, a part of Triton. Add the number of a new row of kArchs there.
+//                   It compiles for the architectures that it lists, and is skipped without nvcc on PATH. Add the
+//                   number of a new row of kArchs there.
 //   copy bandwidth  the speed of a device-to-device copy of the bytes that a kernel must read and write. Measurements
 //                   are percentages of it.
 //
@@ -2221,10 +2222,10 @@ _ARCH = r"""
 //   - has_async_copy and has_bulk_copy = true for a GPU that lacks the feature: ptxas reports an error when it compiles
 //     for this GPU, also in test_no_kernel_has_local_memory.
 //   - has_async_copy and has_large_shared decide which kernel families run. If one is wrong, other families run than
-//     .tests/cases.py expects, and test_cases_launch_expected_kernels (.tests/test_dispatch.py) fails. It emulates GPUs
-//     of sm_75, 80, 89, 90 and 120, but their device code only with the rows of 80 and 90 (see kArch). So branches for
-//     GPUs without has_async_copy are compiled, but run on a GPU before sm_80 only. Nothing checks that has_bulk_copy
-//     is true where it could be.
+//     .tests/cases.py expects, and test_cases_launch_expected_kernels or, for sm_100 and 110,
+//     test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper fails (.tests/test_dispatch.py). Emulated
+//     GPUs have the device code of the rows of 80 and 90 only (see kArch). So branches for GPUs without has_async_copy
+//     are compiled, but run on a GPU before sm_80 only. Nothing checks that has_bulk_copy is true where it could be.
 //   - The order of the rows is guarded by a static_assert.
 
 // One row of the table. Code for an architecture without a row of its own uses the nearest older row: sm_89 uses the
@@ -2281,12 +2282,18 @@ constexpr Arch arch_of(int number) {
 constexpr bool archs_are_valid() {
   int number = 0;
   for (const Arch& arch : kArchs) {
-    if (arch.number <= number || arch.row_blocks < 2) return false;
+    if (arch.number <= number || arch.row_blocks < 2 || arch.affine_packs_float32 < 1) return false;
+    for (int blocks :
+         {arch.two_load_blocks[0], arch.two_load_blocks[1], arch.four_load_blocks_16_bits,
+          arch.warp_four_load_blocks_16_bits, arch.short_blocks_16_bits, arch.short_unaligned_blocks_16_bits}) {
+      if (blocks < 1) return false;
+    }
     number = arch.number;
   }
   return true;
 }
-static_assert(archs_are_valid(), "arch_of needs the rows of kArchs in ascending order, and row_blocks is at least 2");
+static_assert(archs_are_valid(),
+              "kArchs: ascending numbers of architectures; row_blocks at least 2, others at least 1");
 
 // The architecture that device code is compiled for. Instructions that some architectures lack are inside an
 // `if constexpr` on one of its fields.
@@ -2526,7 +2533,8 @@ __device__ Pack<T, V> load(const T* p) {
 }
 
 // Rounds x to T and stores it. p must be aligned to Pack<T, V>. With EVICT_FIRST, the written lines are the first that
-// leave L2. It is meant for output so large that it leaves L2 before anything reads it.
+// leave L2, if a pack has 16 bytes; smaller packs are stored as without it. It is meant for output so large that it
+// leaves L2 before anything reads it.
 template <typename T, int V, bool EVICT_FIRST = false>
 __device__ void store(T* p, const Vec<float, V>& x) {
   const Pack<T, V> pack = packed<T>(x);
@@ -2841,7 +2849,7 @@ _STATISTICS = r"""
 //   combine_row      R partial results per thread, over all threads of a row     sum       registers, shared memory
 // sum_lanes, sum_warp, broadcast_sums and combine_slots are steps of combine_row; which of them run, its table shows.
 // The type of the argument selects the overload. Moments can never be summed by mistake: the functions for sums accept
-// a float or a struct of exactly two floats, so they do not compile for Moments.
+// a float or a struct of exactly two floats, and sum_of_terms has a static_assert, so they do not compile for Moments.
 
 // ---- Sums and means of a thread ----
 
@@ -2889,7 +2897,7 @@ __device__ inline void add_distance(SquaresAndSum& d, float distance) {
 __device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
 
 // The sums that kernels compute for rows of type T. 16-bit rows need only the squares: the sums that make their mean
-// are exact, or nearly so (see row_means), and their output is rounded to 8 or 11 bits.
+// are exact, or nearly so (see row_means in _ROWS), and their output is rounded to 8 or 11 bits.
 template <typename T>
 using DistanceSums = std::conditional_t<sizeof(T) == 2, float, SquaresAndSum>;
 
@@ -2958,7 +2966,7 @@ struct GradSums {
   float wdy;       // sum of weight * grad_output
   float wdy_xhat;  // sum of weight * grad_output * xhat
 };
-using GradMeans = GradSums;  // these sums divided by the number of columns: variables named `means` and `row_means`
+using GradMeans = GradSums;  // these sums divided by the number of columns
 
 // The statistics that normalize a row: xhat = (x - mean) * rstd + shift. See "A mean as two floats" above. Aligned, so
 // that one load reads all of it.
@@ -3047,6 +3055,7 @@ __device__ X combine_lanes(X x, int width) {
 template <int N, typename F>
 __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
+  static_assert(sizeof(sums[0]) <= sizeof(float2), "Moments are not summed.");
   UNROLL(n, N) sums[n % 4] = combine(sums[n % 4], term(n));
   return combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]));
 }
@@ -3119,7 +3128,7 @@ __device__ float sum_lanes(float (&x)[N]) {
 
 // ---- Reductions between warps of a block ----
 
-constexpr int kMaxWarps = 16;  // maximum number of warps per block; the shared-memory kernel has a limit of its own
+constexpr int kMaxWarps = 16;  // maximum number of warps per block of the register kernels
 
 // Sums a warp's N floats in x with sum_lanes. Lane n * 32 / N gets the sum of number n.
 template <typename X, int R>
@@ -3188,7 +3197,7 @@ __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
       // A constant width lets the compiler unroll the loop (H200, bf16 rows of 768: 93% -> 95% of copy bandwidth).
       combine_lanes(x, 32);
     } else {
-      combine_lanes(x, min(int(blockDim.x), 32));  // less than one warp
+      combine_lanes(x, min(int(blockDim.x), 32));  // less than one warp; min tells the compiler so
     }
     if (warps <= 1) return;
     if (lane == 0) {
@@ -3244,7 +3253,7 @@ _LAUNCH = r"""
 //     launched plainly or cooperatively before, the caller's kernels may not have ended either. Then all tensors are
 //     NaN (mutant with "weight read before"). Nothing detects a violation of rule 4.
 //   - Rule 5. In a plain launch, an emulated GPU runs only four blocks at a time, in random order. With kPlain instead
-//     of kCooperative, the pipelined cases of test_values therefore fail. An emulated GPU rejects cooperative launches
+//     of kCooperative, grid.sync() fails. An emulated GPU rejects cooperative launches
 //     of more blocks than it has SMs. Then another family runs the call, and test_dispatch.py reports it.
 //   - Rule 7. The emulated GPU "mps" rejects all cooperative launches, so test_values and test_dispatch.py check it.
 //     test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks (test_dispatch.py) runs calls in an
@@ -4649,7 +4658,7 @@ struct BackwardRegisters {
   }
 
   // Writes the pack's grad_input of row r. to: the thread's first pack in that row. means: the row's sums / cols.
-  __device__ void write_grad_input(T* to, int r, float rstd, const GradSums& means) const {
+  __device__ void write_grad_input(T* to, int r, float rstd, const GradMeans& means) const {
     // Saves an instruction per column (H200, 32768 bf16 rows of 2041: 1% slower without).
     constexpr bool kFused = sizeof(T) == 2 && N > 1;
     store<T>(to + offset, grad_input_of<kFused>(weight, widened(dy[r]), xhat[r], means, rstd));
@@ -4787,7 +4796,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + columns.packs[0].col);
     UNROLL(r, ROWS) {
       if (row + r * next_row >= call.rows) continue;
-      const GradSums means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
+      const GradMeans means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
       T* to = keep_pointer(grad_input + r * (next_row * cols));
       columns.each([&](auto& pack) { pack.write_grad_input(to, r, rstd[r], means); });
     }
@@ -5092,7 +5101,7 @@ __device__ inline void finish(const Forward& call, int64_t row, const Moments& m
   save_statistics(call, row, reference + moments.mean, rstd);
 }
 // Backward: turns the sums of a row into means.
-__device__ inline void finish(const Backward& call, int64_t, const GradSums& sums, GradSums& means) {
+__device__ inline void finish(const Backward& call, int64_t, const GradSums& sums, GradMeans& means) {
   means = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
 }
 
@@ -5139,7 +5148,7 @@ __global__ void __launch_bounds__(StripedColumns<T, V>::kThreads)
 // registers, and they would spill.
 template <typename T, int V>
 __global__ void __launch_bounds__(StripedColumns<T, V>::kThreads, V == 8 ? 4 : kArch.row_blocks - kHasEpilogue)
-    backward_columns(Backward call, const GradSums* row_means, int64_t rows_per_block, float* partials) {
+    backward_columns(Backward call, const GradMeans* grad_means, int64_t rows_per_block, float* partials) {
   const StripedColumns<T, V> columns(gridDim.x - 1 - blockIdx.x, call.cols);
   if (columns.first >= call.cols) return;
   // Waits before it loads weight: without grad_input, the previous kernel is one of the caller's, and it may write
@@ -5158,7 +5167,7 @@ __global__ void __launch_bounds__(StripedColumns<T, V>::kThreads, V == 8 ? 4 : k
     for (const int end = min(r + kRowsPerSum, rows_here); r < end; ++r) {
       const int64_t row = first_row + r;
       const float mean = call.mean[row], rstd = call.rstd[row];
-      const GradSums means = call.grad_input != nullptr ? row_means[row] : GradSums{};
+      const GradMeans means = call.grad_input != nullptr ? grad_means[row] : GradMeans{};
       const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
       const auto grad = columns.load_gradient(call, row, xhat, weight);
       const auto dx = grad_input_of<false>(weight, grad, xhat, means, rstd);
@@ -5182,7 +5191,7 @@ template <typename T, int V, typename Call>
 cudaError_t launch(const Call& call, const LaunchContext& context) {
   constexpr bool kForward = std::is_same_v<Call, Forward>;
   using Part = std::conditional_t<kForward, Moments, GradSums>;
-  using RowResult = std::conditional_t<kForward, RowStats, GradSums>;
+  using RowResult = std::conditional_t<kForward, RowStats, GradMeans>;
   const int64_t rows = call.rows, cols = call.cols;
   const int64_t resident_blocks = Config::kMeasureBlocks * context.device.sms;  // of kernel 1, on all SMs
   // As many pieces per row as fit into whole waves, with as few waves as give each row at least 8 pieces. Short rows
@@ -5527,9 +5536,9 @@ _EXCHANGE = r"""
 // to tell rounds apart, because a thread that waits for a round is never a whole round late. For that, each kernel
 // starts the next round of a slot only after all threads that wait for this round have passed their waits.
 //
-// Mailboxes. The gridDim.x blocks with the same blockIdx.y form a group, which shares rows. For each row, each block
-// of the group has one mailbox in global memory: 8 bytes for a pair of floats, the statistics of its slice. A mailbox
-// is written once per launch, by its own block (publish), and read by all blocks of the group (try_read). The pair is
+// Mailboxes. The gridDim.x blocks with the same blockIdx.y form a group, which shares rows. For each row, each block of
+// the group has one mailbox in global memory: 8 bytes for a pair of floats, the statistics of its slice. In a launch, a
+// mailbox is emptied once and then filled once, both by its own block, and read by all blocks of the group. The pair is
 // written and read by one 8-byte access, so a reader sees all of it or none, and needs neither a flag nor a fence.
 //
 // The mailboxes of one row (33 blocks per row; 48 mailboxes, of which the last 15 are padding):
@@ -5541,10 +5550,12 @@ _EXCHANGE = r"""
 // once, so that no block reads a value that an earlier use of the memory left there. Nothing is cleared afterwards.
 //
 // Safe changes, and what guards them:
-//   - kPeers limits the blocks that share a row, so change the 160 of has_pipelined_kernels in .tests/cases.py with it.
-//     The cases of test_values.py with "pipelined" or "grid_resident" in their names must succeed.
-//   - Padding and emptying of mailboxes: the mutants with "mailboxes" in their names. To see them run, use
-//     `python .tests/mutants.py --cpu --only mailboxes`.
+//   - kPeers limits the blocks that share a row: 160 in this comment, in the overview and in _PIPELINED, and
+//     MAX_BLOCKS_PER_ROW in .tests/cases.py (test_cases_know_the_most_blocks_per_row in test_dispatch.py). Then the
+//     cases of test_values.py with "pipelined" or "grid_resident" in their names must succeed. Emulated GPUs have at
+//     most 36 SMs, so that only a real one has rows of more blocks.
+//   - Padding affects only speed; no test notices if it is missing. Mailboxes of two rows must not overlap, and all
+//     must be emptied: mutants with "mailboxes" in their names (`python .tests/mutants.py --cpu --only mailboxes`).
 //   - Not guarded: that a pair is one 8-byte access, and the caching of volatile accesses. Emulated GPUs do not model
 //     them. Change them only on a GPU, and run the tests there with --full.
 
@@ -5733,8 +5744,8 @@ _PIPELINED = r"""
 // Emulated GPUs run them with warps in random order, and report deadlocks, values that are read before they are
 // written, and wrong results. They do not model the order of writes in memory, so a missing fence is not detected.
 //   - The values of Config affect only speed and the rounding of sums. Delays must be at least 0, kPrefetchStep a
-//     multiple of 16 (static_assert), and all other values at least 1. The tests must succeed with any such values.
-//     .tests/launches.py lists the launches that change.
+//     positive multiple of 16 (static_assert), and all other values at least 1. The tests must succeed with any such
+//     values. .tests/launches.py lists the launches that change.
 //   - kComputeWarps and kThreadColumns determine the longest slice, 8192 columns. The overview, MAX_SLICE in
 //     .tests/cases.py and the introduction's example name it or follow from it. In forward, the sum of a part of
 //     kLanesPerPart * kThreadColumns 16-bit numbers must be exact (see reference).
@@ -5753,8 +5764,9 @@ _PIPELINED = r"""
 //   - kCopiers can be 0 or kCopyThreads, and must be kCopyThreads before sm_90. row_scalars are copied if it is not 0,
 //     and otherwise loaded, for which there can be at most two scalars. So it must not be 0 in float32 forward.
 //     static_asserts guard both. If it is not 0, all kCopyThreads threads must call barrier_arrive_with_copies once per
-//     row. The tests detect a missing wait and a missing arrival (see the mutants with "row_scalars" and "last copies"
-//     in .tests/mutants.py; a mutant is a copy of this file with one bug).
+//     row. The tests detect an arrival that does not wait for the copies (see the mutants with "row_scalars" and "last
+//     copies" in .tests/mutants.py; a mutant is a copy of this file with one bug). They do not detect it if the wait at
+//     `full` in gather_rows is missing, which only makes row_scalars visible.
 //   - kLanesPerPart can be any power of two up to 32. The number of arrivals at `measured` follows from it (kParts).
 //     With fewer lanes there are more parts, and Control is larger (see kMaxStages).
 //   - The number of gatherers can be 1 to kGatherers, and lanes_per_row any power of two up to 32 that is at least the
@@ -5815,7 +5827,7 @@ struct Config {
   // A row is divided among more blocks than necessary only if slices then have at least this many columns.
   static constexpr int64_t kMinSlice = 2048;
 };
-static_assert(Config::kPrefetchStep % 16 == 0, "prefetch_range needs a multiple of 16 bytes.");
+static_assert(Config::kPrefetchStep > 0 && Config::kPrefetchStep % 16 == 0, "prefetch_range needs a multiple of 16.");
 
 // Parameters of a launch, the same for all blocks. gridDim.x blocks form a group and share a row. The gridDim.y groups
 // handle rows blockIdx.y, blockIdx.y + gridDim.y, ...
@@ -6512,6 +6524,8 @@ namespace grid_resident {
 //   kStagesAhead, kWeightPacks, kBiasPacks
 //                              Any numbers with which the static_asserts below hold. Then look for spills. With today's
 //                              packs, kStagesAhead can be 0 to 3: the longest slice leaves 6.4 KB, less than a stage.
+//   kSliceStages               Not without changing the register budget: each stage needs two packs more of weight and
+//                              of bias.
 //   kBlockThreads, kPacksPerThread
 //                              Not without changing measure_stage and BlockContext::load, which are written for two
 //                              packs, and the register budget.
@@ -7096,6 +7110,7 @@ namespace convolution {
 //                             1. write_rows, second half: the kernel
 //                             2. kGelu in section 4: convolution_backward and composed_convolution use it
 //                             3. ConvTranspose3dLayerNormGELUScaling.forward, the last two returns
+//                             4. the references: Model34 in test_layernorm_inline.py, and test_convolution.py
 //                           If they disagree, test_conv_values fails.
 //   kComputeRegisters,      To numbers with which the static_asserts below hold. Afterwards run .tests/machine_code.py:
 //   kLoadRegisters          every kernel must have 0 B of local memory.
@@ -7543,8 +7558,9 @@ enum : int { kMayMultiply = 1, kFull = kMayMultiply + kGroups, kEmpty = kFull + 
 
 // ---- Blocks and tasks ----
 
-// A block's parities, its tasks and its shared memory. The number of a task is (sample * strips + strip) * depth + q of
-// d. Each block computes a contiguous range of tasks: group 0 the first half, group 1 the rest.
+// A block's parities, its tasks and its shared memory, and where this thread's rows begin. The number of a task is
+// (sample * strips + strip) * depth + q of d. Each block computes a contiguous range of tasks: group 0 the first half,
+// group 1 the rest.
 template <typename L>
 struct BlockContext {
   const Convolution& call;
@@ -7556,9 +7572,9 @@ struct BlockContext {
   int strips = (call.height + kTaskLines - 1) / kTaskLines;  // strips per sample
   int first_task = tasks_before(blockIdx.x / 4);
   int all_tasks = tasks_before(blockIdx.x / 4 + 1) - first_task;
-  int warp = threadIdx.x % kGroupThreads / 32;                        // in its group
-  int first_line = L::first_line(warp);                               // line of this thread's row 0
-  int first_channel = L::first_channel(warp) + threadIdx.x % 32 / 4;  // its channel
+  int warp = threadIdx.x % kGroupThreads / 32;                         // in its group
+  int thread_line = L::first_line(warp);                               // line of this thread's row 0
+  int thread_channel = L::first_channel(warp) + threadIdx.x % 32 / 4;  // its channel
 
   __device__ int tasks_before(int block) const { return call.batch * strips * call.depth * block / (gridDim.x / 4); }
   __device__ int tasks(int group) const { return group == 0 ? all_tasks - all_tasks / 2 : all_tasks / 2; }
@@ -7767,7 +7783,7 @@ __device__ void multiply_add_taps(float* sums, const Unit (&weights)[2], const u
 // and multiplies them by all columns of its two lines.
 template <typename L>
 __device__ void multiply(Accumulators& accumulators, const Task<L>& task) {
-  const int lane = threadIdx.x % 32, first_tile = task.block.first_channel / kTileChannels;
+  const int lane = threadIdx.x % 32, first_tile = task.block.thread_channel / kTileChannels;
   const Unit* first_weights = task.block.fragments + L::lane_unit(first_tile, lane);
   ROLLED(step, L::kSteps) {
     Unit weights[2][2][2];  // (parity of w, tile of channels, tap of w)
@@ -7778,7 +7794,7 @@ __device__ void multiply(Accumulators& accumulators, const Task<L>& task) {
     }
     UNROLL(i, 8) {  // each time a set of eight columns in one of the two lines
       const int line = i / 4, set = i % 4;
-      const Unit* units = task.slab(L::tap_d(step)) + L::input_at(step, task.block.first_line + line, 8 * set);
+      const Unit* units = task.slab(L::tap_d(step)) + L::input_at(step, task.block.thread_line + line, 8 * set);
       // Columns shifted by -1, 0 and 1. A lane reads word `lane` of the 8 units, which are 32 words.
       const auto* words = reinterpret_cast<const uint32_t*>(units - 1) + lane;
       uint32_t columns[3][2];  // (shift + 1, plane)
@@ -7800,7 +7816,7 @@ template <typename L>
 __device__ void load_conv_bias(const BlockContext<L>& block, uint32_t (&conv_bias)[kThreadRows]) {
   using T = typename L::Element;
   UNROLL(row, kThreadRows) {
-    const int channel = block.first_channel + L::channel_of(row);
+    const int channel = block.thread_channel + L::channel_of(row);
     const float bias = load_affine<T, 1>(block.call.conv_bias, false, channel, 0)[0];
     conv_bias[row] = narrow_pair<T>(bias, bias);
   }
@@ -7842,9 +7858,9 @@ struct OutputRows {
   const Task<L>& task;
   const Convolution& call = task.block.call;
   int first_column = Accumulators::column_of(threadIdx.x, 0);
-  int line = task.h + task.block.first_line;  // q of h of row 0
+  int line = task.h + task.block.thread_line;  // q of h of row 0
   int64_t channel_stride = int64_t(call.depth) * 2 * call.height * 2 * kOutWidth;
-  int64_t first = (int64_t(task.batch) * kOutChannels + task.block.first_channel) * channel_stride +
+  int64_t first = (int64_t(task.batch) * kOutChannels + task.block.thread_channel) * channel_stride +
                   (int64_t(2 * task.d + task.block.parity_d) * call.height + line) * 2 * kOutWidth +
                   task.block.parity_h * kOutWidth + first_column;
 
@@ -7915,7 +7931,7 @@ template <typename L>
 __device__ void load_register_fragment(const BlockContext<L>& block, uint32_t (&fragment)[4]) {
   UNROLL(plane, 2) {
     UNROLL(row, 2) {
-      const int unit = L::matrix_unit(plane, block.first_channel + L::channel_of(row));
+      const int unit = L::matrix_unit(plane, block.thread_channel + L::channel_of(row));
       fragment[2 * plane + row] = block.global_fragments[unit].data[threadIdx.x % 4];
     }
   }

@@ -25,6 +25,7 @@ OFFSETS = ["x", "w", "b", "d", "xwbd"]
 # Which of weight and bias exist. "float32": in float32 even if input has 16 bits; the other kinds have input's dtype.
 AFFINES = ["weight", "bias", "none", "float32", "float32 weight", "float32 bias"]
 MAX_SLICE = 8192  # columns of a row that one block of the pipelined kernels handles
+MAX_BLOCKS_PER_ROW = 160  # kMaxBlocksPerRow
 
 
 # ---- Shapes ----
@@ -118,7 +119,9 @@ def has_pipelined_kernels(case, tensors):
     gpu, reserved = case.gpu, (6 if tensors == 1 else 3) << 10
     stage = (gpu.shared_bytes - reserved) // (3 * tensors) - LINE_BYTES
     slice_ = min(MAX_SLICE, stage // TYPES[case.dtype].itemsize)
-    return gpu.code >= 80 and not gpu.lacks_cooperative_launches and case.cols <= slice_ * min(gpu.sms, 160)
+    return (
+        gpu.code >= 80 and not gpu.lacks_cooperative_launches and case.cols <= slice_ * min(gpu.sms, MAX_BLOCKS_PER_ROW)
+    )
 
 
 def has_shared_memory_kernel(case, size):

@@ -271,6 +271,7 @@ struct Grid {
   dim3 grid, block;
   size_t dynamic_bytes;
   Barrier barrier;
+  bool cooperative;
   bool early;  // may start before the previous kernel has ended (programmatic dependent launch)
   bool after_caller;  // if it starts early: the caller's kernels may not have ended either
   const std::function<void()>* kernel;
@@ -648,7 +649,8 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch ho
   const SignalHandlers handlers;
   const bool after_caller = follows_caller;
   if (how != Launch::Early) follows_caller = false;
-  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Early, after_caller, &kernel, nullptr};
+  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Cooperative, how == Launch::Early,
+                  after_caller, &kernel, nullptr};
   if (dry) {
     const auto sizes = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
     launches +=
@@ -916,7 +918,10 @@ inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) =
 
 namespace cooperative_groups {
 struct EmulatedGrid {
-  void sync() const { emulator::wait(emulator::grid->barrier); }
+  void sync() const {
+    if (!emulator::grid->cooperative) emulator::fail("grid.sync() in a launch that is not cooperative");
+    emulator::wait(emulator::grid->barrier);
+  }
 };
 inline EmulatedGrid this_grid() { return {}; }
 }  // namespace cooperative_groups

@@ -40,20 +40,21 @@ def cuda_source(text):
 
 
 def compile_kernels(source, arch, macros, folder):
-    """Compiles CUDA source to a cubin in an empty folder, and returns the path of the cubin."""
+    """Compiles CUDA source in an empty folder. Returns the path of the cubin, and what ptxas reports of its kernels.
+
+    The report is {kernel: (registers, bytes of local memory per thread)}.
+    """
     cu, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
     cu.write_text(source)
-    flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", *macros]
+    flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", "-Xptxas=-v", *macros]
     target = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
-    subprocess.run(["nvcc", "-cubin", target, *flags, "-o", str(cubin), str(cu)], check=True)
-    return cubin
-
-
-def resources(cubin):
-    """Returns {kernel: (registers, bytes of local memory)}."""
-    usage = subprocess.run([cuobjdump(), "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    return {name: (int(registers), int(stack) + int(local)) for name, registers, stack, local in found}
+    command = ["nvcc", "-cubin", target, *flags, "-o", str(cubin), str(cu)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    kernel = r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers"
+    found = re.findall(kernel, done.stderr, re.S)
+    return cubin, {name: (int(registers), int(stack)) for name, stack, registers in found}
 
 
 def instructions(cubin):
@@ -75,8 +76,8 @@ def demangled(names):
 def kernels_of(text, arch, macros):
     """Returns {demangled name: (instructions, registers, bytes of local memory)} for a version of the file."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin = compile_kernels(cuda_source(text), arch, macros, folder)
-        code, usage = instructions(cubin), resources(cubin)
+        cubin, usage = compile_kernels(cuda_source(text), arch, macros, folder)
+        code = instructions(cubin)
     return {short: (code[name], *usage[name]) for name, short in zip(code, demangled(code))}
 
 

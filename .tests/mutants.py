@@ -103,6 +103,7 @@ MUTANTS = [
     Mutant("combine: weighted by the count of the wrong partner", "fraction = all.count * fast_reciprocal(", "fraction = more.count * fast_reciprocal(", TWO_PASS),
     Mutant("combine: count of a part left out", "parts[n].y + counts[n] * delta * delta", "parts[n].y + delta * delta", PIPELINED),
     Mutant("combine: warps without columns are counted", "return {count, total.x + total.y, total.z};", "return {max(count, 1.0f), total.x + total.y, total.z};", TWO_PASS, "on a GPU with 100 SMs, only 16-bit rows of 10^6 columns have such warps, and their count is then off by only seven"),
+    Mutant("a NaN variance becomes 0", "return squares < 0 ? 0 : squares;", "return fmaxf(squares, 0);", "saved_statistics"),
     Mutant("reference of a row: its first sample, which may be an outlier", "return max(min(a, b), min(max(a, b), c));", "return a;", OUTLIERS),
     Mutant("sum over a block: barrier left out", "__syncthreads(); combine_slots<WARPS>(x, row_slots, warps);", "combine_slots<WARPS>(x, row_slots, warps);", VALUES),
     Mutant("mean of equal float16 numbers is rounded as for bfloat16", "std::is_same_v<T, __half> ? 8192 : 65536", "65536", CONSTANT),

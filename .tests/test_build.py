@@ -779,12 +779,12 @@ def test_no_kernel_has_local_memory(tmp_path, arch, library):
 
     A kernel uses it if registers spill, or if an array is indexed with a number that is only known at run time.
     """
-    if machine_code.cuobjdump() is None or shutil.which("nvcc") is None:
-        pytest.skip("needs nvcc on PATH, and cuobjdump, which comes with Triton")
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc on PATH")
     if arch not in subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True).stdout + " sm_90a":
         pytest.skip(f"this nvcc does not support {arch}")
-    cubin = machine_code.compile_kernels(layernorm_inline.CUDA_SOURCE, arch, machine_code.MACROS[library], tmp_path)
-    kernels = machine_code.resources(cubin)
+    macros = machine_code.MACROS[library]
+    _, kernels = machine_code.compile_kernels(layernorm_inline.CUDA_SOURCE, arch, macros, tmp_path)
     assert len(kernels) > 30
     assert {name: local for name, (_, local) in kernels.items() if local > 0} == {}
 

@@ -17,7 +17,7 @@ import emulator
 import launches
 import pytest
 import torch
-from cases import CASES, FORMS, SOME, TYPES, this_gpu
+from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
 from reference import assert_close_to_float64, random_case
 from test_convolution import INPUT_PRECISIONS, convolution_call
 
@@ -123,18 +123,24 @@ def launched_on_the_gpu(backend):
     return reached, wrong
 
 
+def recorded(backend, case, gpu):
+    """Returns [the kernels that forward of the case launches on an emulated GPU, those of backward]. They do not run."""
+    pair = []
+    with emulator.on(gpu, dry=True) as libraries:
+        for call in forward_and_backward(backend, case):
+            call()
+            pair.append(emulator.kernels(libraries))
+    return pair
+
+
 def launched_on_emulated_gpus(backend):
     """Returns (all kernels that the cases launch on emulated GPUs, messages about unexpected ones).
 
-    Launches are recorded, but kernels do not run. Code for sm_80 has kernels of the same names as newer code.
+    Code for sm_80 has kernels of the same names as newer code.
     """
     reached, wrong = set(), []
     for case in (case for case in CASES if case.gpu.name != "cuda"):
-        with emulator.on(case.gpu, dry=True) as gpu:
-            pair = []
-            for call in forward_and_backward(backend, case):
-                call()
-                pair.append(emulator.kernels(gpu))
+        pair = recorded(backend, case, case.gpu)
         wrong += unexpected(case, pair)
         reached.update(*pair)
     for name in INPUT_PRECISIONS:
@@ -156,6 +162,19 @@ def test_cases_launch_expected_kernels(backend):
     if not backend.is_cuda or this_gpu()[0].code >= 90:  # libraries also contain kernels that only newer GPUs launch
         assert not compiled - reached, f"no case of the table launches {sorted(compiled - reached)}"
     assert not reached - compiled, f"launched, but not found in the library: {sorted(reached - compiled)}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("code", [100, 110])
+def test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper(backend, code):
+    """GPUs of sm_100 and sm_110 have all features that decide which family runs, like Hopper."""
+    if backend.is_cuda:
+        pytest.skip("needs emulated GPUs")
+    cases = [case for case in CASES if case.gpu.name == "hopper"]
+    assert {case.forward for case in cases} == set(FAMILIES) - {"convolution"}
+    assert not [
+        line for case in cases for line in unexpected(case, recorded(backend, case, case.gpu._replace(code=code)))
+    ]
 
 
 @pytest.mark.full
@@ -409,6 +428,7 @@ extern "C" const char* broken_plan(const char* family, int sms, int shared_bytes
   return broken.c_str();
 }
 extern "C" int number_of_plans() { return plans; }
+extern "C" int most_blocks_per_row() { return kMaxBlocksPerRow; }
 }  // namespace TORCH_EXTENSION_NAME
 """
 
@@ -446,3 +466,10 @@ def test_plans_keep_their_rules(family, sms, shared_bytes, code):
     library = planner(emulator.sources()[0])
     assert library.broken_plan(family.encode(), sms, shared_bytes, code) == b""
     assert library.number_of_plans() > 10000
+
+
+@pytest.mark.full
+@pytest.mark.emulated
+@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
+def test_cases_know_the_most_blocks_per_row():
+    assert planner(emulator.sources()[0]).most_blocks_per_row() == MAX_BLOCKS_PER_ROW

@@ -157,6 +157,19 @@ def only(cases):
 
 
 @pytest.mark.full
+@only([case for case in SOME if case.form == "plain"])
+def test_saved_statistics_of_a_row_with_nan_are_nan(backend, case):
+    x, weight, bias, _ = case.tensors()
+    row = case.rows // 2
+    x = placed(x)
+    x[row, case.cols // 2] = math.nan
+    with backend.on(case.gpu):
+        _, statistics = backend.ops.layer_norm_forward(x, [case.cols], weight, bias, EPS, 0, 1.0)
+    is_nan = statistics.isnan()
+    assert is_nan[:, row].all() and is_nan.sum() == 2
+
+
+@pytest.mark.full
 @only(NOT_FP16)
 @pytest.mark.parametrize("where", [slice(None), slice(5, 6)], ids=["everywhere", "one number"])
 def test_variance_that_overflows_is_infinite(backend, case, where):
