@@ -2125,8 +2125,8 @@ _OVERVIEW = r"""
 //                                                                             L2 (4)
 //
 // (1) In backward, aligned rows of more than 8 KB go to the pipelined kernels, if these support them.
-// (2) Less on GPUs with little shared memory per block: two rows, or three stages of the pipeline, must fit. Of a GPU
-//     with more than 160 SMs, 160 count.
+// (2) Less on GPUs with little shared memory per block: two rows, or three stages of the pipeline, must fit. On a GPU
+//     with more than 160 SMs, a row uses at most 160.
 // (3) At least 4 rows for each group of SMs that shares rows.
 // (4) Four blocks read each line of input, one for each parity of depth and height. Each of them reads five lines of
 //     input for the four lines of output that it computes at once: 4 * 5/4 = 5. The four run at about the same time, so
@@ -3197,7 +3197,7 @@ __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
       // A constant width lets the compiler unroll the loop (H200, bf16 rows of 768: 93% -> 95% of copy bandwidth).
       combine_lanes(x, 32);
     } else {
-      combine_lanes(x, min(int(blockDim.x), 32));  // less than one warp; min tells the compiler so
+      combine_lanes(x, min(int(blockDim.x), 32));  // less than one warp. With min, the compiler unrolls the loop
     }
     if (warps <= 1) return;
     if (lane == 0) {

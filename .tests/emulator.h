@@ -444,8 +444,8 @@ inline bool follows_caller = true;  // all kernels of the call so far, if any, c
 // the call, or by the caller's.
 inline bool is_in_use(const Guarded& tensor) { return grid->after_caller || !tensor.is_input(); }
 
-// Hides the tensors that are in use until the current kernel has waited for the previous one. What the kernel writes to
-// them before it waits is lost.
+// Hides the tensors that are in use until the current kernel has waited for the previous one. If the kernel writes to
+// them before it waits, the numbers are lost.
 inline void hide_tensors() {
   for (auto& t : tensors) {
     if (is_in_use(*t)) t->hide();
