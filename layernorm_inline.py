@@ -2213,19 +2213,24 @@ _ARCH = r"""
 //
 // The table kArchs holds the differences between GPU architectures, except one: only sm_90a has wgmma (see
 // kHasAsyncProducts below, and _codes in section 2). To support a new architecture, add a row with the features that it
-// has. Raise its numbers of blocks as long as ptxas reports no spills, then measure.
+// has, and its number to test_no_kernel_has_local_memory (.tests/test_build.py). Raise its numbers of blocks as long as
+// ptxas reports no spills, then measure.
 //
 // Safe changes, and what guards them. Run the tests with --full.
 //   - Numbers of blocks affect only speed. They must be at least 1, and row_blocks at least 2, because some kernels are
-//     compiled for one block less (static_assert). If a number is too high, a kernel spills.
-//   - affine_packs_float32 affects only speed and registers. If it is too high, a kernel spills.
+//     compiled for one block less. The threads of these blocks must not exceed sm_threads, because ptxas would ignore
+//     the bound. static_asserts check all this. If a number is too high, a kernel spills.
+//   - affine_packs_float32 affects only speed and registers. If it is too high, a kernel can spill.
+//   - sm_threads affects only the limits above and the launch bounds of the shared-memory kernel. No test checks it.
 //   - has_async_copy and has_bulk_copy = true for a GPU that lacks the feature: ptxas reports an error when it compiles
 //     for this GPU, also in test_no_kernel_has_local_memory.
 //   - has_async_copy and has_large_shared decide which kernel families run. If one is wrong, other families run than
 //     .tests/cases.py expects, and test_cases_launch_expected_kernels or, for sm_100 and 110,
-//     test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper fails (.tests/test_dispatch.py). Emulated
-//     GPUs have the device code of the rows of 80 and 90 only (see kArch). So branches for GPUs without has_async_copy
-//     are compiled, but run on a GPU before sm_80 only. Nothing checks that has_bulk_copy is true where it could be.
+//     test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper fails (.tests/test_dispatch.py). If
+//     has_large_shared is true for a GPU that lacks it, ptxas reports an error before sm_90, and on sm_120 nothing
+//     changes, because no plan fits its 99 KB. Emulated GPUs have the device code of the rows of 80 and 90 only (see
+//     kArch). So branches for GPUs without has_async_copy are compiled, but run on a GPU before sm_80 only. Nothing
+//     checks that has_bulk_copy is true where it could be.
 //   - The order of the rows is guarded by a static_assert.
 
 // One row of the table. Code for an architecture without a row of its own uses the nearest older row: sm_89 uses the
@@ -2241,7 +2246,7 @@ struct Arch {
   // thread. With these numbers, no kernel spills (nvcc 13.0). Changing one changes only speed. All are launch
   // bounds of the register kernels (see registers::Bounds); the two-pass and shared-memory kernels use row_blocks, too.
   // A load is 16 bytes.
-  int row_blocks;                      // blocks of 512 threads, if none of the following applies
+  int row_blocks;                      // blocks of 512 threads where registers::Bounds has no other number
   int two_load_blocks[2];              // blocks of 512 threads with two loads each: [0] float32, [1] 16 bits
   int four_load_blocks_16_bits;        // blocks of 512 threads with four loads each, 16 bits
   int warp_four_load_blocks_16_bits;   // blocks of 128 threads with four loads each, one warp per row, 16 bits
@@ -2288,12 +2293,17 @@ constexpr bool archs_are_valid() {
           arch.warp_four_load_blocks_16_bits, arch.short_blocks_16_bits, arch.short_unaligned_blocks_16_bits}) {
       if (blocks < 1) return false;
     }
+    const int large =
+        std::max({arch.row_blocks, arch.two_load_blocks[0], arch.two_load_blocks[1], arch.four_load_blocks_16_bits});
+    const int small =
+        std::max({arch.warp_four_load_blocks_16_bits, arch.short_blocks_16_bits, arch.short_unaligned_blocks_16_bits});
+    if (512 * large > arch.sm_threads || 128 * small > arch.sm_threads) return false;
     number = arch.number;
   }
   return true;
 }
 static_assert(archs_are_valid(),
-              "kArchs: ascending numbers of architectures; row_blocks at least 2, others at least 1");
+              "kArchs: ascending numbers; row_blocks at least 2, others at least 1; no more threads than sm_threads");
 
 // The architecture that device code is compiled for. Instructions that some architectures lack are inside an
 // `if constexpr` on one of its fields.
@@ -2592,12 +2602,12 @@ __device__ inline bool is_prefetching_thread() {
 }
 
 // Starts to copy `bytes` bytes into L2; `global` and `bytes` must be multiples of 16. From sm_90 on, the calling thread
-// prefetches all of them. On older GPUs, each of `threads` threads must make the call; thread number `thread`
-// prefetches the sector at offset thread * step, and one every threads * step bytes from there on. (PTX does not say
-// how many bytes the instruction for older GPUs fetches. With a step of two sectors, it seems to fetch both, see
-// kPrefetchStep.) The instruction for older GPUs accepts no policy, but has variants with the priorities evict_last and
-// evict_normal. The former is used here, which is also the priority of large input (see input_priority). This choice
-// was not measured: no GPU before sm_90 was available.
+// prefetches all of them. Before sm_80, the call does nothing. In between, each of `threads` threads must make the
+// call; thread number `thread` prefetches the sector at offset thread * step, and one every threads * step bytes from
+// there on. (PTX does not say how many bytes the instruction for older GPUs fetches. With a step of two sectors, it
+// seems to fetch both, see kPrefetchStep.) The instruction for older GPUs accepts no policy, but has variants with the
+// priorities evict_last and evict_normal. The former is used here, which is also the priority of large input (see
+// input_priority). This choice was not measured: no GPU before sm_90 was available.
 __device__ inline void prefetch_range(const void* global, int bytes, uint64_t policy,
                                       int thread = threadIdx.y * blockDim.x + threadIdx.x,
                                       int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
@@ -2670,7 +2680,8 @@ struct Unaligned {
   __device__ void load(const T* p, int mid_word) {
     const uint32_t* from = reinterpret_cast<const uint32_t*>(p - mid_word);
     UNROLL(w, kWords) words[w] = from[w];
-    // Loads 16 bits, because the other half of the last element's word may be outside of the tensor. With mid_word = 0
+    // Loads 16 bits, because the other half of the last element's word may be outside of the tensor. (The other half of
+    // the first word may be, too, but it is in the same cache line, and it is not used.) With mid_word = 0
     // they are not needed, but a branch that skips them would make the loads wait for one another (H200, bf16 rows of
     // which only input is not aligned: 67% of copy bandwidth with the branch, 83% without it).
     if (sizeof(T) == 2) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
@@ -3164,6 +3175,7 @@ __device__ void combine_slots(X (&x)[R], X (*row_slots)[R], int warps) {
 //
 //   a row has             how                                                                    barrier   slots
 //   less than one warp    combine_lanes over blockDim.x lanes                                    no        no
+//   WARPS = 1, any N      combine_lanes over 32 lanes                                            no        no
 //   one warp, N = 1       combine_lanes over 32 lanes                                            no        no
 //   one warp, N > 1       sum_warp, then broadcast_sums                                          no        no
 //   several warps, N = 1  combine_lanes over 32 lanes, one slot per warp, then combine_slots     yes       yes
@@ -3171,8 +3183,8 @@ __device__ void combine_slots(X (&x)[R], X (*row_slots)[R], int warps) {
 //
 // blockDim.x is the same for all threads of the block, so all of them use the same line of the table, and a barrier is
 // reached by all or by none. All threads of the block must make the call. The warps of all rows of the block share
-// WARPS slots in shared memory, so a block has at most WARPS warps. WARPS = 1 says at compile time that a row is one
-// warp.
+// WARPS slots in shared memory, so if rows have several warps, a block has at most WARPS warps. WARPS = 1 says at
+// compile time that a row is one warp.
 //
 // Two calls in succession must use different slots: after the barrier of a call, slow warps still read its slots, and
 // nothing waits for them before the next call writes. A third call can use the slots of the first, because the barrier
