@@ -6452,6 +6452,14 @@ namespace grid_resident {
 // kernels are 23% slower. Reading from L2, for every row, the weight and bias that registers cannot hold would make the
 // ring longer, but was more than 50% slower.)
 //
+// What limits it. A row cannot be applied before its exchange is over: the last block's result must reach all other
+// blocks. That takes 1.5 us while nothing else uses L2, 2 us beside this kernel's copies, and more than 4 us if each
+// block has five more stages in flight. So neither a longer ring nor faster blocks make the kernel faster. (H200, 16
+// rows of 4194304, 175 us: 2% to 5% slower with one to five slots more, where weight and bias were left out of shared
+// memory to make space; 4% slower with a warp that does nothing but load, although that saves 12% while input and
+// output stay in L2. A kernel that only copies, with the same ring and exchange, takes 149 us, and 139 us without the
+// exchange.)
+//
 // Example: 16 rows of 4194304 on 132 SMs with 227 KB of shared memory per block. There is one group of 132 blocks. A
 // slice has 31776 columns, which is 16 stages; the last stage is about half full. A thread keeps 31 packs of weight and
 // 20 packs of bias in registers. 44 KB of shared memory hold the rest of the slice's weight and bias. The ring has 22
@@ -6507,9 +6515,8 @@ namespace grid_resident {
 //      other parts of that row. Without either, the blocks could wait for each other forever.
 //   5. Control is reused from row to row. Warps write the moments of row r + 1 while they apply row r, after the
 //      __syncthreads() that follows gather_row(r). The last warp calls it only after it has read the moments of row r.
-//      The statistics of row r + 1 may overwrite those of row r: every warp reads those of row r before it arrives at
-//      `measured` for row r + 1, and the last warp waits for these arrivals. So `row_stats` needs only one entry. It
-//      has two, because the machine code of this kernel was measured with two, and the speed with one was not.
+//      The statistics of row r + 1 overwrite those of row r: every warp reads those of row r before it arrives at
+//      `measured` for row r + 1, and the last warp waits for these arrivals before it gathers row r + 1.
 //   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_async_accesses().
 //      A thread reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is
 //      needed.
@@ -6611,7 +6618,7 @@ struct alignas(kLineBytes) Control {
   uint64_t empty[kMaxRingSlots];  // barriers of the slots: all warps have applied the stage in this slot
   uint64_t measured;              // barrier: all warps have written their moments of a row
   Moments moments[kWarps];        // of each warp's columns of the row that is measured
-  RowStats row_stats[2];          // of the row that is applied; consecutive rows of the group use them alternately
+  RowStats row_stats;             // of the row that is applied, see rule 5
 };
 static_assert(sizeof(Control) == 640, "The host uses this size, so it must not depend on kArch.");
 // The most bytes of weight and bias in shared memory: those of a full slice, less the packs in registers.
@@ -6656,10 +6663,9 @@ __device__ void load_stage(RingPosition slot, const float* from, int bytes, cons
 
 // Brings stage after stage on chip. Two threads of a block use it, and each has a copy with a row and stage of its own:
 // thread 0 copies stages to the ring, and thread 32 prefetches stages into L2, kPrefetchStages earlier. One function
-// next() serves both: with one function for each, the kernel has 5720 instructions instead of 5360 (nvcc 13.0, sm_90a;
-// the speed was not measured). It is always thread 0 that copies. That makes its warp the slowest of the block, so that
-// the other warps have already emptied the slot when it waits for them (H200, 16 rows of 4194304: 33% slower if the
-// warps copy in turn).
+// next() serves both: with one function for each, the kernel is 5% slower (H200, 16 rows of 4194304). It is always
+// thread 0 that copies. That makes its warp the slowest of the block, so that the other warps have already emptied the
+// slot when it waits for them (H200, 16 rows of 4194304: 33% slower if the warps copy in turn).
 struct Fetch {
   const BlockContext& block;
   const bool loads = threadIdx.x == 0, prefetches = threadIdx.x == 32;
@@ -6748,9 +6754,9 @@ __device__ void publish_row(Moments& moments, int row, int parity, const BlockCo
   __syncwarp();  // so that the lanes of the warp continue together
 }
 
-// In the last warp: waits until all blocks of the group have published a row, and writes its statistics to
-// row_stats[parity]. The other warps return at once.
-__device__ void gather_row(int row, int parity, const BlockContext& block) {
+// In the last warp: waits until all blocks of the group have published a row, and writes its statistics to row_stats.
+// The other warps return at once.
+__device__ void gather_row(int row, const BlockContext& block) {
   if (block.thread / 32 != kWarps - 1) return;
   // This lane reads the mailboxes of blocks first_peer, first_peer + 32, ... opaque() keeps the compiler from computing
   // `counts` once for all rows, which would need registers during the whole kernel.
@@ -6763,7 +6769,7 @@ __device__ void gather_row(int row, int parity, const BlockContext& block) {
   const float3 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
   const float rstd = inverse_root(total.z * block.constants.per_col + block.constants.eps);
   if (first_peer != 0) return;
-  block.control.row_stats[parity] = row_stats_of(total.x, total.y, rstd);
+  block.control.row_stats = row_stats_of(total.x, total.y, rstd);
   if (block.rank == 0) save_statistics(block.call, row, total.x + total.y, rstd);
 }
 
@@ -6831,10 +6837,9 @@ __device__ void apply_and_measure(const Step& step, Moments& moments, const RowS
   if (is_measured) barrier_wait(&block.control.full[measuring.index], measuring.parity);
   const ThreadStage x_ahead = block.load(measuring.index);
   apply_stage(step.output, x, step.place, row_stats, weight, bias, block);
-  // Past the last row, these are the moments of whatever is in the ring. They are never published. (The condition
-  // `is_measured` alone would also be correct. Its speed was not measured.)
-  if (is_measured || !is_last) measure_stage(moments, x_ahead, is_last, block);
-  if (is_measured && is_last) publish_row(moments, next_row, step.row_parity ^ 1, block);
+  if (!is_measured) return;
+  measure_stage(moments, x_ahead, is_last, block);
+  if (is_last) publish_row(moments, next_row, step.row_parity ^ 1, block);
 }
 
 // Block (x, y) has slice x of the rows of group y. T is float. The kernel is a template so that it is only compiled
@@ -6862,9 +6867,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   RingPosition slot;
   int row = blockIdx.y;
   for (int parity = 0; row < rows; row += groups, parity ^= 1) {
-    gather_row(row, parity, block);
+    gather_row(row, block);
     __syncthreads();
-    const RowStats row_stats = control.row_stats[parity];
+    const RowStats row_stats = control.row_stats;
     // The address for place 0. If places are skipped, it may be before output; skipped places do not use it.
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
     UNROLL(place, kSliceStages) {
