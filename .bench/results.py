@@ -29,7 +29,8 @@ OPERATIONS = {
 SPEED = {
     "forward": "8192 x 768 bf16, 8192 x 1024 bf16, 65536 x 1024 bf16, 65536 x 1024 fp32, 1048576 x 64 bf16, "
     "16384 x 4096 bf16, 32768 x 2041 bf16, 4096 x 16384 fp32, 256 x 262144 fp32",
-    "backward": "8192 x 768 bf16, 65536 x 1024 bf16, 32768 x 320 bf16, 32768 x 2041 bf16, 8192 x 8192 bf16",
+    "backward": "8192 x 768 bf16, 65536 x 1024 bf16, 65536 x 1024 fp32, 32768 x 320 bf16, 32768 x 2041 bf16, "
+    "16384 x 4096 fp32, 8192 x 8192 bf16",
 }
 SPEED = [f"{step} | {' | '.join(case.rsplit(' ', 1))}" for step, cases in SPEED.items() for case in cases.split(", ")]
 
