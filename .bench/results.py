@@ -22,6 +22,8 @@ OPERATIONS = {
     "training step | 8192 x 1024 | bf16": "forward and backward, 8192 x 1024, bf16",
     "forward | 65536 x 1024 | bf16": "forward, 65536 x 1024, bf16",
     "training step | 65536 x 1024 | bf16": "forward and backward, 65536 x 1024, bf16",
+    "forward | 65536 x 1024 | fp32": "forward, 65536 x 1024, fp32",
+    "backward | 65536 x 1024 | fp32": "backward, 65536 x 1024, fp32",
     "forward | 32768 x 2041 | bf16": "forward, 32768 x 2041, bf16",
 }
 
