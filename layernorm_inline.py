@@ -2213,8 +2213,8 @@ _ARCH = r"""
 //
 // The table kArchs holds the differences between GPU architectures, except one: only sm_90a has wgmma (see
 // kHasAsyncProducts below, and _codes in section 2). To support a new architecture, add a row with the features that it
-// has, and its number to test_no_kernel_has_local_memory (.tests/test_build.py). Raise its numbers of blocks as long as
-// ptxas reports no spills, then measure.
+// has, and its number to test_no_kernel_has_local_memory (.tests/test_build.py). Take the numbers of blocks of the
+// nearest row, raise them as long as ptxas reports no spills, then measure.
 //
 // Safe changes, and what guards them. Run the tests with --full.
 //   - Numbers of blocks affect only speed. They must be at least 1, and row_blocks at least 2, because some kernels are
@@ -2773,13 +2773,13 @@ _STATISTICS = r"""
 // Safe changes, and what guards them:
 //   - The order of additions is free within these bounds, but must not depend on timing. test_values (emulated GPUs)
 //     and test_every_run_gives_the_same_bits (test_device.py, real GPUs) compare the bits of two runs. The sum of equal
-//     numbers must be exact (see sum_of). The sum of four equal float32 numbers, a pack, is exact in any order (3 x may
-//     be rounded, but 3 x + x is rounded to 4 x), so no test notices if sum_of adds them one after the other. With more
-//     numbers, only the tree is exact.
-//   - reference_of and sampled_column can choose any number that does not depend on the thread, as long as a row of
-//     equal numbers has exactly this number. test_large_mean_is_accurate, test_outliers_do_not_spoil_their_row and
-//     test_constant_rows_give_bias check the accuracy. test_outliers_do_not_spoil_their_row sets exactly the columns
-//     that sampled_column returns, so change it with them. It fails if an outlier becomes the reference.
+//     numbers must be exact (see sum_of). Four equal float32 numbers, a pack, have an exact sum in any order: 3 x may
+//     be rounded, but adding x then gives exactly 4 x. So no test notices if sum_of adds a pack one after the other.
+//     With more numbers, only the tree is exact.
+//   - reference_of and sampled_column can choose any number that is the same for all threads of the row and that, in a
+//     row of equal numbers, is exactly this number. test_large_mean_is_accurate, test_outliers_do_not_spoil_their_row
+//     and test_constant_rows_give_bias check the accuracy. test_outliers_do_not_spoil_their_row sets exactly the
+//     columns that sampled_column returns, so change it with them. It fails if an outlier becomes the reference.
 //   - Where a comment mentions overflow or NaN, the tests with "overflow", "huge" and "nan" in their names guard it.
 //   - combine_row: the mutants with "barrier left out" and "one set of slots" (.tests/mutants.py) show that the tests
 //     find a missing barrier, and slots that are used again too early. The second is found on emulated GPUs only.
@@ -2834,8 +2834,8 @@ _STATISTICS = r"""
 // Example for (2) and RowStats, with eps = 1e-5. The row {10000, 10000, 10001} has the mean 10000.333333:
 //   computed mean           m      = 10000.3330078125, the nearest float
 //   differences             d      = {-0.33300781, -0.33300781, 0.66699219}
-//   sums                    sum(d) = 0.00097656, sum(d^2) = 0.66666699
-//   correction (2)          offset = 0.00032552, m2 = 0.66666699 - 0.00032552 * 0.00097656 = 0.66666667
+//   sums                    sum(d) = 0.00097656, sum(d^2) = 0.66666698
+//   correction (2)          offset = 0.00032552, m2 = 0.66666698 - 0.00032552 * 0.00097656 = 0.66666667
 //   RowStats                mean   = m, because m + offset is rounded to m; rstd = 2.1212726;
 //                           shift  = -offset * rstd = -0.00069052
 //   first output            (10000 - m) * rstd = -0.706400,   with shift -0.707091,   correct -0.707091
@@ -2858,9 +2858,10 @@ _STATISTICS = r"""
 //   combine_means    N parts {mean, m2} per lane, over groups of lanes           (4)       pipelined, grid-resident
 //   sum_of_terms     N partial results of one thread                             sum       pipelined, combine_means
 //   combine_row      R partial results per thread, over all threads of a row     sum       registers, shared memory
-// sum_lanes, sum_warp, broadcast_sums and combine_slots are steps of combine_row; which of them run, its table shows.
-// The type of the argument selects the overload. Moments can never be summed by mistake: the functions for sums accept
-// a float or a struct of exactly two floats, and sum_of_terms has a static_assert, so they do not compile for Moments.
+// sum_lanes, sum_warp, broadcast_sums and combine_slots are steps of combine_row; the table at combine_row shows which
+// of them run. The type of the argument selects the overload. Moments can never be summed by mistake: the functions for
+// sums accept a float or a struct of exactly two floats, and sum_of_terms has a static_assert, so they do not compile
+// for Moments.
 
 // ---- Sums and means of a thread ----
 
@@ -3005,7 +3006,8 @@ __device__ Vec<float, V> grad_input_of(const Vec<float, V>& weight, const Vec<fl
   return dx;
 }
 
-// Returns the RowStats of a row whose mean is base + offset. `residual` is what rounding base + offset has lost.
+// Returns the RowStats of a row whose mean is base + offset. `residual` is what rounding base + offset has lost. It is
+// exact if |offset| is at most |base|.
 __device__ inline RowStats row_stats_of(float base, float offset, float rstd) {
   const float mean = base + offset, residual = offset - (mean - base);
   return {mean, -residual * rstd, rstd};
@@ -3072,9 +3074,9 @@ __device__ auto sum_of_terms(F term) {
 }
 
 // Combines parts of a row by formula (4). Each of `width` lanes has N of them: parts[n] is {mean, m2} of counts[n]
-// numbers, where counts[n] may be 0. `count` is the sum of all counts of these lanes. Returns {base, offset, m2}, where
-// base + offset is the mean: base, the constant c of the formula, is the mean of the first lane's first part. That part
-// must not be empty, unless all are.
+// numbers, where counts[n] may be 0. (The arrays may have more entries, which are not used.) `count` is the sum of all
+// counts of these lanes, or 1 if that is 0. Returns {base, offset, m2}, where base + offset is the mean: base, the
+// constant c of the formula, is the mean of the first lane's first part. That part must not be empty, unless all are.
 template <int N, int M>
 __device__ float3 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
   const float base = __shfl_sync(~0u, parts[0].x, 0, width);
@@ -3261,18 +3263,18 @@ _LAUNCH = r"""
 //   - Calls of let_next_start() can be at any place or absent. They affect only speed.
 //   - Rules 2 and 3. On an emulated GPU, everything that the call writes is NaN for a thread that has not called
 //     wait_for_previous(), and what the thread writes there is lost. So test_values fails without the call (mutants
-//     with "statistics read before" and "no wait for the previous" in their names). If no kernel of the call was
-//     launched plainly or cooperatively before, the caller's kernels may not have ended either. Then all tensors are
-//     NaN (mutant with "weight read before"). Nothing detects a violation of rule 4.
+//     with "statistics read before" and "no wait for the previous" in their names). As long as all kernels of a call
+//     were launched programmatically, the caller's kernels may not have ended either; then all tensors of the call are
+//     NaN for such a thread (mutant with "weight read before"). Nothing detects a violation of rule 4.
 //   - Rule 5. In a plain launch, an emulated GPU runs only four blocks at a time, in random order. With kPlain instead
-//     of kCooperative, grid.sync() fails. An emulated GPU rejects cooperative launches
-//     of more blocks than it has SMs. Then another family runs the call, and test_dispatch.py reports it.
-//   - Rule 7. The emulated GPU "mps" rejects all cooperative launches, so test_values and test_dispatch.py check it.
-//     test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks (test_dispatch.py) runs calls in an
+//     of kCooperative, grid.sync() fails. An emulated GPU rejects cooperative launches of more blocks than it has SMs.
+//     Then another family runs the call, and test_dispatch.py reports it.
+//   - Rule 6. test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks (test_dispatch.py) runs calls in an
 //     emulated green context.
+//   - Rule 7. The emulated GPU "mps" rejects all cooperative launches, so test_values and test_dispatch.py check it.
 //   - allow_shared_memory: test_threads_with_rows_of_different_lengths (test_device.py) needs a GPU.
-//   - row_threads must return a power of two up to 32, or a multiple of 32 (see combine_row). test_values fails
-//     otherwise.
+//   - row_threads must return a power of two up to 32, or a multiple of 32 (see combine_row). Otherwise a static_assert
+//     of the register kernels or test_values fails.
 //   - input_priority affects only speed. No test checks it.
 
 // ---- Programmatic dependent launch ----
@@ -4920,9 +4922,9 @@ namespace two_pass {
 // Supported rows: all, on every GPU.
 //
 // How it works. Three kernels run one after the other:
-//   1. measure_pieces divides each row into pieces. One block computes the partial statistics of one piece: count, mean
-//      and sum of squares in forward, the two sums that grad_input needs in backward. The columns that a block loads at
-//      once are a chunk. A piece is every `pieces`-th chunk of its row.
+//   1. measure_pieces divides each row into pieces. One block computes the partial statistics of one piece: its Moments
+//      in forward, the two sums that grad_input needs in backward. The columns that a block loads at once are a chunk.
+//      A piece is every `pieces`-th chunk of its row.
 //   2. finish_rows combines the pieces of a row, one block per row.
 //   3. normalize_columns (backward: backward_columns) gives each block a tile of columns and a range of rows. The block
 //      loads weight and bias of its tile into registers once and then goes down its rows.
@@ -5031,8 +5033,8 @@ struct StripedColumns {
 
 // ---- Kernel 1: the partial statistics of each piece ----
 
-// Combines one part per thread over the block; every thread gets the result. The part of thread 0 may be empty only if
-// all parts are.
+// Combines one part per thread over the block; every thread gets the result. Within each warp, the part of the first
+// lane may be empty only if those of all lanes are, and the part of warp 0 only if all parts are.
 template <typename Part>
 __device__ Part combine_block(Part part) {
   constexpr int kWarps = Config::kMeasureThreads / 32;
@@ -5093,7 +5095,9 @@ __global__ void __launch_bounds__(Config::kMeasureThreads, Config::kMeasureBlock
     const auto weight = columns.load_parameter(call, call.weight, 1);
     const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
     const auto wdy = rounded_product(weight, columns.load_gradient(call, row, xhat, weight));
-    GradSums chunk_sums = {};  // added to `sums` at once: thousands of terms added one by one would lose digits
+    // Added to `sums` at once: thousands of terms added one by one would lose digits. (No test on emulated GPUs shows
+    // it.)
+    GradSums chunk_sums = {};
     UNROLL(v, wdy.kSize) {
       if (columns.has(v / V)) chunk_sums.wdy += wdy[v], chunk_sums.wdy_xhat += wdy[v] * xhat[v];
     }
@@ -5156,8 +5160,8 @@ __global__ void __launch_bounds__(StripedColumns<T, V>::kThreads)
 // grad_bias of these rows. Blocks start with the last tile, as in forward.
 //
 // The launch bounds let four blocks of 256 threads fit an SM (V = 8), or kArch.row_blocks blocks of 512 threads, which
-// is three on sm_90. In the epilogue library it is one block of 512 threads less, because an activation needs
-// registers, and they would spill.
+// is three on sm_90. In the epilogue library it is one block of 512 threads less, because an activation needs more
+// registers, and the kernel would spill.
 template <typename T, int V>
 __global__ void __launch_bounds__(StripedColumns<T, V>::kThreads, V == 8 ? 4 : kArch.row_blocks - kHasEpilogue)
     backward_columns(Backward call, const GradMeans* grad_means, int64_t rows_per_block, float* partials) {
@@ -5206,8 +5210,8 @@ cudaError_t launch(const Call& call, const LaunchContext& context) {
   using RowResult = std::conditional_t<kForward, RowStats, GradMeans>;
   const int64_t rows = call.rows, cols = call.cols;
   const int64_t resident_blocks = Config::kMeasureBlocks * context.device.sms;  // of kernel 1, on all SMs
-  // As many pieces per row as fit into whole waves, with as few waves as give each row at least 8 pieces. Short rows
-  // have fewer pieces, because a piece has at least kMinPieceColumns columns.
+  // Takes the fewest waves that give each row at least 8 pieces, and then as many pieces per row as these waves can
+  // hold. Short rows have fewer pieces, because a piece has at least kMinPieceColumns columns.
   const int64_t waves = ceil_div(8 * rows, resident_blocks);
   const int pieces =
       std::min(ceil_div(cols, Config::kMinPieceColumns), std::max<int64_t>(1, waves * resident_blocks / rows));
@@ -6434,9 +6438,9 @@ namespace grid_resident {
 
 // Supported rows: aligned float32 rows without epilogue, of up to 32768 columns per SM, and at least four rows per
 // group of blocks. (Rows of up to 8192 columns per SM run in the pipelined kernels, which dispatch tries first.) 16-bit
-// rows run in the two-pass kernels: only few warps have enough registers for weight and bias, and for 16 bits, with
-// twice as many elements per byte, they are too slow (H200, 16 bf16 rows of 4194304: 24% slower than the two-pass
-// kernels).
+// rows run in the two-pass kernels: an SM has registers for the weight and bias of only a few warps, and so few warps
+// are too slow for 16 bits, which means twice as many elements per byte (H200, 16 bf16 rows of 4194304: 24% slower than
+// the two-pass kernels).
 //
 // ---- How it works ----
 //
@@ -6449,16 +6453,18 @@ namespace grid_resident {
 //
 // Why it is fast. Input is read from global memory once, and weight and bias once per group, not once per row. The
 // exchange between blocks overlaps with the work on kStagesAhead stages. (H200, 16 rows of 4194304: the two-pass
-// kernels are 23% slower. Reading from L2, for every row, the weight and bias that registers cannot hold would make the
-// ring longer, but was more than 50% slower.)
+// kernels are 23% slower. If the weight and bias that registers cannot hold were read from L2 for every row, the ring
+// could be longer, but that was more than 50% slower.)
 //
 // What limits it. A row cannot be applied before its exchange is over: the last block's result must reach all other
 // blocks. That takes 1.5 us while nothing else uses L2, 2 us beside this kernel's copies, and more than 4 us if each
-// block has five more stages in flight. So neither a longer ring nor faster blocks make the kernel faster. (H200, 16
-// rows of 4194304, 175 us: 2% to 5% slower with one to five slots more, where weight and bias were left out of shared
-// memory to make space; 4% slower with a warp that does nothing but load, although that saves 12% while input and
-// output stay in L2. A kernel that only copies, with the same ring and exchange, takes 149 us, and 139 us without the
-// exchange.)
+// block has five more stages in flight. So neither a longer ring nor faster blocks make the kernel faster. Measured on
+// an H200 with 16 rows of 4194304, which take 175 us:
+//   - With one to five slots more it is 2% to 5% slower. (In this experiment weight and bias were not in shared memory,
+//     to make space, and the results were wrong.)
+//   - With a warp that does nothing but load it is 4% slower, although that makes it 12% faster if input and output
+//     stay in L2.
+//   - A kernel that only copies, with the same ring and exchange, takes 149 us, and 139 us without the exchange.
 //
 // Example: 16 rows of 4194304 on 132 SMs with 227 KB of shared memory per block. There is one group of 132 blocks. A
 // slice has 31776 columns, which is 16 stages; the last stage is about half full. A thread keeps 31 packs of weight and
@@ -6513,10 +6519,11 @@ namespace grid_resident {
 //      more than 10000 columns, which is five stages.
 //   4. All blocks run at once (cooperative launch), and a block publishes its part of a row before it waits for the
 //      other parts of that row. Without either, the blocks could wait for each other forever.
-//   5. Control is reused from row to row. Warps write the moments of row r + 1 while they apply row r, after the
-//      __syncthreads() that follows gather_row(r). The last warp calls it only after it has read the moments of row r.
-//      The statistics of row r + 1 overwrite those of row r: every warp reads those of row r before it arrives at
-//      `measured` for row r + 1, and the last warp waits for these arrivals before it gathers row r + 1.
+//   5. Control is reused from row to row. (Here r + 1 is the group's next row after r.) Warps write the moments of row
+//      r + 1 while they apply row r, after the __syncthreads() that follows gather_row(r). The last warp calls
+//      gather_row(r) only after it has read the moments of row r. The statistics of row r + 1 overwrite those of row r:
+//      every warp reads those of row r before it arrives at `measured` for row r + 1, and the last warp waits for these
+//      arrivals before it gathers row r + 1.
 //   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_async_accesses().
 //      A thread reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is
 //      needed.
@@ -6545,14 +6552,13 @@ namespace grid_resident {
 //                              packs, kStagesAhead can be 0 to 3: the longest slice leaves 6.4 KB, less than a stage.
 //   kSliceStages               Not without changing the register budget: each stage needs two packs more of weight and
 //                              of bias.
-//   kBlockThreads, kPacksPerThread
-//                              Not without changing measure_stage and BlockContext::load, which are written for two
-//                              packs, and the register budget.
+//   kBlockThreads              Not without changing the register budget, the shared memory, and the size of Control.
+//   kPacksPerThread            Not without changing measure_stage and BlockContext::load, and the register budget.
 //
-// To test a change: `python -m pytest --full .tests/test_values.py .tests/test_device.py -k grid_resident`. Run it with
-// emulated GPUs first, which report a hang as a deadlock, and a plan that breaks one of the rules 1 to 3; on a real GPU
-// the test itself would hang. They do not detect spills or missing fences. If rows that should run here no longer do,
-// .tests/test_dispatch.py fails.
+// To test a change: `python -m pytest --full .tests/test_values.py .tests/test_device.py -k grid_resident`. (Only
+// test_device.py has calls with several groups of blocks.) Run it with emulated GPUs first, which report a hang as a
+// deadlock, and a plan that breaks one of the rules 1 to 3; on a real GPU the test itself would hang. They do not
+// detect spills or missing fences. If rows that should run here no longer do, .tests/test_dispatch.py fails.
 
 struct Config {
   // Stages that a block applies between publishing a row and needing the row's statistics: the time that the exchange
@@ -6620,7 +6626,9 @@ struct alignas(kLineBytes) Control {
   Moments moments[kWarps];        // of each warp's columns of the row that is measured
   RowStats row_stats;             // of the row that is applied, see rule 5
 };
-static_assert(sizeof(Control) == 640, "The host uses this size, so it must not depend on kArch.");
+static_assert(
+    sizeof(Control) == 640,
+    "The host uses this size, so it must not depend on kArch. If you change Control, write its new size here.");
 // The most bytes of weight and bias in shared memory: those of a full slice, less the packs in registers.
 constexpr int kMostAffinePacks = 2 * kSliceStages * kPacksPerThread - Config::kWeightPacks - Config::kBiasPacks;
 constexpr int kMostAffineBytes = 16 * kMostAffinePacks * kBlockThreads;
@@ -6751,7 +6759,7 @@ __device__ void publish_row(Moments& moments, int row, int parity, const BlockCo
   barrier_wait(&block.control.measured, parity);
   total = combine_lanes(block.control.moments[lane % kWarps], kWarps);
   if (lane == 0) publish(mailbox_of(block.mailboxes, row, block.rank), {total.mean, total.m2});
-  __syncwarp();  // so that the lanes of the warp continue together
+  __syncwarp();  // so that the lanes of the warp continue together; results do not need it
 }
 
 // In the last warp: waits until all blocks of the group have published a row, and writes its statistics to row_stats.
@@ -6835,7 +6843,7 @@ __device__ void apply_and_measure(const Step& step, Moments& moments, const RowS
   const RingPosition measuring = step.slot.after(block.stages + Config::kStagesAhead, block.plan.ring_slots);
   const ThreadStage x = block.load(step.slot.index);
   if (is_measured) barrier_wait(&block.control.full[measuring.index], measuring.parity);
-  const ThreadStage x_ahead = block.load(measuring.index);
+  const ThreadStage x_ahead = block.load(measuring.index);  // past the last row: anything, and not used
   apply_stage(step.output, x, step.place, row_stats, weight, bias, block);
   if (!is_measured) return;
   measure_stage(moments, x_ahead, is_last, block);
@@ -6877,7 +6885,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         // Loads into the slot before this one, whose stage was applied in the iteration before.
         if (fetch.loads || fetch.prefetches) fetch.next(slot.after(plan.ring_slots - 1, plan.ring_slots));
         apply_and_measure({slot, row, place, parity, output}, moments, row_stats, weight, bias, block);
-        __syncwarp();
+        __syncwarp();  // all lanes have read the stage before lane 0 releases its slot
         if (threadIdx.x % 32 == 0) barrier_arrive(&control.empty[slot.index]);
         slot.advance(plan.ring_slots);
       }
@@ -6909,6 +6917,7 @@ Plan choose_plan(const Forward& call, const Device& device) {
   p.ring_slots =
       std::min(kMaxRingSlots, (device.shared_bytes - int(sizeof(Control)) - 16 * affine_packs) / kStageBytes);
   p.shared_bytes = p.ring_slots * kStageBytes + 16 * affine_packs;
+  // A row of one block would have no mailboxes.
   const bool is_valid = p.blocks_per_row > 1 && keeps_rules(stages_of(first_packs), p.ring_slots) &&
                         keeps_rules(stages_of(last_packs), p.ring_slots);
   return is_valid ? p : Plan();

@@ -16,8 +16,8 @@
 //                at a random moment; until then, its destination is NaN. A kernel that may start before the previous
 //                one has ended finds NaN in all memory that the call writes until it has waited, and what it writes
 //                there before is lost. If the caller's kernels may not have ended either, it finds NaN in all tensors.
-//                So a missing barrier, a wrong parity or a wrong count gives a wrong
-//                result or a deadlock, which is reported.
+//                So a missing barrier, a wrong parity or a wrong count gives a wrong result or a deadlock, which is
+//                reported.
 //     Memory     Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be
 //                written. Misaligned accesses and indices beyond an array end the kernel, and so do copies and
 //                prefetches that leave a tensor or are not whole units, and blocks that exceed the GPU's shared memory.

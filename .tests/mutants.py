@@ -154,6 +154,7 @@ MUTANTS = [
     # ---- Plans of the kernels whose blocks wait for each other ----
     Mutant("grid-resident: a ring one slot shorter than rule 1 allows", "ring >= stages + Config::kStagesAhead + 2 &&", "ring >= stages + Config::kStagesAhead + 1 &&", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     Mutant("grid-resident: weight and bias of the last block not counted", "for (const int packs : {first_packs, last_packs}) {", "for (const int packs : {first_packs}) {", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
+    Mutant("grid-resident: more blocks per row than one warp can read mailboxes of", "std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);", "device.sms / groups;", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     Mutant("pipelined: rows of which only two stages fit are supported", "(3 * Work::kTensors)", "(2 * Work::kTensors)", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     # ---- Two-pass kernels ----
     Mutant("two-pass: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", TWO_PASS),
@@ -312,6 +313,7 @@ MUTANTS = [
     Mutant("registers, backward: 32-bit offset", "static_cast<T*>(call.grad_input) + (row * cols + columns.packs[0].col)", "static_cast<T*>(call.grad_input) + int(row * cols + columns.packs[0].col)", "2_to_the_31"),
     Mutant("grid-resident: 32-bit offset", "return row * call.cols + first_col + stage", "return row * int(call.cols) + first_col + stage", "2_to_the_31"),
     Mutant("rejected launches do not clear their error", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and mps", emulated="real GPUs reject cooperative launches only in special setups such as MPS"),
+    Mutant("green context: only blocks of one group counted", "launch.grid.x * launch.grid.y > resource", "launch.grid.x > resource", "green_context", emulated="no test on a real GPU creates a green context"),
     Mutant("green context: its number of SMs is ignored", "launch.grid.x * launch.grid.y > resource.sm.smCount", "false", "green_context", emulated="no test on a real GPU creates a green context"),
     Mutant("backward: one set of slots instead of two", "combine_row(sums, slots[parity]);", "combine_row(sums, slots[0]);", VALUES, emulated="on a real GPU, no warp is ever that far ahead"),
     Mutant("sums over rows: no wait for the previous kernel", "wait_for_previous(); float sum = 0; if (grad", "float sum = 0; if (grad", VALUES, emulated="on a real GPU, the kernel rarely starts that early"),

@@ -133,9 +133,8 @@ def exact_parts(x, weight, bias, dy, eps, activation=None, scale=1.0):
         output  the error of z times 1.13, the largest slope of GELU; for 16-bit GELU, the error of the polynomial that
                 approximates its tail
         g       (gradient of z) the error of z times 0.8, the largest curvature of GELU, and 64 roundings of
-        grad_output;
-                for 16-bit types with an activation or scale, one rounding of g to 16 bits, which PyTorch's operations
-                have as well
+                grad_output; for 16-bit types with an activation or scale, one rounding of g to 16 bits, which PyTorch's
+                operations have as well
         sums    the errors of the terms, and 64 roundings of the sum of their absolute values: over each row for
                 grad_input, over each column for grad_weight and grad_bias
     """

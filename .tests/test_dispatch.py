@@ -178,15 +178,19 @@ def test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper(backen
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("green_sms,family", [(8, "pipelined"), (4, "two_pass")])
-def test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks(backend, green_sms, family):
+# 16392 columns: two groups of four blocks, each of which has a row at a time.
+@pytest.mark.parametrize(
+    "columns,green_sms,family",
+    [(40000, 8, "pipelined"), (40000, 4, "two_pass"), (16392, 8, "pipelined"), (16392, 4, "two_pass")],
+)
+def test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks(backend, columns, green_sms, family):
     """A CUDA graph would hang if it launched more blocks that wait for one another than its green context has SMs.
 
     Without an error from CUDA, the call must find this out, and run kernels whose blocks do not wait.
     """
     if backend.is_cuda:
         pytest.skip("changes the SMs of an emulated GPU")
-    case = random_case(4, 40000, torch.bfloat16)
+    case = random_case(4, columns, torch.bfloat16)
     with emulator.on(emulator.GPUS["hopper"](8, green_sms=green_sms)) as gpu:
         assert_close_to_float64(backend, case)
         assert {family_of(name) for name in emulator.kernels(gpu)} - {None} == {family}
@@ -453,6 +457,7 @@ def planner(text):
 PLANNED_FOR = [
     ("grid_resident", 132, 227 << 10, 90), ("grid_resident", 148, 227 << 10, 100), ("grid_resident", 114, 227 << 10, 90),
     ("grid_resident", 20, 190 << 10, 90),  # less shared memory than any such GPU has, so that some rows do not fit
+    ("grid_resident", 170, 227 << 10, 100),  # more multiprocessors than a row can have blocks
     ("pipelined", 132, 227 << 10, 90), ("pipelined", 108, 163 << 10, 80), ("pipelined", 170, 99 << 10, 120),
 ]  # fmt: skip
 
