@@ -6456,15 +6456,15 @@ namespace grid_resident {
 // kernels are 23% slower. If the weight and bias that registers cannot hold were read from L2 for every row, the ring
 // could be longer, but that was more than 50% slower.)
 //
-// What limits it. A row cannot be applied before its exchange is over: the last block's result must reach all other
-// blocks. That takes 1.5 us while nothing else uses L2, 2 us beside this kernel's copies, and more than 4 us if each
-// block has five more stages in flight. So neither a longer ring nor faster blocks make the kernel faster. Measured on
-// an H200 with 16 rows of 4194304, which take 175 us:
+// The limit of its speed. A row cannot be applied before its exchange is over: the last block's result must reach all
+// other blocks. The exchange lasts 1.5 us while nothing else uses L2, 2 us beside this kernel's copies, and more than 4
+// us if each block has five more stages in flight. So neither a longer ring nor faster blocks make the kernel faster.
+// Measured on an H200 with 16 rows of 4194304, which take 175 us:
 //   - With one to five slots more it is 2% to 5% slower. (In this experiment weight and bias were not in shared memory,
 //     to make space, and the results were wrong.)
 //   - With a warp that does nothing but load it is 4% slower, although that makes it 12% faster if input and output
 //     stay in L2.
-//   - A kernel that only copies, with the same ring and exchange, takes 149 us, and 139 us without the exchange.
+//   - A kernel that only copies, with the same ring and exchange, needs 149 us, and 139 us without the exchange.
 //
 // Example: 16 rows of 4194304 on 132 SMs with 227 KB of shared memory per block. There is one group of 132 blocks. A
 // slice has 31776 columns, which is 16 stages; the last stage is about half full. A thread keeps 31 packs of weight and
