@@ -6521,9 +6521,11 @@ namespace grid_resident {
 //      other parts of that row. Without either, the blocks could wait for each other forever.
 //   5. Control is reused from row to row. (Here r + 1 is the group's next row after r.) Warps write the moments of row
 //      r + 1 while they apply row r, after the __syncthreads() that follows gather_row(r). The last warp calls
-//      gather_row(r) only after it has read the moments of row r. The statistics of row r + 1 overwrite those of row r:
-//      every warp reads those of row r before it arrives at `measured` for row r + 1, and the last warp waits for these
-//      arrivals before it gathers row r + 1.
+//      gather_row(r) only after it has read the moments of row r. `row_stats` has two entries, which consecutive rows
+//      use alternately. One would be enough and is as fast: every warp reads the statistics of row r before it arrives
+//      at `measured` for row r + 1, and the last warp waits for these arrivals before it gathers row r + 1. But
+//      compute-sanitizer does not follow this order from the lanes of a warp through __syncwarp() to the arrival of one
+//      lane, and reports a race.
 //   6. The threads only read the ring, so a bulk copy may overwrite a slot without writes_before_async_accesses().
 //      A thread reads only those packs of weight and bias in shared memory that it has written itself, so no barrier is
 //      needed.
@@ -6624,7 +6626,7 @@ struct alignas(kLineBytes) Control {
   uint64_t empty[kMaxRingSlots];  // barriers of the slots: all warps have applied the stage in this slot
   uint64_t measured;              // barrier: all warps have written their moments of a row
   Moments moments[kWarps];        // of each warp's columns of the row that is measured
-  RowStats row_stats;             // of the row that is applied, see rule 5
+  RowStats row_stats[2];          // of the row that is applied, see rule 5
 };
 static_assert(
     sizeof(Control) == 640,
@@ -6762,9 +6764,9 @@ __device__ void publish_row(Moments& moments, int row, int parity, const BlockCo
   __syncwarp();  // so that the lanes of the warp continue together; results do not need it
 }
 
-// In the last warp: waits until all blocks of the group have published a row, and writes its statistics to row_stats.
-// The other warps return at once.
-__device__ void gather_row(int row, const BlockContext& block) {
+// In the last warp: waits until all blocks of the group have published a row, and writes its statistics to
+// row_stats[parity]. The other warps return at once.
+__device__ void gather_row(int row, int parity, const BlockContext& block) {
   if (block.thread / 32 != kWarps - 1) return;
   // This lane reads the mailboxes of blocks first_peer, first_peer + 32, ... opaque() keeps the compiler from computing
   // `counts` once for all rows, which would need registers during the whole kernel.
@@ -6777,7 +6779,7 @@ __device__ void gather_row(int row, const BlockContext& block) {
   const float3 total = combine_means<kPeers>(pairs, counts, float(block.call.cols), 32);
   const float rstd = inverse_root(total.z * block.constants.per_col + block.constants.eps);
   if (first_peer != 0) return;
-  block.control.row_stats = row_stats_of(total.x, total.y, rstd);
+  block.control.row_stats[parity] = row_stats_of(total.x, total.y, rstd);
   if (block.rank == 0) save_statistics(block.call, row, total.x + total.y, rstd);
 }
 
@@ -6875,9 +6877,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   RingPosition slot;
   int row = blockIdx.y;
   for (int parity = 0; row < rows; row += groups, parity ^= 1) {
-    gather_row(row, block);
+    gather_row(row, parity, block);
     __syncthreads();
-    const RowStats row_stats = control.row_stats;
+    const RowStats row_stats = control.row_stats[parity];
     // The address for place 0. If places are skipped, it may be before output; skipped places do not use it.
     float* output = static_cast<float*>(call.output) + block.offset(row, -skipped) + threadIdx.x * V;
     UNROLL(place, kSliceStages) {

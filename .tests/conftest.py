@@ -79,12 +79,17 @@ def available_memory():
 def poisoned(nbytes, device):
     """Fills the free memory of PyTorch's caching allocator with NaN.
 
-    This memory consists of small blocks, and of one block of nbytes, from which large tensors are cut. PyTorch's
-    setting torch.utils.deterministic.fill_uninitialized_memory is not enough. It fills the results of torch.empty, but
-    the kernels' outputs and scratch memory come straight from the allocator.
+    This memory consists of blocks between tensors that are still alive, of small blocks, and of one block of nbytes,
+    from which large tensors are cut. PyTorch's setting torch.utils.deterministic.fill_uninitialized_memory is not
+    enough. It fills the results of torch.empty, but the kernels' outputs and scratch memory come straight from the
+    allocator.
     """
     torch.cuda.empty_cache()
-    sizes = [1 << 20] * 32 + [nbytes]
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    between = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
+    sizes = sorted(between) + [1 << 20] * 32 + [nbytes]
     blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]  # NaN in any dtype
     del blocks
     yield
