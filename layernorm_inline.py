@@ -6457,14 +6457,14 @@ namespace grid_resident {
 // could be longer, but that was more than 50% slower.)
 //
 // The limit of its speed. A row cannot be applied before its exchange is over: the last block's result must reach all
-// other blocks. The exchange lasts 1.5 us while nothing else uses L2, 2 us beside this kernel's copies, and more than 4
-// us if each block has five more stages in flight. So neither a longer ring nor faster blocks make the kernel faster.
-// Measured on an H200 with 16 rows of 4194304, which take 175 us:
+// other blocks. In a kernel that only copies, with the same ring and exchange, the exchange lasts 1.5 us while input
+// and output stay in L2, 2 us if they do not, and more than 4 us with five slots more. So neither a longer ring nor
+// faster blocks make the kernel faster. Measured on an H200 with 16 rows of 4194304, which take 175 us:
 //   - With one to five slots more it is 2% to 5% slower. (In this experiment weight and bias were not in shared memory,
 //     to make space, and the results were wrong.)
-//   - With a warp that does nothing but load it is 4% slower, although that makes it 12% faster if input and output
+//   - With a warp that does nothing but load it is 4% slower, although it needs 12% less time while input and output
 //     stay in L2.
-//   - A kernel that only copies, with the same ring and exchange, needs 149 us, and 139 us without the exchange.
+//   - The kernel that only copies needs 149 us, and 139 us without the exchange.
 //
 // Example: 16 rows of 4194304 on 132 SMs with 227 KB of shared memory per block. There is one group of 132 blocks. A
 // slice has 31776 columns, which is 16 stages; the last stage is about half full. A thread keeps 31 packs of weight and
