@@ -10,12 +10,9 @@
     python test_layernorm_inline.py --json FILE     also writes the times to FILE
     pytest test_layernorm_inline.py                 values, state_dict and errors for small shapes (needs pytest)
 
-The docstring of verify() says what is asserted, and that of milliseconds() how times are measured. The exit status is
-0 if everything was verified and the new model is at least 1.2 times as fast as eager PyTorch. Otherwise it is 1, and
-the script prints FAILED and the reason. Without a GPU, nothing is timed: the script verifies the file on the CPU, where
-layernorm_inline calls PyTorch's own operations. The exit status is then 0 if everything was verified.
-
-All other tests are in the folder .tests, and all other benchmarks in .bench.
+verify() says what is asserted, and milliseconds() how times are measured. The script prints FAILED and the reason, and
+its exit status is 1, if a result is wrong, or if a model that runs in one kernel is not 1.2 times as fast as PyTorch.
+Without a GPU, nothing is timed: the script verifies the file on the CPU, where PyTorch's own operations run.
 """
 
 import argparse
@@ -24,6 +21,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import typing
@@ -36,19 +34,12 @@ try:
 except Exception as error:  # compiling the kernels failed
     if __name__ != "__main__":
         raise
-    sys.exit(print(f"FAILED: {error}") or 1)
+    print(f"FAILED: {error}")
+    sys.exit(1)
 
-from layernorm_inline import (
-    ConvTranspose3dLayerNormGELUScaling,
-    LayerNorm,
-    ModelNew,
-    layer_norm,
-    replace_layer_norm,
-)
+from layernorm_inline import ConvTranspose3dLayerNormGELUScaling, LayerNorm, ModelNew, layer_norm, replace_layer_norm
 
-# ============================================================================
-# The two benchmark problems
-# ============================================================================
+# ---- The two benchmark problems, and a shape of models ----
 
 BATCH_SIZE, FEATURES, DIM1, DIM2 = 16, 64, 256, 256
 
@@ -79,9 +70,7 @@ class Model34(nn.Module):
         self, in_channels, out_channels, kernel_size, stride, padding, bias=True, eps=1e-5, scaling_factor=1.0
     ):
         super().__init__()
-        self.conv_transpose = nn.ConvTranspose3d(
-            in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
-        )
+        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
         self.layer_norm = nn.LayerNorm(out_channels, eps=eps)
         self.scaling_factor = scaling_factor
 
@@ -104,6 +93,7 @@ class Setting(typing.NamedTuple):
     gradient: float  # tolerance of a gradient, relative to its largest element
     shift: float  # added to the input in one trial
     constant: float  # fills one sample of the input in one trial, so that LayerNorm sees equal numbers
+    minimum: float = 0.0  # the script fails if the new model is not this many times as fast as the original
 
 
 def randomize(module):
@@ -119,7 +109,7 @@ def settings_40(device):
     original, new = randomize(Model(shape)).to(device), ModelNew(shape).to(device)
     new.load_state_dict(original.state_dict(), strict=True)
     x = get_inputs()[0].to(device) if device == "cuda" else torch.rand(4, *shape)
-    yield Setting("float32", original, new, x, 1e-5, 1e-5, 1e-4, shift=5.0, constant=0.5)
+    yield Setting("float32", original, new, x, 1e-5, 1e-5, 1e-4, 5.0, 0.5, MINIMUM_SPEEDUP)
 
 
 def settings_34(device):
@@ -143,12 +133,23 @@ def settings_34(device):
         x = torch.rand(INPUT_34 if device == "cuda" else (2, 32, 2, 3, 32), device=device, dtype=dtype)
         torch.backends.cudnn.allow_tf32 = allow_tf32
         rtol = atol if dtype.itemsize == 2 else 1e-5  # for 16 bits, KernelBench's tolerance
-        yield Setting(name, original.to(x), new.to(x), x, atol, rtol, gradient, shift=-0.5, constant=0.0)
+        # Elsewhere, PyTorch computes the convolution.
+        in_one_kernel = (
+            device == "cuda" and torch.cuda.get_device_capability() == (9, 0) and name != "float32, TF32 off"
+        )
+        minimum = MINIMUM_SPEEDUP if in_one_kernel else 0.0
+        yield Setting(name, original.to(x), new.to(x), x, atol, rtol, gradient, -0.5, 0.0, minimum)
 
 
-# ============================================================================
-# Verification
-# ============================================================================
+def setting_of_models(device):
+    """Returns a shape that models have. It is timed beside problem 40."""
+    options = dict(device=device, dtype=torch.bfloat16)
+    original, new = nn.LayerNorm(1024, **options), LayerNorm(1024, **options)
+    x = torch.randn(8192, 1024, **options)
+    return Setting("8192 x 1024, bfloat16", original, new, x, 1e-2, 1e-2, 1e-2, shift=1.0, constant=0.5)
+
+
+# ---- Verification ----
 
 
 class Failed(Exception):
@@ -169,27 +170,20 @@ def trials(setting):
 
 
 def poison(like):
-    """Fills the memory that the allocator will use for the next tensors of this size with NaN.
-
-    An element that a kernel does not write is then NaN in the output.
-    """
+    """Fills the memory of the next tensors of this size with NaN, so that elements that are not written are noticed."""
     blocks = [torch.full_like(like, math.nan) for _ in range(2)]
     del blocks
 
 
 def training_step(model, x, seed):
-    """Returns the output, and a dict of the gradients of the input and of all parameters.
-
-    The gradient of the output is random, and depends on seed only.
-    """
+    """Returns the output, and a dict of the gradients of the input and of all parameters."""
     x = x.detach().requires_grad_()
     y = model(x.to(next(model.parameters()).dtype)).to(x.dtype)
     torch.manual_seed(seed)
     y.backward(torch.randn_like(y))
     gradients = {"the input": x.grad, **{name.split("ln.")[-1]: p.grad for name, p in model.named_parameters()}}
     model.zero_grad(set_to_none=True)
-    # Problem 34: this bias adds the same number to a whole row, and LayerNorm subtracts it again. The gradient of the
-    # bias is therefore 0 except for rounding, and is not compared.
+    # LayerNorm subtracts what this bias adds to a row, so its gradient consists of rounding errors.
     gradients.pop("conv_transpose.bias", None)
     return y.detach(), gradients
 
@@ -197,9 +191,8 @@ def training_step(model, x, seed):
 def compare_outputs(setting, what, output, expected):
     """Returns the largest difference. Raises Failed if it exceeds the tolerances."""
     if output.shape != expected.shape or output.dtype != expected.dtype:
-        raise Failed(
-            f"{what}: output is {output.dtype} {tuple(output.shape)}, but the original's is {expected.dtype} {tuple(expected.shape)}"
-        )
+        kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (output, expected)]
+        raise Failed(f"{what}: output is {kinds[0]}, but the original's is {kinds[1]}")
     difference = (output.double() - expected.double()).abs().max().item()
     if not torch.allclose(output, expected, atol=setting.atol, rtol=setting.rtol):
         raise Failed(f"{what}: the output differs by up to {difference:.2e}; atol is {setting.atol:.0e}")
@@ -209,14 +202,12 @@ def compare_outputs(setting, what, output, expected):
 def verify(setting):
     """Returns a sentence about the verified results. Raises Failed if a result differs from the original's.
 
-    For six inputs, with and without gradients, the output must be close to the original's (torch.allclose). The
-    gradients of the input and of each parameter must also be close. Before each run, free memory is filled with NaN, so
-    that an element that is not written is noticed.
+    For six inputs, with and without gradients, the output must be close to the original's (torch.allclose), and so must
+    the gradients of the input and of each parameter.
     """
     largest, largest_gradient = 0.0, 0.0
     for count, (what, x) in enumerate(trials(setting)):
-        # The original of problem 40 runs in float64, because in float32 its own error is up to 5e-5 if 5 is added to
-        # the input.
+        # In float64, because the error of the original of problem 40 is up to 5e-5 if 5 is added to the input.
         exact = setting.original.double() if isinstance(setting.original, Model) else setting.original
         expected, right = training_step(exact, x, seed=count)
         with torch.no_grad():
@@ -231,21 +222,16 @@ def verify(setting):
                 raise Failed(f"{what}: there is no gradient of {name}")
             off = ((gradient - exact).double().abs().max() / exact.double().abs().max()).item()
             if not off <= setting.gradient:  # also true for NaN
-                raise Failed(
-                    f"{what}: the gradient of {name} differs by up to {off:.2e} of its largest element; "
-                    f"{setting.gradient:.0e} is allowed"
-                )
+                allowed = f"of its largest element; {setting.gradient:.0e} is allowed"
+                raise Failed(f"{what}: the gradient of {name} differs by up to {off:.2e} {allowed}")
             largest_gradient = max(largest_gradient, off)
     setting.original.to(setting.x)
-    return (
-        f"Verified ({setting.name}): the output and {len(right)} gradients for {count + 1} inputs. The largest difference"
-        f" is {largest:.1e}, in a gradient {largest_gradient:.1e} of its largest element."
-    )
+    compared = f"the output and {len(right)} gradients for {count + 1} inputs"
+    differences = f"{largest:.1e}, in a gradient {largest_gradient:.1e} of its largest element"
+    return f"Verified ({setting.name}): {compared}. The largest difference is {differences}."
 
 
-# ============================================================================
-# Timing
-# ============================================================================
+# ---- Timing ----
 
 MINIMUM_SPEEDUP = 1.2
 L2_BYTES = 256 << 20  # more than any GPU's L2 cache
@@ -254,8 +240,8 @@ L2_BYTES = 256 << 20  # more than any GPU's L2 cache
 def milliseconds(runs, repeats=100):
     """Returns the median device time of each function in the dict `runs`, measured with CUDA events.
 
-    The functions run in rounds, and in each round in another random order. So no function benefits from the GPU's clock
-    rate or temperature, or from the function that ran before it. The L2 cache is overwritten before each call.
+    The functions run in rounds, and in each round in another random order, so that none benefits from the GPU's clock
+    rate or from the function that ran before it. The L2 cache is overwritten before each call.
     """
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
     for run in runs.values():  # warm up
@@ -264,7 +250,7 @@ def milliseconds(runs, repeats=100):
     events, order = {name: [] for name in runs}, random.Random(0)
     for _ in range(repeats):
         for name in order.sample(list(runs), len(runs)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()  # lasts long enough that the host can launch the function before the GPU gets to it
             begin.record()
             runs[name]()
@@ -286,21 +272,12 @@ def time_forward(setting, modes):
     runs.update(original=functools.partial(setting.original, x), new=functools.partial(setting.new, x))
     with torch.no_grad():
         times = milliseconds({**runs, "copy": lambda: copy.copy_(x)})
-    fastest = min(modes, key=times.get)
-    return {
-        "original": times["original"],
-        "compile": times[fastest],
-        "mode": fastest,
-        "new": times["new"],
-        "copy": times["copy"],
-    }
+    mode = min(modes, key=times.get)
+    return {"mode": mode, "compile": times[mode], **{name: times[name] for name in ("original", "new", "copy")}}
 
 
 def time_training(setting):
-    """Returns a dict with the milliseconds of forward and backward of the original, torch.compile and the new model.
-
-    Backward computes the gradients of the input and of all parameters.
-    """
+    """Returns a dict with the milliseconds of forward and backward of the original, torch.compile and the new model."""
     torch._dynamo.reset()
     with torch.no_grad():
         grad_output = torch.randn_like(setting.original(setting.x))
@@ -316,17 +293,13 @@ def time_training(setting):
 
 
 def versions():
-    return (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"layernorm_inline {layernorm_inline.__version__}"
-    )
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, layernorm_inline {layernorm_inline.__version__}"
+    return f"{gpu}, {software}"
 
 
 def verify_and_time(setting, problem):
-    """Prints the verified results and the times. Returns the times.
-
-    Raises Failed if a result differs, or if the speedup is less than MINIMUM_SPEEDUP.
-    """
+    """Prints the verified results and the times. Returns the times. Raises Failed if the speedup is too small."""
     print(verify(setting))
     # The mode "max-autotune" is left out. It uses the same kernels, but its CUDA graphs copy x in every call.
     modes = ("default", "max-autotune-no-cudagraphs") if problem == 40 else ("default",)
@@ -337,27 +310,30 @@ def verify_and_time(setting, problem):
     steps = ", ".join(f"{name} {training[name]:.3f} ms" for name in ("original", "compile", "new"))
     print(f"    Forward and backward: {steps}. Speedup: {training['original'] / training['new']:.2f}x")
     if problem == 40:
-        # The copy reads the input and writes the output. The kernel also reads weight and bias, which have the size of
-        # one row each.
+        # The copy reads the input and writes the output. Weight and bias have the size of one row each.
         floor = ms["copy"] * (1 + 1 / len(setting.x))
-        print(
-            f"    A device copy of the same bytes: {floor:.3f} ms. New runs at {floor / ms['new']:.2f} of copy bandwidth."
-        )
-    if speedup < MINIMUM_SPEEDUP:
-        raise Failed(f"the speedup is less than {MINIMUM_SPEEDUP}x")
+        part = f"New runs at {floor / ms['new']:.2f} of copy bandwidth."
+        print(f"    A device copy of the same bytes: {floor:.3f} ms. {part}")
+    if speedup < setting.minimum:
+        raise Failed(f"the speedup is less than {setting.minimum}x")
     return {"setting": setting.name, "forward": ms, "training": training}
 
 
-# ============================================================================
-# The script
-# ============================================================================
+def time_models_shape(setting):
+    """Prints one line with the times of a shape that models have. Returns the times."""
+    times = {"forward": time_forward(setting, ("default",)), "training": time_training(setting)}
+    parts = []
+    for what, ms in zip(("forward", "forward and backward"), times.values()):
+        parts.append(what + " " + ", ".join(f"{name} {ms[name]:.3f} ms" for name in ("original", "compile", "new")))
+    print(f"LayerNorm of {setting.name}: {'; '.join(parts)}")
+    return {"setting": setting.name, **times}
+
+
+# ---- The script ----
 
 
 def broken_driver():
-    """Returns the reason why the GPU cannot be used.
-
-    Returns "" if the GPU can be used, if there is none, or if PyTorch was built without CUDA.
-    """
+    """Returns the reason why the GPU cannot be used, or "" if it can, or if there is none."""
     if torch.version.cuda is None or torch.cuda.is_available():
         return ""
     try:
@@ -384,14 +360,15 @@ def run(problem, file=None):
                 print(f"On the CPU, with PyTorch's own operations: {verify(setting)}")
             else:
                 results.append(verify_and_time(setting, problem))
+        if problem == 40 and device == "cuda":
+            results.append(time_models_shape(setting_of_models(device)))
     except (Failed, RuntimeError, OSError) as error:  # load_state_dict, kernels and builds raise the last two
         print(f"FAILED: {error}")
         return 1
-    about = versions() if device == "cuda" else "no GPU"
-    print(about)
+    print(versions())
     if file:
         with open(file, "w") as output:
-            json.dump({"problem": problem, "versions": about, "results": results}, output, indent=1)
+            json.dump({"problem": problem, "versions": versions(), "results": results}, output, indent=1)
     return 0
 
 
@@ -407,20 +384,27 @@ def main():
     return run(arguments.problem, arguments.json)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-# ============================================================================
-# Tests for pytest. If this file runs as a script, it ends before this line
-# ============================================================================
-
-import pytest  # noqa: E402
+# ---- Tests ----
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(1, 7), (5, 64), (513, 100), (64, 768), (300, 1000), (40, 2041), (33, 4096), (9, 3, 32, 64), (7, 20001)]
+SHAPES += [(200, 16384), (3, 262144), (4, 2200004)]
+PARAMETERS = {  # of the tests
+    "shape": SHAPES,
+    "dtype": [torch.float32, torch.float16, torch.bfloat16, torch.float64],
+    "options": [{}, {"eps": 0.1}, {"elementwise_affine": False}, {"dtype": torch.float64}],
+    "activation": [None, "gelu", "gelu_tanh"],
+    "problem": [40, 34],
+}
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
+def pytest_generate_tests(metafunc):  # pytest calls it, so that the script does not need pytest
+    for name, values in PARAMETERS.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values, ids=str)
+
+
+def setup_function():
     torch.manual_seed(0)
 
 
@@ -431,11 +415,6 @@ def results_of(function, tensors, grad_output, dtype):
     return [t.double() for t in (y, *torch.autograd.grad(y, leaves, grad_output.to(dtype)))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [
-    (1, 7), (5, 64), (513, 100), (64, 768), (300, 1000), (40, 2041), (33, 4096), (9, 3, 32, 64), (7, 20001), (200, 16384),
-    (3, 262144), (4, 2200004),
-], ids=str)  # fmt: skip
 def test_values_are_as_accurate_as_pytorchs(shape, dtype):
     """Output and gradients are about as close to float64 as those of nn.functional.layer_norm."""
     x, weight, bias = (torch.randn(s, device=DEVICE).to(dtype).double() for s in (shape, shape[1:], shape[1:]))
@@ -449,15 +428,12 @@ def test_values_are_as_accurate_as_pytorchs(shape, dtype):
         assert error <= 2 * pytorch_error + 4 * unit, f"{name}: off by {error:.2e}, PyTorch by {pytorch_error:.2e}"
 
 
-@pytest.mark.parametrize(
-    "arguments", [dict(), dict(eps=0.1), dict(elementwise_affine=False), dict(dtype=torch.float64)], ids=str
-)
-def test_state_dict_can_be_exchanged_with_nn_layer_norm(arguments):
-    original = randomize(nn.LayerNorm((3, 8), device=DEVICE, **arguments))
-    new = LayerNorm((3, 8), device=DEVICE, **arguments)
+def test_state_dict_can_be_exchanged_with_nn_layer_norm(options):
+    original = randomize(nn.LayerNorm((3, 8), device=DEVICE, **options))
+    new = LayerNorm((3, 8), device=DEVICE, **options)
     new.load_state_dict(original.state_dict(), strict=True)
     original.load_state_dict(new.state_dict(), strict=True)
-    x = torch.randn(5, 3, 8, device=DEVICE, dtype=arguments.get("dtype"))
+    x = torch.randn(5, 3, 8, device=DEVICE, dtype=options.get("dtype"))
     assert repr(new) == repr(original)
     torch.testing.assert_close(new(x), original(x))
     assert type(replace_layer_norm(nn.Sequential(original))[0]) is LayerNorm
@@ -473,12 +449,15 @@ def test_wrong_arguments_raise_errors():
         (TypeError, "normalized_shape", lambda: layer_norm(x, 5)),
         (ValueError, "activation", lambda: layer_norm(x, (5,), activation="relu")),
     ):
-        with pytest.raises(error, match=message):
+        try:
             call()
+        except error as raised:
+            assert re.search(message, str(raised))
+        else:
+            raise AssertionError(f"there was no {error.__name__}")
     assert (layer_norm(x, (5,)) == 0).all()
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
 def test_activation_and_scale_agree_with_pytorch(activation):
     x, weight, bias = (torch.randn(s, device=DEVICE) for s in ((200, 768), (768,), (768,)))
     expected = nn.functional.layer_norm(x, (768,), weight, bias)
@@ -488,7 +467,6 @@ def test_activation_and_scale_agree_with_pytorch(activation):
     torch.testing.assert_close(y, -1.5 * expected, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("problem", [40, 34])
 def test_verification_of_the_benchmark_problems_succeeds(problem, monkeypatch):
     """The script's verification succeeds for small inputs."""
     small = dict(BATCH_SIZE=2, FEATURES=4, DIM1=8, DIM2=16, INPUT_34=(2, 32, 2, 4, 32))
@@ -498,3 +476,7 @@ def test_verification_of_the_benchmark_problems_succeeds(problem, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
     lines = [verify(setting) for setting in (settings_34 if problem == 34 else settings_40)(DEVICE)]
     assert lines and all(line.startswith("Verified") and "for 6 inputs" in line for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,8 +17,7 @@ MEMORY, CHIP, REGISTERS, SHARED = "#dbe4ee", "#f4f4f4", "#f6c667", "#8fc1a9"
 # (title, where rows stay: a list of blocks (SM, registers or shared, label), arrows from input, caption)
 FAMILIES = [
     ("register kernels", [(1, REGISTERS, "row 0"), (2, REGISTERS, "row 1")], "One warp or block per row.\nThe row stays in registers."),
-    ("shared-memory kernel", [(1, SHARED, "row 0"), (2, SHARED, "row 1")], "One block per row, two per SM:\none loads while one computes."),
-    ("pipelined kernels", [(1, SHARED, "rows 0-8,\nleft half"), (2, SHARED, "rows 0-8,\nright half")], "Blocks share a row. Each keeps\nits columns of several rows."),
+    ("pipelined kernels", [(1, SHARED, "rows 0-8,\nleft half"), (2, SHARED, "rows 0-8,\nright half")], "One or more blocks share a row.\nEach keeps columns of several rows."),
     ("grid-resident kernel", [(0, SHARED, "first\nslice"), (1, SHARED, "..."), (2, SHARED, "..."), (3, SHARED, "last\nslice")], "All SMs share one row,\nwhich fills the whole chip."),
     ("two-pass kernels", [(1, CHIP, "sums of\nrow 0"), (2, CHIP, "sums of\nrow 1")], "Nothing stays. Input is read\nagain for the output."),
 ]  # fmt: skip
@@ -49,7 +48,7 @@ def draw(panel, title, blocks, caption):
 
 
 def main():
-    figure, panels = plt.subplots(1, len(FAMILIES), figsize=(15, 3.1))
+    figure, panels = plt.subplots(1, len(FAMILIES), figsize=(12, 3.1))
     for panel, family in zip(panels, FAMILIES):
         draw(panel, *family)
     handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="black") for color in (MEMORY, REGISTERS, SHARED)]

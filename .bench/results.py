@@ -1,43 +1,45 @@
 """Reads and writes RESULTS.md, in which each script of this folder has sections of its own.
 
-python .bench/results.py        prints README's tables from RESULTS.md
+python .bench/results.py        prints README's tables and sentences with results from RESULTS.md
 """
 
-import math
 import re
 from pathlib import Path
 
 FILE = Path(__file__).parent / "RESULTS.md"
-TITLE = "# Results\n\nWritten by the scripts of this folder. Do not edit.\n"
+TITLE = """# Results
+
+Written by the scripts of this folder. Do not edit.
+
+Times are medians, measured with CUDA events. Unless a section says otherwise, the L2 cache is overwritten before each
+call, and norms are replayed from CUDA graphs, so that no time of the CPU is included. torch.compile runs in its default
+mode and compiles each norm alone, except under "Models". Copy bandwidth is the speed of a device copy of the bytes that
+must move: input, output, weight and bias in forward, and 1.5 times as many in backward. A kernel can be slightly faster
+than that, because PyTorch's copy is not the fastest for all sizes.
+"""
 
 # The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
 TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 
-# README's first table: single operations, in milliseconds, on the first GPU of RESULTS.md.
-OPERATIONS = {
-    "problem 40, float32": "KernelBench level 1, problem 40: forward of 16 rows of 4 million, fp32",
-    "problem 34, float32, TF32 allowed for convolutions (the default)": "KernelBench level 2, problem 34: forward of "
-    "ConvTranspose3d, LayerNorm, GELU and scaling, fp32 (TF32)",
-    "forward | 8192 x 1024 | bf16": "forward, 8192 x 1024, bf16",
+# README's first table: the key of a row, and what README calls it. Times are those of the first GPU of RESULTS.md.
+FIRST = {
+    "problem 40, float32": "KernelBench level 1, 40: 16 rows of 4,194,304, fp32",
+    "problem 34, float32, TF32 allowed for convolutions (the default)": "KernelBench level 2, 34: ConvTranspose3d, "
+    "LayerNorm, GELU, scaling",
     "training step | 8192 x 1024 | bf16": "forward and backward, 8192 x 1024, bf16",
-    "forward | 65536 x 1024 | bf16": "forward, 65536 x 1024, bf16",
-    "training step | 65536 x 1024 | bf16": "forward and backward, 65536 x 1024, bf16",
-    "forward | 65536 x 1024 | fp32": "forward, 65536 x 1024, fp32",
-    "backward | 65536 x 1024 | fp32": "backward, 65536 x 1024, fp32",
     "forward | 32768 x 2041 | bf16": "forward, 32768 x 2041, bf16",
+    "ViT-B/16 128 images, autocast": "ViT-B/16, a training step",
 }
 
-# README's table of fractions of copy bandwidth, on all GPUs.
+# README's table of operations on all GPUs, below the two KernelBench problems.
 SPEED = {
-    "forward": "8192 x 768 bf16, 8192 x 1024 bf16, 65536 x 1024 bf16, 65536 x 1024 fp32, 1048576 x 64 bf16, "
-    "16384 x 4096 bf16, 32768 x 2041 bf16, 4096 x 16384 fp32, 256 x 262144 fp32",
-    "backward": "8192 x 768 bf16, 65536 x 1024 bf16, 65536 x 1024 fp32, 32768 x 320 bf16, 32768 x 2041 bf16, "
-    "16384 x 4096 fp32, 8192 x 8192 bf16",
+    "forward": "8192 x 768 bf16, 65536 x 1024 fp32, 1048576 x 64 bf16, 16384 x 4096 bf16, 32768 x 2041 bf16",
+    "backward": "8192 x 768 bf16, 65536 x 1024 bf16",
 }
 SPEED = [f"{step} | {' | '.join(case.rsplit(' ', 1))}" for step, cases in SPEED.items() for case in cases.split(", ")]
 
 # Kind of section -> number of cells that identify a row of its table.
-KEY_CELLS = {"Sweep": 3, "KernelBench": 1, "Models": 1, "Two GPUs": 2, "Other libraries": 3}
+KEY_CELLS = {"Sweep": 3, "KernelBench": 1, "Models": 1, "Other libraries": 3}
 
 
 def write_section(heading, text, file=FILE):
@@ -65,95 +67,73 @@ def tables_of(text, kind):
     return tables
 
 
-def times_row(title, eager, compiled, new):
-    """Returns the cells of a row of README's first table. Times are in milliseconds."""
-    times = [f"{ms:#.3g}" for ms in (eager, compiled, new)]
-    return [title, *times, f"{eager / new:.3g}x", f"{compiled / new:.3g}x"]
+def times_of(text):
+    """Returns {GPU: {key: milliseconds of eager, torch.compile and layernorm_inline}} of sweeps and problems."""
+    sweeps, problems = tables_of(text, "Sweep"), tables_of(text, "KernelBench")
+    times = {}
+    for gpu in sweeps:
+        cells = {**problems[gpu], **{key: row[1:4] for key, row in sweeps[gpu].items()}}
+        times[gpu] = {key: [float(ms) for ms in cells[key]] for key in [*FIRST, *SPEED] if key in cells}
+    return times
 
 
-def tritonbench_row(sweep):
-    """Returns the row of README's first table that sums up TritonBench's shapes."""
-    times = [map(float, sweep[f"forward | {rows} x {cols} | fp16"][1:4]) for rows, cols in TRITONBENCH]
-    pairs = [(eager / new, compiled / new) for eager, compiled, new in times]
-    means = [f"{math.exp(sum(map(math.log, column)) / len(pairs)):.2f}x" for column in zip(*pairs)]
-    wins = sum(min(pair) > 1 for pair in pairs)
-    title = (
-        f"forward, TritonBench's {len(pairs)} shapes, fp16: geometric mean (faster than both in {wins} of {len(pairs)})"
+def span(ratios):
+    """Returns the smallest and the largest of some ratios as text, for example "1.01 to 1.02"."""
+    return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
+
+
+def first_table(gpu, times, models):
+    """Returns the table on README's first screen. times, models: {key: milliseconds} of this GPU."""
+    rows = []
+    for key, title in FIRST.items():
+        if key in models:
+            eager, replaced, compiled, new = models[key]
+            cells = [f"{eager:#.3g}", f"{compiled:#.3g}", f"**{replaced:#.3g}** eager, **{new:#.3g}** compiled"]
+        else:
+            (eager, compiled, new), replaced = times[key], times[key][2]
+            cells = [f"{eager:#.3g}", f"{compiled:#.3g}", f"**{new:#.3g}**"]
+        rows.append([title, *cells, f"{eager / replaced:#.3g}, {compiled / new:#.3g}"])
+    return markdown_table(
+        [f"{gpu}, ms", "nn.LayerNorm", "torch.compile", "layernorm_inline", "times as fast as each"], rows
     )
-    return [title, "", "", "", *means]
 
 
-def short(gpu):
-    """Returns a GPU's name without its manufacturer and memory."""
-    return gpu.replace("NVIDIA ", "").split()[0]
-
-
-def libraries_table(gpu, table):
-    """Returns README's table of other libraries. table: a value of tables_of(text, "Other libraries")."""
+def speed_table(times):
+    """Returns README's table of operations. times: a value of times_of."""
+    header = ["operation"]
+    for gpu in times:
+        header += [f"{gpu.replace('NVIDIA ', '').split()[0]}, ms", "times as fast as eager", "as torch.compile"]
     rows = []
-    for key, cells in table.items():
-        if key.startswith("operation"):
-            header = [f"ms on an {gpu}", *cells]
-        elif not key.startswith("---"):
-            rows.append([key.replace(" | ", ", "), *(f"{float(ms):#.3g}" for ms in cells)])
-    return markdown_table(header, rows)
-
-
-def two_gpus_table(gpu, table):
-    """Returns README's table of two GPUs, without the mode "reduced after".
-
-    table: a value of tables_of(text, "Two GPUs").
-    """
-    header = [
-        f"ms per training step, two {gpu}",
-        "nn.LayerNorm, without DDP",
-        "with DDP",
-        "this file, without DDP",
-        "with DDP",
-    ]
-    rows = []
-    for key, cells in table.items():
-        cols, dtype = key.split(" | ")
-        if cols.isdigit():
-            rows.append([f"{cols} columns, {dtype}", cells[0], cells[2], cells[3], cells[5]])
+    for key in [*list(FIRST)[:2], *SPEED]:
+        title = key.split(", float32")[0].replace(" | ", ", ")
+        ratios = [(new, eager / new, compiled / new) for eager, compiled, new in (t[key] for t in times.values())]
+        rows.append([title, *(f"{number:#.3g}" for numbers in ratios for number in numbers)])
     return markdown_table(header, rows)
 
 
 def readme_tables(text):
-    """Returns README's tables of results as Markdown, made from RESULTS.md's text."""
-    sweeps, models = tables_of(text, "Sweep"), tables_of(text, "Models")
-    gpu = next(iter(sweeps))
-    problems = tables_of(text, "KernelBench")[gpu]
-    operations = []
-    for key, title in OPERATIONS.items():
-        cells = problems[key] if key in problems else sweeps[gpu][key][1:4]
-        operations.append(times_row(title, *map(float, cells)))
-    operations.append(tritonbench_row(sweeps[gpu]))
-    header = [f"ms on an {gpu}", "eager", "torch.compile", "layernorm_inline", "over eager", "over torch.compile"]
-    tables = [markdown_table(header, operations)]
-    steps = [[name, *cells[1:5]] for name, cells in models[gpu].items() if name not in ("model", "---")]
-    header = [f"training step, ms on an {gpu}", "eager", "eager, replaced", "compiled", "compiled, replaced"]
-    tables.append(markdown_table(header, steps))
-    speed = []
-    for key in SPEED:
-        row = [key.replace(" | ", ", ")]
-        for table in sweeps.values():
-            row += [f"{float(share):.2f}" for share in table[key][4:7]]
-        speed.append(row)
-    header = ["fraction of copy bandwidth"]
-    for name in sweeps:
-        header += [f"{short(name)}: eager", "torch.compile", "layernorm_inline"]
-    tables.append(markdown_table(header, speed))
-    problems = tables_of(text, "KernelBench")
-    header = ["forward, ms"]
-    for name in problems:
-        header += [f"{short(name)}: eager", "torch.compile", "layernorm_inline"]
-    keys = [key for key in problems[gpu] if key.startswith("problem")]
-    rows = [[key, *(f"{float(ms):#.3g}" for table in problems.values() for ms in table[key])] for key in keys]
-    tables.append(markdown_table(header, rows))
-    tables += [libraries_table(*item) for item in tables_of(text, "Other libraries").items()]
-    tables += [two_gpus_table(*item) for item in tables_of(text, "Two GPUs").items()]
-    return "\n\n".join(tables)
+    """Returns README's tables, and its sentences with results, as Markdown, made from RESULTS.md's text."""
+    times = times_of(text)
+    gpu = next(iter(times))
+    models = {
+        name: [float(ms) for ms in cells[1:5]]
+        for name, cells in tables_of(text, "Models")[gpu].items()
+        if name not in ("model", "---")
+    }
+    kinds = ("GPT-2", "ViT-B/16", "ConvNeXt-S", "pair stack")
+    gpt, vit, convnext, pairs = (span([m[0] / m[1] for name, m in models.items() if kind in name]) for kind in kinds)
+    eager_step = (
+        f"a training step is {gpt} times as fast (GPT-2 with bf16 autocast), {vit} (ViT-B/16), {convnext} "
+        f"(ConvNeXt-S), {pairs} (two blocks of an AlphaFold-like pair stack)"
+    )
+    compiled_step = f"a compiled training step is {span([m[2] / m[3] for m in models.values()])} times as fast"
+    other = next(iter(tables_of(text, "Other libraries").values()))
+    forward, backward = (
+        span([float(cells[2]) / float(cells[3]) for key, cells in other.items() if key.startswith(step)])
+        for step in ("forward", "backward")
+    )
+    liger = f"{forward} times as fast in forward, {backward} in backward"
+    return "\n\n".join([first_table(gpu, times[gpu], models), speed_table(times), eager_step, compiled_step, liger])
 
 
 if __name__ == "__main__":

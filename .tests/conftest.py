@@ -4,7 +4,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -65,8 +64,7 @@ class Backend:
 def available_memory():
     """Returns the bytes of GPU memory that this process can allocate now, and the most that it can ever allocate.
 
-    Respects torch.cuda.set_per_process_memory_fraction. Leaves half a GB for each other process of pytest-xdist,
-    because most tests do not call Backend.need_memory.
+    Leaves half a GB for each other process of pytest-xdist, because most tests do not call Backend.need_memory.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -79,10 +77,8 @@ def available_memory():
 def poisoned(nbytes, device):
     """Fills the free memory of PyTorch's caching allocator with NaN.
 
-    This memory consists of blocks between tensors that are still alive, of small blocks, and of one block of nbytes,
-    from which large tensors are cut. PyTorch's setting torch.utils.deterministic.fill_uninitialized_memory is not
-    enough. It fills the results of torch.empty, but the kernels' outputs and scratch memory come straight from the
-    allocator.
+    These are blocks between tensors that are alive, small blocks, and one block of nbytes, from which large tensors are
+    cut. (torch.utils.deterministic.fill_uninitialized_memory only fills the results of torch.empty.)
     """
     torch.cuda.empty_cache()
     index = torch.device(device).index
@@ -119,11 +115,10 @@ BUILDS = pytest.StashKey()  # the child process that compiles the kernels of emu
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --full, deselects the tests that are marked `full` and those of one backend.
+    """Without --full, deselects the tests that are marked `full`, and those on emulated GPUs or, without a GPU, on CUDA.
 
-    If the machine has a CUDA GPU, tests on emulated GPUs are deselected, otherwise tests on CUDA GPUs. A test that is
-    named with :: on the command line always runs. Slow tests come first: several processes then end at about the same
-    time, if each gets one test at a time (--maxschedchunk 1).
+    A test that is named with :: on the command line always runs. Slow tests come first, so that several processes end at
+    about the same time (with --maxschedchunk 1).
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--full") or any("::" in argument for argument in config.args):
@@ -143,17 +138,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Starts to compile the kernels of emulated GPUs in a child process, unless -k or :: selects a few tests.
-
-    So the first run waits less: the tests compile the binding at the same time.
-    """
+    """Starts to compile the kernels of emulated GPUs beside the first tests, unless -k or :: selects a few."""
     selects = session.config.option.keyword or any("::" in argument for argument in session.config.args)
     is_first_process = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     emulated = any(item.get_closest_marker("emulated") for item in session.items)
     if emulated and is_first_process and not selects and emulator.can_build():
-        code, quiet = "import emulator; emulator.build_all_kernels()", subprocess.DEVNULL
-        command = [sys.executable, "-c", code]
-        session.config.stash[BUILDS] = processes.start(command, cwd=emulator.HERE, stdout=quiet, stderr=quiet)
+        command = [sys.executable, "-c", "import emulator; emulator.build_all_kernels()"]
+        session.config.stash[BUILDS] = processes.start(command, cwd=emulator.HERE, stderr=emulator.TERMINAL)
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -177,6 +168,8 @@ def pytest_configure(config):
     if config.getoption("--new-seeds") and not is_worker:
         config.option.first_seed = time.time_ns() % 10**9
     reference.FIRST_SEED = config.option.first_seed
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        emulator.TERMINAL = os.dup(2)
 
 
 def pytest_report_header(config):
@@ -222,8 +215,7 @@ def terminal(pytestconfig):
 def time_limit(terminal):
     """Fails a test that runs for more than TIME_LIMIT seconds.
 
-    While a kernel hangs, Python cannot handle the signal. In this case the process prints the stacks of all threads,
-    which show the test, and exits 30 s later.
+    While a kernel hangs, Python cannot handle the signal. Then the process prints all stacks and exits 30 s later.
     """
 
     def on_alarm(*_):

@@ -1,39 +1,24 @@
-// An emulated GPU: runs the kernels of CUDA_SOURCE on a CPU, for tests on machines without a GPU.
+// An emulated GPU: runs the kernels of CUDA_SOURCE on a CPU. emulator.py turns CUDA_SOURCE into C++ that includes this
+// file, which provides threadIdx, shared memory, barriers, shuffles, copies, matrix products, and the CUDA runtime.
 //
-// emulator.py turns CUDA_SOURCE into C++ that includes this file, and g++ compiles it. A kernel becomes an ordinary
-// function. This file provides what the function uses: threadIdx, shared memory, barriers, shuffles, copies, matrix
-// products, and the CUDA runtime that host code calls.
+// Every CUDA thread is a fiber: a function call with its own stack, which runs until it must wait: at a barrier, in an
+// instruction of the whole warp, for a copy, or before it reads what other blocks write. In each round, the scheduler
+// (run_blocks) runs every fiber that can go on, in a new random order. A cooperative launch runs all blocks at once;
+// other launches run four blocks at a time, in random order.
 //
-// How a kernel runs
-//     Every CUDA thread is a fiber: a function call with its own stack, which can stop and go on later. The scheduler
-//     (run_blocks) runs one fiber at a time. A fiber runs until it must wait: at a barrier, in a shuffle or another
-//     instruction of the whole warp, for a copy, or before it reads what other blocks write. Then the next fiber runs.
-//     In each round, the scheduler runs every fiber that can go on, in a new random order. A cooperative launch runs
-//     all blocks at once; other launches run four blocks at a time, in random order.
+// How it exposes bugs. All random choices follow from a seed, so that a failure can be repeated.
+//     Races       Random warps skip up to 63 rounds. An asynchronous copy arrives at a random moment; until then, its
+//                 destination is NaN. For a kernel that may start before the previous one has ended, all that the call
+//                 writes is NaN until it has waited, and what it writes there before is lost. So a missing barrier or a
+//                 wrong count gives a wrong result or a deadlock, which is reported.
+//     Memory      Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be written.
+//                 Misaligned accesses, indices beyond an array, copies and prefetches that leave a tensor, and blocks
+//                 that exceed the GPU's shared memory end the kernel.
+//     Unset data  Shared memory, scratch memory, outputs, variables, and the memory beside tensors are NaN at first.
 //
-// How it exposes bugs
-//     Races      Random warps skip up to 63 rounds, so that others are far ahead of them. An asynchronous copy arrives
-//                at a random moment; until then, its destination is NaN. A kernel that may start before the previous
-//                one has ended finds NaN in all memory that the call writes until it has waited, and what it writes
-//                there before is lost. If the caller's kernels may not have ended either, it finds NaN in all tensors.
-//                So a missing barrier, a wrong parity or a wrong count gives a wrong result or a deadlock, which is
-//                reported.
-//     Memory     Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be
-//                written. Misaligned accesses and indices beyond an array end the kernel, and so do copies and
-//                prefetches that leave a tensor or are not whole units, and blocks that exceed the GPU's shared memory.
-//     Conditions A LAYERNORM_CHECK in CUDA_SOURCE whose condition is false ends the kernel.
-//     Unset data Shared memory, scratch memory, outputs, the variables of a kernel, and the memory beside every tensor
-//                are full of NaN at first.
-//     All random choices follow from a seed, so that a failure can be repeated.
-//
-// What it does not model
-//     - Memory order: every write is visible to all threads at once, so that a missing fence, between threads or
-//       between kinds of copies, is not detected.
-//     - Races between two instructions without a wait between them.
-//     - The precision of the approximate instructions ex2, rcp and rsqrt, which are exact here.
-//     - Inline assembly: emulator.py replaces it, so that a wrong instruction is not detected.
-//     - Asynchronous matrix products of Hopper: they are computed at once, so that nothing can change their operands.
-//     - Speed.
+// What it does not model: the order of writes in memory, so that a missing fence is not detected; races between two
+// instructions without a wait between them; the precision of ex2, rcp and rsqrt, which are exact here; inline assembly,
+// which emulator.py replaces; asynchronous matrix products, which are computed at once; speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -51,7 +36,6 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -70,7 +54,6 @@ inline To bits_of(From x) {
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
 // Reports a condition that must hold in a kernel. On a real GPU, it is not checked.
-#define LAYERNORM_CHECK(condition) ((condition) ? void() : emulator::fail("this is false: " #condition))
 
 // ---- Properties of the GPU, and settings ----
 
@@ -79,7 +62,6 @@ struct Gpu {
 };
 inline Gpu gpu;
 inline cudaError_t cooperative_error = cudaSuccess;  // the result of cooperative launches
-inline int green_sms = 0;  // if not 0: launches are captured into a graph, in a green context with this number of SMs
 inline cudaError_t last_error = cudaSuccess;         // the result of the next cudaGetLastError
 inline bool dry = false;                             // a launch runs one thread, which returns at once
 inline std::string launches;                         // if dry: one line per launch
@@ -210,17 +192,11 @@ struct Barrier {
   unsigned phase = 0;
 };
 
-// The operands of a matrix product.
-struct Operands {
-  float a[16][16], b[8][16];
-};
-
 struct Warp {
   Barrier barrier;
   bool polls = false;  // it has read mailboxes of other blocks
   int rounds_to_skip = 0;
   uint64_t slots[2][32];  // one word per lane, for instructions that exchange data; even and odd phases alternate
-  Operands operands[2];   // the same for matrix products
 };
 
 struct NamedBarrier {
@@ -664,20 +640,6 @@ inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch ho
   }
 }
 
-// ---- The CUDA driver: the functions that host code looks up by name ----
-
-inline CUresult context_of_stream(CUstream, CUcontext* context) { return *context = nullptr, CUDA_SUCCESS; }
-inline CUresult resource_of_context(CUcontext, CUdevResource* resource, CUdevResourceType type) {
-  resource->type = type, resource->sm.smCount = green_sms;
-  return CUDA_SUCCESS;
-}
-inline void* open_driver(const char*, int) { return nullptr; }
-inline void* driver_function(void*, const char* name) {
-  if (std::string(name) == "cuStreamGetCtx") return reinterpret_cast<void*>(context_of_stream);
-  if (std::string(name) == "cuCtxGetDevResource") return reinterpret_cast<void*>(resource_of_context);
-  fail(std::string("the emulated driver has no function ") + name);
-}
-
 // Returns the block's shared memory for a declaration, which is identified by an address.
 template <typename T>
 T& shared(const void* declaration) {
@@ -706,7 +668,7 @@ struct Kernel {
   explicit Kernel(const std::string& printed) {
     const size_t from = printed.find("Here = ") + 7;
     name = printed.substr(from, printed.find('(', from) - from);
-    for (const std::string scope : {"emulated::", "{anonymous}::"}) {
+    for (const std::string scope : {"emulated::", "{anonymous}::", "<unnamed>::"}) {
       for (size_t at; (at = name.find(scope)) != std::string::npos;) name.erase(at, scope.size());
     }
     all().push_back(this);
@@ -746,7 +708,6 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   if (how == Launch::Cooperative) {
     if (int(g.x * g.y * g.z) > gpu.sms) last_error = cudaErrorCooperativeLaunchTooLarge;
     if (cooperative_error != cudaSuccess) last_error = cooperative_error;
-    if (green_sms > 0 && int(g.x * g.y * g.z) > green_sms) fail("a graph with this launch would hang");
     if (last_error != cudaSuccess) return last_error;
   }
   run(g, config->blockDim, config->dynamicSmemBytes, how, [=] { kernel(Parameters(arguments)...); });
@@ -779,36 +740,6 @@ template <typename T>
 float operand(T x) {
   if constexpr (sizeof(T) == 4) return bits_of<float>(bits_of<uint32_t>(x) & 0xffffe000u);
   return float(x);
-}
-
-// c += a * b for a with 16 rows and b with 8 columns, in the register layout of mma.sync. A register holds one TF32
-// number or two 16-bit numbers.
-template <typename T>
-void multiply_add(float* c, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  constexpr int kEach = 4 / sizeof(T);  // numbers per register
-  constexpr int kHalf = 4 * kEach;      // half of the terms of a sum
-  const int lane = current->linear % 32, lane_row = lane / 4, lane_col = lane % 4;
-  Warp& w = warp();
-  Operands& all = w.operands[w.barrier.phase % 2];
-  for (int i = 0; i < 6; ++i) {
-    const uint32_t bits = i < 4 ? a[i] : b[i - 4];
-    T numbers[kEach];
-    memcpy(numbers, &bits, 4);
-    for (int k = 0; k < kEach; ++k) {
-      const float number = operand(numbers[k]);
-      const int column = lane_col * kEach + k;
-      if (i < 4) {
-        all.a[lane_row + i % 2 * 8][i / 2 * kHalf + column] = number;
-      } else {
-        all.b[lane_row][(i - 4) * kHalf + column] = number;
-      }
-    }
-  }
-  wait(w);
-  for (int i = 0; i < 4; ++i) {
-    const float *row = all.a[lane_row + i / 2 * 8], *col = all.b[lane_col * 2 + i % 2];
-    for (int k = 0; k < 2 * kHalf; ++k) c[i] += row[k] * col[k];
-  }
 }
 
 // Returns an element of a matrix in shared memory. matrix: a descriptor of wgmma, with three fields in units of 16
@@ -848,8 +779,6 @@ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
-#undef __noinline__
-#define __noinline__ __attribute__((noinline))
 
 // threadIdx and the like: objects whose members read the current fiber's values.
 #define EMULATED_INDEX(name, of)                           \
@@ -870,27 +799,19 @@ EMULATED_INDEX(gridDim, grid->grid);
 using std::max;
 using std::min;
 inline float rsqrt(float x) { return 1 / std::sqrt(x); }
-inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::abs;
 using std::isnan;
 
 inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
-inline int __float_as_int(float x) { return emulator::bits_of<int>(x); }
-// In functions of their own, so that g++ does not fuse the product with an addition.
+// A function of its own, so that g++ does not fuse the product with an addition.
 [[gnu::noinline]] inline float __fmul_rn(float a, float b) { return a * b; }
-[[gnu::noinline]] inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
 }
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-  const uint64_t both = uint64_t(y) << 32 | x;
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= unsigned(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  return result;
-}
+
 template <typename T>
 inline void __stcs(T* p, T x) {
   *p = x;
@@ -913,7 +834,6 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   for (int lane = 0; lane < 32; ++lane) bits |= unsigned(of_lanes[lane] != 0) << lane;
   return bits;
 }
-inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0; }
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
 namespace cooperative_groups {
@@ -929,13 +849,8 @@ inline EmulatedGrid this_grid() { return {}; }
 // ---- The CUDA runtime: the functions that host code calls ----
 
 extern "C" {
-cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = emulator::green_sms > 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
@@ -948,14 +863,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-  memset(p, value, bytes);
-  return cudaSuccess;
-}
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  memcpy(to, from, bytes);
-  return cudaSuccess;
-}
 }
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Parameters...)) {

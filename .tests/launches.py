@@ -4,11 +4,9 @@
     python .tests/launches.py other.py      compares layernorm_inline.py with another file
 
 Runs every emulated case of cases.py, and calls with float32 and bfloat16 rows of 8, 16, 24, ... 2560 columns, each with
-three rows and with 0.8, 4 and 10 waves of rows (see the choice tables of the register kernels). Prints each call whose
-kernel, grid, block or dynamic shared memory differs. Run it after an edit of a table that chooses kernels: it shows which
-rows the edit affects. It compiles both versions for the CPU, and needs two to three minutes on two cores.
-
-The exit status is 0 if all calls launch the same kernels, and 1 otherwise.
+three rows and with 0.8, 4 and 10 waves of rows (see launch_forward of the register kernels). Prints each call whose
+kernel, grid, block or dynamic shared memory differs. The exit status is 0 if none does, and 1 otherwise. It compiles both
+versions for the CPU, and needs two to three minutes on two cores.
 """
 
 import argparse
@@ -29,7 +27,7 @@ def calls():
 
     yield from (case for case in CASES if case.gpu.name != "cuda")
     gpu = emulator.GPUS[GPU](2)
-    wave = 2048 * gpu.sms  # 16-byte loads, see the choice tables of the register kernels
+    wave = 2048 * gpu.sms  # 16-byte loads, as in launch_forward
     for dtype, cols, waves in itertools.product(("fp32", "bf16"), range(8, 2561, 8), (0, 0.8, 4, 10)):
         loads = cols * TYPES[dtype].itemsize // 16
         yield Case(gpu, max(3, round(waves * wave / loads)), cols, dtype, "plain")
@@ -57,9 +55,7 @@ def launches_of(path):
     command = [sys.executable, __file__, "--print", path]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(
-            f"{done.stderr}\nThe emulated GPUs cannot run this version. They know only the names of today's kernels."
-        )
+        sys.exit(f"{done.stderr}\nThe emulated GPUs know only the names of today's kernels.")
     launches = {}
     for line in filter(None, done.stdout.splitlines()):
         call, _, launch = line.partition(": ")

@@ -5,10 +5,8 @@
     python .tests/machine_code.py other.py                    against another file
 
 Prints every kernel whose instructions, registers or local memory differ, and every kernel that only one version has. A
-renamed kernel is matched by its instructions. After a change that only moves or renames code, the result must be
-"all N kernels are equal". Needs nvcc, and cuobjdump, which is part of Triton.
-
-The exit status is 0 if all kernels are equal, and 1 otherwise.
+renamed kernel is matched by its instructions. The exit status is 0 if all kernels are equal, and 1 otherwise. Needs nvcc,
+and cuobjdump, which is part of Triton.
 """
 
 import argparse
@@ -70,7 +68,8 @@ def instructions(cubin):
 def demangled(names):
     """Returns the C++ names of mangled kernel names, without namespaces that all share and without parameters."""
     done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
-    return [re.sub(r"version::\(anonymous namespace\)::|\(.*", "", line) for line in done.stdout.splitlines()]
+    lines = done.stdout.replace("version::(anonymous namespace)::", "").splitlines()
+    return [re.sub(r"\([\w:]+\)(?=\d)|\(.*", "", line) for line in lines]  # also without the types of enum values
 
 
 def kernels_of(text, arch, macros):
@@ -101,6 +100,10 @@ def pair(old, new):
         yield name, old[name], new[name]
 
 
+def size(kernel):
+    return f"{len(kernel[0])} instructions, {kernel[1]} registers, {kernel[2]} B local" if kernel else "absent"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("revision", help="the version to compare with: a Git revision or a file")
@@ -124,11 +127,7 @@ def main():
                 if a == b:
                     continue
                 differ += 1
-                sizes = [
-                    "absent" if k is None else f"{len(k[0])} instructions, {k[1]} registers, {k[2]} B local"
-                    for k in (a, b)
-                ]
-                print(f"{arch} {library} {name}: {sizes[0]} -> {sizes[1]}")
+                print(f"{arch} {library} {name}: {size(a)} -> {size(b)}")
     print(f"{differ} kernels differ" if differ else f"all {total} kernels are equal")
     return 1 if differ else 0
 

@@ -5,14 +5,11 @@
     python .tests/mutants.py --list           prints names, bugs and tests
     python .tests/mutants.py --cpu            without a GPU: tests of the kernels and the binding run on emulated GPUs.
                                               Mutants whose tests need a real GPU are skipped ("not tried")
-    python .tests/mutants.py --short          uses the tests that run without --full, to see which bugs these detect
-    python .tests/mutants.py --green          does not run the tests without a bug, if they have just passed: half the time
     python .tests/mutants.py --check          builds nothing: checks that every bug can be applied and that its tests exist
 
-A mutant is layernorm_inline.py with one bug. Each mutant is built and tested in a folder of its own, several at the same
-time, and a line is printed as soon as its result is known. Bugs that no GPU can show (Mutant.emulated) are tested on
-emulated GPUs, also without --cpu. The same tests also run without a bug (except with --green) and must pass: otherwise
-their failures say nothing about the mutants.
+Each mutant is built and tested in a folder of its own, several at the same time. Bugs that no GPU can show
+(Mutant.emulated) are always tested on emulated GPUs. The same tests also run without a bug and must pass: otherwise their
+failures say nothing about the mutants.
 
 The exit status is 0 if every mutant was killed, that is, a test failed, or survived for a reason that the table gives.
 With --cpu and all mutants it is 1, because some need a GPU.
@@ -40,13 +37,10 @@ TESTS_PER_GPU = 12  # processes: most of their time is spent on the CPU
 QUIET = 120  # seconds without output after which a test counts as hanging; see Mutant.quiet
 LONGEST = 480  # seconds for all tests of a mutant
 
-# ============================================================================
 # Expressions for pytest -k, which select the tests of a mutant by words in test names and in case names. A case name
-# begins with the GPU and the kernel families, such as hopper_2-shared_memory-pipelined or cuda-registers-registers.
-# ============================================================================
+# begins with the GPU and the kernel families, such as hopper_2-registers-pipelined or cuda-registers-registers.
 
 VALUES = "test_values[ and registers"
-SHARED_MEMORY = "test_values[ and shared_memory or rows_off_cache_lines"
 PIPELINED = "test_values[ and pipelined and not blackwell and not ada or random_calls"
 GRID_RESIDENT = "grid_resident"
 TWO_PASS = "test_values[ and two_pass or random_calls or outliers"
@@ -86,14 +80,12 @@ class Mutant(NamedTuple):
     mark: str = "not emulated"  # an expression for pytest -m
 
 
-# ============================================================================
-# The bugs. If the code of one has changed, replace its old text by the shortest text that occurs once.
-# ============================================================================
+# ---- The bugs. If the code of one has changed, replace its old text by the shortest text that occurs once. ----
 
 MUTANTS = [
     # ---- Elements, and rows that do not start on a 16-byte boundary ----
-    Mutant("columns: last element before the first boundary left out", "(thread < V ? begin : cols)", "(thread < V ? begin - 1 : cols)", VALUES),
-    Mutant("columns: last single element left out", "(thread < V ? begin : cols)", "(thread < V ? begin : cols - 1)", VALUES),
+    Mutant("columns: last element before the first boundary left out", "(thread < V ? begin : row_cols)", "(thread < V ? begin - 1 : row_cols)", VALUES),
+    Mutant("columns: last single element left out", "(thread < V ? begin : row_cols)", "(thread < V ? begin : row_cols - 1)", VALUES),
     Mutant("unaligned rows: odd start ignored", "words[w + 1], 16 * mid_word", "words[w + 1], 0 * mid_word", VALUES),
     Mutant("unaligned rows: bias assumed to be as aligned as weight", "reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin)", "reinterpret_cast<uintptr_t>(w + begin)", VALUES),
     Mutant("pack size: alignment of bias ignored, forward", "{call.input, call.weight, call.bias, call.output}", "{call.input, call.weight, call.output}", VALUES),
@@ -102,10 +94,9 @@ MUTANTS = [
     # ---- Statistics ----
     Mutant("combine: weighted by the count of the wrong partner", "fraction = all.count * fast_reciprocal(", "fraction = more.count * fast_reciprocal(", TWO_PASS),
     Mutant("combine: count of a part left out", "parts[n].y + counts[n] * delta * delta", "parts[n].y + delta * delta", PIPELINED),
-    Mutant("combine: warps without columns are counted", "return {count, total.x + total.y, total.z};", "return {max(count, 1.0f), total.x + total.y, total.z};", TWO_PASS, "on a GPU with 100 SMs, only 16-bit rows of 10^6 columns have such warps, and their count is then off by only seven"),
-    Mutant("a NaN variance becomes 0", "return squares < 0 ? 0 : squares;", "return fmaxf(squares, 0);", "saved_statistics"),
-    Mutant("reference of a row: its first sample, which may be an outlier", "return max(min(a, b), min(max(a, b), c));", "return a;", OUTLIERS),
-    Mutant("sum over a block: barrier left out", "__syncthreads(); combine_slots<WARPS>(x, row_slots, warps);", "combine_slots<WARPS>(x, row_slots, warps);", VALUES),
+    Mutant("combine: warps without columns are counted", "return {count, total.x, total.y};", "return {max(count, 1.0f), total.x, total.y};", TWO_PASS, "on a GPU with 100 SMs, only 16-bit rows of 10^6 columns have such warps, and their count is then off by only seven"),
+    Mutant("a NaN variance becomes 0", "return m2 < 0 ? 0 : m2;", "return fmaxf(m2, 0);", "saved_statistics"),
+    Mutant("sum over a block: barrier left out", "__syncthreads(); const int slot = threadIdx.x % WARPS;", "const int slot = threadIdx.x % WARPS;", VALUES),
     Mutant("mean of equal float16 numbers is rounded as for bfloat16", "std::is_same_v<T, __half> ? 8192 : 65536", "65536", CONSTANT),
     # ---- Epilogue ----
     Mutant("scale dropped, forward", "z = z * epilogue.scale", "z = z", ACTIVATION),
@@ -115,66 +106,59 @@ MUTANTS = [
     Mutant("registers: eps dropped", "rstd[r] = rsqrt(m2 * constants.per_col + constants.eps)", "rstd[r] = rsqrt(m2 * constants.per_col)", VALUES),
     Mutant("registers: RMS norm for 16-bit types", "mean[r] = rounded_quotient(mean[r], float(cols), per_col);", "mean[r] = 0;", VALUES),
     Mutant("registers: a thread's last row not written", "if (r < rows) store<T>(output", "if (r == 0 || r + 1 < rows) store<T>(output", VALUES),
-    Mutant("registers: last incomplete group of rows left out", "batches = ceil_div(call.rows, step * chosen.rows)", "batches = std::max<int64_t>(1, call.rows / (step * chosen.rows))", VALUES),
-    Mutant("registers: one pack too many", "bool has(int i) const { return column(i) < end; }", "bool has(int i) const { return column(i) <= end; }", VALUES),
-    Mutant("registers: mean of a thread's first row saved for all", "save_statistics(call, team.first + r * team.step, mean[r], rstd[r])", "save_statistics(call, team.first + r * team.step, mean[0], rstd[r])", VALUES),
+    Mutant("registers: last incomplete group of rows left out", "batches = ceil_div(call.rows, int64_t(ROWS) << step_log2)", "batches = std::max<int64_t>(1, call.rows / (int64_t(ROWS) << step_log2))", VALUES),
+    Mutant("registers: one pack too many", "return first + i * stride < end;", "return first + i * stride <= end;", VALUES),
+    Mutant("registers: mean of a thread's first row saved for all", "save_statistics(call, row + r * step, mean[r], rstd[r])", "save_statistics(call, row + r * step, mean[0], rstd[r])", VALUES),
     Mutant("registers: a row past the end is written", "if (r < rows) store<T>(output", "store<T>(output", "guard_bands"),
-    Mutant("registers: a thread's unaligned rows are all its first row", "x.packs[i][r] = words[i][r].get(mid_word)", "x.packs[i][r] = words[i][0].get(mid_word)", VALUES),
-    Mutant("registers: 32-bit offset", "input(static_cast<const T*>(call.input) + row * int(call.cols))", "input(static_cast<const T*>(call.input) + int(row * int(call.cols)))", "2_to_the_31"),
-    # ---- Shared-memory kernels ----
-    Mutant("shared memory: eps dropped", "const float rstd = rsqrt(m2 * constants.per_col + constants.eps)", "const float rstd = rsqrt(m2 * constants.per_col)", SHARED_MEMORY),
-    Mutant("shared memory: distances from 0 instead of the mean", "distances_of<DistanceSums<T>>(x(i) - mean[0])", "distances_of<DistanceSums<T>>(x(i))", SHARED_MEMORY),
-    Mutant("shared memory: last pack of some threads left out", "(cols - first + stride - 1) / stride", "(cols - first) / stride", SHARED_MEMORY),
-    Mutant("shared memory: copy not waited for", "prefetch_later_rows(window, policy); wait_for_copies();", "prefetch_later_rows(window, policy);", SHARED_MEMORY),
+    Mutant("registers: a thread's unaligned rows are all its first row", "x[i][r] = words[i][r].get(mid_word)", "x[i][r] = words[i][0].get(mid_word)", VALUES),
+    Mutant("registers: 32-bit offset", "input = static_cast<const T*>(call.input) + row * cols; T* output", "input = static_cast<const T*>(call.input) + int(row * cols); T* output", "2_to_the_31"),
     # ---- Pipelined kernels ----
     Mutant("pipelined: parity kept where the ring wraps", "RingPosition{next - slots, parity ^ 1}", "RingPosition{next - slots, parity}", PIPELINED),
     Mutant("pipelined: loader does not wait for a free stage", "barrier_wait(&control.empty[stage.index], stage.parity ^ 1);", ";", PIPELINED),
     Mutant("pipelined: eps dropped", "(1 / float(call.cols)) + float(call.eps)", "(1 / float(call.cols))", PIPELINED),
-    Mutant("pipelined: RMS norm", "return row_stats_of(from, total.x, rstd);", "return row_stats_of(0.f, 0.f, rstd);", PIPELINED),
-    Mutant("pipelined: last block's statistics left out", "counts[i] = columns_of_slice(cols, plan.slice_columns, peer + i * 32)", "counts[i] = columns_of_slice(cols, plan.slice_columns, peer + 1 + i * 32)", PIPELINED),
+    Mutant("pipelined: RMS norm", "row_stats[stage] = {total.x, rstd};", "row_stats[stage] = {0, rstd};", PIPELINED),
+    Mutant("pipelined: last block's statistics left out", "counts[n] = columns_of_slice(cols, plan.slice_columns, peer + n * 32)", "counts[n] = columns_of_slice(cols, plan.slice_columns, peer + 1 + n * 32)", PIPELINED),
     Mutant("pipelined: last column left out", "min(slice, cols - rank * slice)", "min(slice, cols - 1 - rank * slice)", PIPELINED),
     Mutant("pipelined: 32-bit offset", "int64_t(row) * int(call.cols) + first", "row * int(call.cols) + first", "2_to_the_31"),
     Mutant("pipelined: more blocks per row than SMs", "std::min(device.sms, kMaxBlocksPerRow);", "kMaxBlocksPerRow;", TWO_PASS),
-    Mutant("pipelined, backward on Hopper: mean and rstd of the group's first row for all rows", "scalars[i] = *Work::scalar_at(block.call, row, i)", "scalars[i] = *Work::scalar_at(block.call, blockIdx.y, i)", PIPELINED),
-    Mutant("pipelined, before Hopper: mean and rstd of the group's first row for all rows", "row_scalars + i, Work::scalar_at(block.call, row, i)", "row_scalars + i, Work::scalar_at(block.call, blockIdx.y, i)", BEFORE_HOPPER, quiet=LONGEST),
-    Mutant("pipelined, on Hopper: no wait for row_scalars", "if (control.kCopiers > 0) barrier_arrive_with_copies(", "if (control.kCopiers > 0) barrier_arrive(", PIPELINED),
-    Mutant("pipelined, before Hopper: last copies not counted", "if (control.kCopiers > 0) barrier_arrive_with_copies(", "if (control.kCopiers > 0) barrier_arrive(", BEFORE_HOPPER, quiet=LONGEST),
+    Mutant("pipelined, backward: mean and rstd of the group's first row for all rows", "{block.call.mean[row], block.call.rstd[row]}", "{block.call.mean[blockIdx.y], block.call.rstd[blockIdx.y]}", PIPELINED),
+    Mutant("pipelined, before Hopper: last copies not counted", "barrier_arrive_with_copies(full);", "barrier_arrive(full);", BEFORE_HOPPER, quiet=LONGEST),
     Mutant("pipelined, before Hopper: last units not copied", "int offset = 16 * thread; offset < copy.bytes;", "int offset = 16 * thread; offset < copy.bytes - 16;", BEFORE_HOPPER, quiet=LONGEST),
-    Mutant("pipelined, backward: mean(wdy) dropped for 16-bit types", "constant = -means.wdy - mean * x_factor", "constant = -mean * x_factor", PIPELINED),
+    Mutant("pipelined, backward: mean(wdy) dropped for 16-bit types", "constant = -means.wdy - stats.mean * x_factor", "constant = -stats.mean * x_factor", PIPELINED),
     Mutant("pipelined, backward: sums of many rows keep only the last 256 rows", "is_first ? sums[i] : sums[i] + widened(load<float, V>(to))", "sums[i]", "gradients_of_many_rows", emulated="no test on a real GPU has enough long rows"),
     Mutant("backward: all rows of a thread added to one sum", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "gradients_of_many_rows", emulated="no test on a real GPU has enough long rows"),
     # ---- Exchange between the blocks of a row ----
     Mutant("mailboxes: not emptied after an earlier call", "*mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;", ";", REPEATED),
     Mutant("mailboxes: rows overlap if more than 16 blocks share one", "(blocks + 15) / 16 * 16", "16", PIPELINED),
     # ---- Grid-resident kernel ----
-    Mutant("grid-resident: last pack of a slice not written", "j * kBlockThreads + block.thread < block.last_packs", "j * kBlockThreads + block.thread < block.last_packs - 1", GRID_RESIDENT),
-    Mutant("grid-resident: measures the previous stage", "slot.after(block.stages + Config::kStagesAhead, block.plan.ring_slots)", "slot.after(block.stages + Config::kStagesAhead - 1, block.plan.ring_slots)", GRID_RESIDENT),
-    Mutant("grid-resident: statistics of the group's first row for all rows", "try_read(mailbox_of(block.mailboxes, row, 0)", "try_read(mailbox_of(block.mailboxes, blockIdx.y, 0)", GRID_RESIDENT),
+    Mutant("grid-resident: last pack of a slice not written", "j * kBlockThreads<T> + block.thread < block.last_packs", "j * kBlockThreads<T> + block.thread < block.last_packs - 1", GRID_RESIDENT),
+    Mutant("grid-resident: measures the previous stage", "block.stages + kStagesAhead<T>, plan.ring_slots)", "block.stages + kStagesAhead<T> - 1, plan.ring_slots)", GRID_RESIDENT),
+    Mutant("grid-resident: statistics of the group's first row for all rows", "try_read(mailbox_of(mailboxes, row, 0)", "try_read(mailbox_of(mailboxes, blockIdx.y, 0)", GRID_RESIDENT),
     Mutant("grid-resident: statistics include those of the previous row", "moments = {}; if (lane == 0)", "if (lane == 0)", GRID_RESIDENT),
     # ---- Plans of the kernels whose blocks wait for each other ----
-    Mutant("grid-resident: a ring one slot shorter than rule 1 allows", "ring >= stages + Config::kStagesAhead + 2 &&", "ring >= stages + Config::kStagesAhead + 1 &&", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
-    Mutant("grid-resident: weight and bias of the last block not counted", "for (const int packs : {first_packs, last_packs}) {", "for (const int packs : {first_packs}) {", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
+    Mutant("grid-resident: a ring one slot shorter than rule 1 allows", "p.ring_slots >= ahead + 2", "p.ring_slots >= ahead + 1", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
+    Mutant("grid-resident: weight and bias of the last block not counted", "for (const int rank : {0, p.blocks_per_row - 1}) {", "for (const int rank : {0}) {", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     Mutant("grid-resident: more blocks per row than one warp can read mailboxes of", "std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);", "device.sms / groups;", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
-    Mutant("pipelined: rows of which only two stages fit are supported", "(3 * Work::kTensors)", "(2 * Work::kTensors)", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
+    Mutant("pipelined: rows of which only two stages fit are supported", "(3 * Block::kTensors)", "(2 * Block::kTensors)", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     # ---- Two-pass kernels ----
     Mutant("two-pass: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", TWO_PASS),
     Mutant("two-pass: means of pieces left out", "all.mean = more.mean - delta * fraction;", "all.mean = -delta * fraction;", TWO_PASS),
-    Mutant("two-pass: wrong count at the end of a row", "combine(moments, {float(count), part.x, part.y})", "combine(moments, {float(V * kPacks), part.x, part.y})", TWO_PASS),
+    Mutant("two-pass: wrong count at the end of a row", "combine(moments, {float(count), origin + part.x, part.y})", "combine(moments, {float(V * kPacks), origin + part.x, part.y})", TWO_PASS),
     Mutant("two-pass: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; Part part", "const int64_t row = blockIdx.x; Part part", TWO_PASS),
     Mutant("two-pass, backward without grad_input: weight read before a kernel of the caller ends", "wait_for_previous(); const auto weight = columns.load_parameter(call, call.weight, 1);", "const auto weight = columns.load_parameter(call, call.weight, 1); wait_for_previous();", OUTPUT_MASK, emulated="on a real GPU, the kernel rarely starts that early"),
-    Mutant("two-pass: statistics of a block's first row for all rows", "stats = row_stats[row];", "stats = row_stats[first_row];", TWO_PASS),
+    Mutant("two-pass: statistics of a block's first row for all rows", "call.input, row), row_stats[row])", "call.input, row), row_stats[first_row])", TWO_PASS),
     # ---- Register kernels, backward, and sums over rows ----
     Mutant("backward: mean(wdy) dropped for 16-bit types", "fmaf(-xhat[v], means.wdy_xhat, -means.wdy)", "(-xhat[v] * means.wdy_xhat)", VALUES),
     Mutant("backward: mean(wdy) dropped for float32", "(rounded_product(weight[v], grad_output[v]) - means.wdy - xhat[v] * means.wdy_xhat)", "(rounded_product(weight[v], grad_output[v]) - xhat[v] * means.wdy_xhat)", VALUES),
-    Mutant("backward: last row left out of grad_weight", "pack.add_row(call, r, columns.next_mean[r], rstd[r], bias, sums[r]);", "const auto before = pack.grads[0]; pack.add_row(call, r, columns.next_mean[r], rstd[r], bias, sums[r]); if (row + r * next_row == call.rows - 1) pack.grads[0] = before;", VALUES),
-    Mutant("backward, words: position of a row's start in a word ignored", "mid_word = kLoadsWords<T, V> ? row * cols % 2 : 0", "mid_word = 0", VALUES),
-    Mutant("backward, words: sums of the extra column lost", "each([&](auto& pack) { pack.write_sums(gathered, n); });", "UNROLL(i, PACKS) if (packs[i].is_active) packs[i].write_sums(gathered, n);", VALUES),
-    Mutant("backward, words: input off a 4-byte boundary not copied", "dy = make_aligned(grad_output, 4), x = make_aligned(input, 4)", "dy = grad_output.contiguous(), x = input.contiguous()", VALUES),
-    Mutant("backward, words: weight of inactive threads not set to 0", "if (kAddsZeros<T, V>) packs[i].weight = {};", "", SHORT_CONSTANT, emulated="on a real GPU, a register rarely holds NaN by chance"),
-    Mutant("backward, words: mean subtracted in inactive threads", "kAddsZeros<T, N> ? mean * float(is_active) : mean", "mean", SHORT_CONSTANT),
-    Mutant("backward, words: bias of the extra column lost", "store<float>(bias + pack.col, pack.load_affine_columns(call, call.bias, 0));", "store<float>(bias + pack.col, pack.xhat[0].kSize > 1 ? pack.load_affine_columns(call, call.bias, 0) : decltype(pack.weight){});", VALUES),
+    Mutant("backward: last row left out of grad_weight", "pack.grads[0][v] += grad[v] * pack.xhat[r][v];", "if (row + r * next_row != call.rows - 1) pack.grads[0][v] += grad[v] * pack.xhat[r][v];", VALUES),
+    Mutant("backward, words: position of a row's start in a word ignored", "mid_word = kLoadsWords ? row * cols % 2 : 0", "mid_word = 0", VALUES),
+    Mutant("backward, words: sums of the extra column lost", "gathered[pack.col + v] = pack.grads[n][v];", "if (pack.weight.kSize > 1) gathered[pack.col + v] = pack.grads[n][v];", VALUES),
+    Mutant("backward, words: input off a 4-byte boundary not copied", "dy = contiguous(grad_output, 4), x = contiguous(input, 4)", "dy = grad_output.contiguous(), x = input.contiguous()", VALUES),
+    Mutant("backward, words: weight of inactive threads not set to 0", "if (kAddsZeros) packs[i].weight = {};", "", SHORT_CONSTANT, emulated="on a real GPU, a register rarely holds NaN by chance"),
+    Mutant("backward, words: mean subtracted in inactive threads", "kAddsZeros && N > 1 ? next_mean[r] * float(pack.is_active) : next_mean[r]", "next_mean[r]", SHORT_CONSTANT),
+    Mutant("backward, words: bias of the extra column lost", "store<float>(bias + pack.col, load_columns(pack, call.bias, 0));", "store<float>(bias + pack.col, pack.weight.kSize > 1 ? load_columns(pack, call.bias, 0) : decltype(pack.weight){});", VALUES),
     Mutant("backward: barrier left out of the sum of a block's rows", "__syncthreads(); if (threadIdx.y >= half) continue;", "if (threadIdx.y >= half) continue;", VALUES),
-    Mutant("backward, words: an odd number of blocks", "blocks = ceil_div(blocks, kSpacing) * kSpacing;", "", "odd_number_of_sms", emulated="needs an odd number of SMs"),
+    Mutant("backward, words: an odd number of blocks", "if (sizeof(T) == 2 && V == 2) blocks += blocks % 2;", "", "odd_number_of_sms", emulated="needs an odd number of SMs"),
     Mutant("backward: a thread of the register kernels adds many rows", "blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);", "", "many_rows", emulated="no test on a real GPU has enough rows"),
     Mutant("backward, two-pass: partial sums of earlier rows are overwritten", "const bool is_first = r == 0;", "const bool is_first = true;", "many_rows", emulated="no test on a real GPU has enough long rows"),
     Mutant("backward: last block's sums left out", "terms[i] = row + i * blockDim.y < partial_rows", "terms[i] = row + i * blockDim.y < partial_rows - 1", VALUES),
@@ -184,35 +168,32 @@ MUTANTS = [
     Mutant("convolution: taps in another order", "taps = 7 - i", "taps = i", "rounds_like_pytorch"),
     Mutant("convolution: no padding before the first depth", "d >= 0 && d < call.depth", "d < call.depth", CONVOLUTION),
     Mutant("convolution: no padding below the last line", "h >= 0 && h < call.height", "h >= 0 && h <= call.height", CONVOLUTION),
-    Mutant("convolution: last line not written", "line_of(row) < call.height - line", "line_of(row) < call.height - line - 1", CONVOLUTION),
-    Mutant("convolution: eps dropped", "(1.0f / kOutWidth) + eps", "(1.0f / kOutWidth)", CONVOLUTION),
-    Mutant("convolution: input overwritten while it is read", "if (task.index > 0) named_barrier_wait(kEmpty + task.group, 2 * kGroupThreads);", "", CONVOLUTION),
-    Mutant("convolution: rstd of a thread's first row saved for all", "kOutWidth] = rstd[row];", "kOutWidth] = rstd[0];", CONVOLUTION),
-    Mutant("convolution: NaN of arithmetic becomes a number", "if (isnan(__uint_as_float(x))) return 0x7fc00000;", "", "conv_of_nan", emulated="its test runs on emulated GPUs only"),
+    Mutant("convolution: last line not written", "row / 2 < call.height - task.h", "row / 2 < call.height - task.h - 1", CONVOLUTION),
+    Mutant("convolution: eps dropped", "(1.0f / kOutWidth) + float(call.eps)", "(1.0f / kOutWidth)", CONVOLUTION),
+    Mutant("convolution: input overwritten while it is read", "if (index > 0) named_barrier_wait(kEmpty + g);", "", CONVOLUTION),
+    Mutant("convolution: NaN of arithmetic becomes a number", "if (isnan(x)) return __uint_as_float(0x7fc00000);", "", "conv_of_nan", emulated="its test runs on emulated GPUs only"),
     Mutant("convolution: NaN of the convolution's bias is lost", "weight += bias - bias;", "", "conv_of_nan", emulated="its test runs on emulated GPUs only"),
-    Mutant("convolution: float32 always in TF32", "call.tf32 = uses_tf32()", "call.tf32 = true", CONVOLUTION),
+    Mutant("convolution: float32 always in TF32", "supports_convolution(dtype_of(input), uses_tf32())", "supports_convolution(dtype_of(input), true)", CONVOLUTION),
     # ---- Binding ----
     Mutant("binding: weight's strides ignored, forward", "const Tensor x = input.contiguous(), w = contiguous(weight)", "const Tensor x = input.contiguous(), w = is_given(weight) ? *weight : Tensor()", "stride"),
     Mutant("binding: weight's strides ignored, backward", "stats = statistics.contiguous(); const Tensor w = contiguous(weight)", "stats = statistics.contiguous(); const Tensor w = is_given(weight) ? *weight : Tensor()", "stride"),
     Mutant("binding: strides of statistics ignored", "stats = statistics.contiguous()", "stats = statistics", "changed_since"),
-    Mutant("binding: grad_output's strides ignored", "dy = make_aligned(grad_output, 4)", "dy = grad_output", "stride"),
+    Mutant("binding: grad_output's strides ignored", "dy = contiguous(grad_output, 4)", "dy = grad_output", "stride"),
     Mutant("binding: float32 bias without weight", "weight.defined() ? weight : bias;", "weight;", VALUES),
     Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); Tensor scratch;", "Tensor scratch;", "not_current"),
     Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); return supports_convolution", "return supports_convolution", "not_current", emulated="the GPUs of one machine are usually equal"),
     Mutant("binding: default stream", "allocate_scratch, c10::cuda::getCurrentCUDAStream()", "allocate_scratch, nullptr", "current_stream and (registers or pipelined)"),
-    Mutant("binding: bias saved in weight's place", "{output}, backward, input, weight, bias);", "{output}, backward, input, bias, bias);", "vmap or " + OUTPUT_MASK),
+    Mutant("binding: bias saved in weight's place", "backward, input, weight, bias, statistics);", "backward, input, bias, bias, statistics);", "vmap or " + OUTPUT_MASK),
     Mutant("binding: output_mask of weight and bias swapped", "task_should_compute_output(i);", "task_should_compute_output(i == 0 || i > 2 ? i : 3 - i);", OUTPUT_MASK),
-    Mutant("binding: no gradient if only bias requires one", "if (torch::autograd::compute_requires_grad(input, weight, bias)) { return std::get<0>", "if (torch::autograd::compute_requires_grad(input, weight)) { return std::get<0>", OUTPUT_MASK),
+    Mutant("binding: no gradient if only bias requires one", "compute_requires_grad(input, weight, bias) || has", "compute_requires_grad(input, weight) || has", OUTPUT_MASK),
     Mutant("binding: tangent of grad_output dropped", "if (has_tangent(grad_output, input, weight, bias) ||", "if (has_tangent(input, weight, bias) ||", "forward_over_reverse"),
-    Mutant("binding: input not cast under autocast", "op.call(cast(input)", "op.call(input", "autocast"),
+    Mutant("binding: input not cast under autocast", "cast(input), shape", "input, shape", "autocast"),
     Mutant("binding: device of weight not checked", "check_device(name, t, input); TORCH_CHECK", "TORCH_CHECK", "bad_dtypes_and_devices"),
-    Mutant("binding: backward checks nothing", "check_tensor(\"grad_output\", grad_output, input.sym_sizes(), input.scalar_type(), input); check_tensor(\"statistics\", statistics, {2, row_count(input, normalized_shape)}, at::kFloat, input);", "", "backward_checks"),
-    Mutant("binding: backward of the convolution checks nothing", "check_tensor(\"grad_output\", grad_output, output_sizes(input), input.scalar_type(), input); const", "const", "backward_checks"),
+    Mutant("binding: backward checks nothing", "check_tensor(\"grad_output\", grad_output, input.sym_sizes(), input.scalar_type(), input); check_tensor(\"statistics\", statistics, {2, row_count(input, shape)}, at::kFloat, input);", "", "backward_checks"),
     Mutant("binding: shape of grad_output and statistics not checked", "t.sym_sizes().equals(sizes)", "true", "backward_checks"),
     Mutant("binding: dtype of grad_output and statistics not checked", "t.scalar_type() == dtype, \"Expected", "true, \"Expected", "backward_checks"),
     Mutant("binding: device of grad_output and statistics not checked", "check_device(name, t, input); }", "}", "backward_checks"),
     Mutant("binding: copy-on-write tensors are copied", "t.unsafeGetTensorImpl()->data()", "t.data_ptr()", "copy_on_write"),
-    Mutant("binding: gradients of the batch's last chunk only", "grad_conv_weight.add_(chunk_grad_conv_weight)", "grad_conv_weight.copy_(chunk_grad_conv_weight)", CONVOLUTION),
     Mutant("binding: convolution's input assumed to be aligned", "% boundary == 0 ? x : x.clone()", "% boundary == 0 ? x : x", CONVOLUTION),
     Mutant("meta: output has the strides of input", "return at::empty_symint(sizes, options)", "return at::empty_like(like, options)", "fake"),
     Mutant("meta: depth and height swapped", "input.sym_size(2) * 2, input.sym_size(3) * 2", "input.sym_size(3) * 2, input.sym_size(2) * 2", "fused_conditions"),
@@ -221,108 +202,97 @@ MUTANTS = [
     Mutant("build: CUDA 11 accepted for Hopper", "if _architecture_number(code) >= 90 else", "if _architecture_number(code) > 90 else", "codes_follow"),
     Mutant("build: Turing left out", "if _architecture_number(code) >= 75}", "if _architecture_number(code) > 75}", "codes_follow"),
     Mutant("build: Volta accepted", "if _architecture_number(code) >= 75}", "if _architecture_number(code) >= 70}", "codes_follow"),
-    Mutant("build: the list used although there is a GPU", "if gpus: return sorted(", 'if gpus and not os.environ.get("TORCH_CUDA_ARCH_LIST"): return sorted(', "codes_follow"),
+    Mutant("build: the list used although there is a GPU", "if gpus := _gpus():", 'if (gpus := _gpus()) and not os.environ.get("TORCH_CUDA_ARCH_LIST"):', "codes_follow"),
     Mutant("build: a list of only native not treated as empty", 'names in ([], ["native"])', "names == []", "codes_follow"),
     Mutant("build: a list that ends with a separator", 'TORCH_CUDA_ARCH_LIST=";".join(names)', 'TORCH_CUDA_ARCH_LIST=os.environ["TORCH_CUDA_ARCH_LIST"]', "codes_follow"),
     Mutant("build: hidden GPUs counted", 'if not re.match(r"\\s*\\+?\\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0")): return []', "", "without_initializing"),
-    Mutant("build: GPUs that this process may not use counted", "ctypes.byref(gpu)) != 0: continue", "ctypes.byref(gpu)) < 0: continue", "without_initializing"),
+    Mutant("build: GPUs that this process may not use counted", "if is_allowed and nvml", "if nvml", "without_initializing"),
     Mutant("build: driver that is too old accepted", "capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []", "capabilities", "without_initializing"),
     Mutant("build: no GPU found without NVML", "devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)", "devices = range(0)", "without_initializing"),
     Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace"),
     Mutant("build: one folder for all flags of nvcc", "*machine, *_CUDA_FLAGS, *_CPP_FLAGS]", "*machine, *_CPP_FLAGS]", "one_namespace"),
     Mutant("build: one folder for all flags of the C++ compiler", "*_CUDA_FLAGS, *_CPP_FLAGS]", "*_CUDA_FLAGS]", "one_namespace"),
-    Mutant("build: the filter for PyTorch's warning left", "restored.callback(logger.removeFilter, reject)", "pass", "leaves_logging_unchanged"),
+    Mutant("build: the filter for PyTorch's warning left", 'restored.callback(setattr, logger, "disabled", logger.disabled)', "", "leaves_logging_unchanged"),
     Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program"),
     Mutant("build: library without code for all GPUs accepted", "if {*codes} <= {*", "if {*codes} & {*", "container"),
-    Mutant("build: a container's library not looked for", 'if {*codes} <= {*os.path.basename(folder).split("-")}', 'if codes == os.path.basename(folder).split("-")[1:]', "container"),
-    Mutant("build: the library with the most architectures chosen", 'key=lambda folder: folder.count("-")', 'key=lambda folder: -folder.count("-")', "container"),
-    Mutant("build: library cut short is loaded", "complete.read_bytes() == size", "complete.read_bytes()", "incomplete_library"),
+    Mutant("build: a container's library not looked for", '{*codes} <= {*os.path.basename(path)[:-3].split("-")}', 'codes == os.path.basename(path)[:-3].split("-")[1:]', "container"),
+    Mutant("build: the library with the most architectures chosen", 'key=lambda path: path.count("-")', 'key=lambda path: -path.count("-")', "container"),
     Mutant("build: library that others can write is loaded", "and not status.st_mode & 0o002", "", "only_trusted"),
     Mutant("build: library that a group can write is not loaded", "not status.st_mode & 0o002", "not status.st_mode & 0o022", "only_trusted"),
     Mutant("build: links followed", "status = os.lstat(path)", "status = os.stat(path)", "only_trusted"),
     Mutant("build: another user's library is loaded", "status.st_uid in (os.getuid(), 0) and", "", "only_trusted"),
     Mutant("build: root's library is not loaded", "status.st_uid in (os.getuid(), 0)", "status.st_uid == os.getuid()", "only_trusted"),
-    Mutant("build: parent folder not checked", "elif mode & 0o002 and not mode & 0o1000:", "elif False:", "parent_of_the_cache"),
+    Mutant("build: parent folder not checked", "if mode & 0o002 and not mode & 0o1000:", "if False:", "parent_of_the_cache"),
     Mutant("build: parent folder with the sticky bit rejected", "mode & 0o002 and not mode & 0o1000", "mode & 0o002", "parent_of_the_cache"),
-    Mutant("build: compiles in a folder from which nothing can be loaded", "os.statvfs(folder).f_flag & os.ST_NOEXEC", "False", "without_execution"),
-    Mutant("build: creates a folder named ~", 'if given.startswith("~"):', "if False:", "no_home_folder"),
-    Mutant("build: creates a folder that others can write", "os.makedirs(folder, 0o755, exist_ok=True)", "os.makedirs(folder, exist_ok=True)", "built_once"),
-    Mutant("build: creates a lock that others can hold", "functools.partial(os.open, mode=0o600)", "functools.partial(os.open, mode=0o644)", "built_once"),
-    Mutant("build: does not wait for the lock", "fcntl.flock(lock, fcntl.LOCK_EX) return lock", "return lock", "the_lock"),
-    Mutant("build: files of an unfinished build kept", "shutil.rmtree(folder, ignore_errors=True)", "", "incomplete_library"),
-    Mutant("build: a library that cannot be loaded is kept", 'Path(folder, "complete").unlink(missing_ok=True)', "None", "cannot_be_loaded"),
+    Mutant("build: creates a folder that others can write", "os.makedirs(path, 0o755, exist_ok=True)", "os.makedirs(path, exist_ok=True)", "built_once"),
+    Mutant("build: creates a lock that others can hold", "os.open(path, flags, 0o600)", "os.open(path, flags, 0o644)", "built_once"),
+    Mutant("build: does not wait for the lock", "fcntl.flock(file, fcntl.LOCK_EX) return lock", "return lock", "the_lock"),
+    Mutant("build: files of an unfinished build kept", "tempfile.TemporaryDirectory(dir=cache) as", "contextlib.nullcontext(tempfile.mkdtemp(dir=cache)) as", "unfinished_build"),
+    Mutant("build: a library that only its owner can read", 'os.chmod(f"{folder}/{name}.so", 0o644)', "None", "built_once"),
+    Mutant("build: a library that cannot be loaded is kept", "os.unlink(path)", "None", "cannot_be_loaded"),
     Mutant("build: toolkit of another CUDA version accepted", "_parse_version(release)[0] == major and", "", "toolkit"),
-    Mutant("build: nvcc that does not run raises", "with contextlib.suppress(OSError): done =", "with contextlib.suppress():\n        done =", "toolkit"),
-    Mutant("build: compilers outlive the process", "prctl(1, 9)", "prctl(1, 0)", "end_with_the_process"),
-    Mutant("build: compilers outlive ninja's parent", "preexec_fn=lambda: prctl(1, 15)", "", "end_with_the_process"),
-    Mutant("build: PATH left changed", "restored.callback(os.environ.__setitem__, name, os.environ[name])", "pass", "reaches_the_user"),
+    Mutant("build: nvcc that does not run raises", "with contextlib.suppress(OSError): return subprocess", "with contextlib.suppress():\n        return subprocess", "toolkit"),
+    Mutant("build: PATH left changed", "self.callback(*restore)", "None", "reaches_the_user"),
     Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
     Mutant("build: the second library compiled without its macro", '["-DLAYERNORM_HAS_EPILOGUE"] if', '[] if', "second_library"),
     Mutant("build: Dynamo traces it", "_dynamo_marked_constant = True", "_dynamo_marked_constant = False", "first_use"),
     Mutant("binding: unknown activation accepted", "activation < static_cast<int64_t>(Activation::Count)", "true", "only_what_its_library_has"),
     Mutant("binding: the first library accepts an activation", "kHasEpilogue || (activation == 0 && scale == 1)", "true", "only_what_its_library_has"),
-    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)", "", "reaches_the_user"),
-    Mutant("build: PyTorch's warning shown", "lambda record: False", "lambda record: True", "no_gpu_is_not_shown"),
-    Mutant("build: no lock between copies of the file", "with _process_lock: return", "if True: return", "threads_import_copies"),
-    Mutant("build: nvcc's error swallowed", "(done.stderr if done.returncode else \"\")", "\"\"", "error_of_nvcc"),
+    Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)", "", "rename_the_library"),
+    Mutant("build: PyTorch's warning shown", "logger.disabled = True", "", "no_gpu_is_not_shown"),
+    Mutant("build: no lock between copies of the file", 'with vars(sys).setdefault("_layernorm_inline_lock", _thread.allocate_lock()):', "if True:", "threads_import_copies"),
+    Mutant("build: nvcc's error swallowed", "printed: {listed}", "printed: ", "error_of_nvcc"),
     Mutant("build: a relative CUDA_HOME stays relative", "os.path.abspath(home) for home in", "home for home in", "relative_cuda_home"),
-    Mutant("build: the toolkit of a wrapper of nvcc not found", "yield top and top[1]", "yield None", "wrapper_on_path"),
-    Mutant("build: missing stderr not handled", "if sys.stderr is None:", "if False:", "without_stderr"),
-    Mutant("build: a library that was not written goes unnoticed", "if not os.path.exists(_library_path(folder)):", "if False:", "replaced_load_inline"),
-    Mutant("build: headers depend on the parameters of load_inline", 'if torch.__version__ >= "2.8" else {}', 'if "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames else {}', "replaced_load_inline"),
+    Mutant("build: missing stderr not handled", "if caught.error is not None: restored", "if False: restored", "without_stderr"),
+    Mutant("build: implicit headers in every version", "if has_option else {}", "if False else {}", "second_library"),
     # ---- Python ----
-    Mutant("Python: scale dropped on the CPU", "return y if scale == 1 else y * scale", "return y", ACTIVATION),
+    Mutant("Python: scale dropped on the CPU", "return y * scale if (is_recorded and _is_symbolic(scale)) or scale != 1 else y", "return y", ACTIVATION),
     Mutant("Python: __torch_function__ overrides ignored", "has_torch_function_variadic(input, weight, bias):", "False:", "torchscript or overrides"),
-    Mutant("Python: types of arguments not checked", "elif not _has_usual_types(normalized_shape, weight, bias, eps):", "elif False:", "bad_input"),
-    Mutant("Python: type of scale not checked", "not isinstance(scale, numbers.Real):", "False:", "scale_is_a_number"),
-    Mutant("Python: float64 passed to the kernels", "and input.dtype is not torch.float64", "", "float64_runs"),
+    Mutant("Python: types of arguments not checked", "if not is_recorded and not _has_usual_types(", "if False and not _has_usual_types(", "bad_input"),
+    Mutant("Python: type of scale not checked", "not isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)):", "False:", "scale_is_a_number"),
+    Mutant("Python: float64 passed to the kernels", "or input.dtype is torch.float64", "", "float64_runs"),
     Mutant("Python: the two forms of GELU swapped", "name: number for number", "name: number * 2 % 3 for number", VALUES),
-    Mutant("Python: no call is left to Inductor", "if _is_left_to_pytorch(input, normalized_shape, eps):", "if False:", "left_to_inductor"),
+    Mutant("Python: no call is left to Inductor", "or (is_recorded and _is_left_to_pytorch(input, normalized_shape, eps, scale))", "", "left_to_inductor"),
     Mutant("Python: rows of any alignment are left to Inductor", "and row_bytes % 16 == 0", "", "left_to_inductor"),
-    Mutant("Python: rows of any length are left to Inductor", "row_bytes <= _INDUCTOR_ROW_BYTES and", "", "left_to_inductor"),
-    Mutant("Python: autocast ignored when choosing what is left to Inductor", "if torch.is_autocast_enabled(): return columns <= _INDUCTOR_AUTOCAST_COLUMNS", "", "left_to_inductor"),
-    Mutant("Python: exported programs contain layernorm_inline's ops", "if _is_exporting() or not isinstance(eps, (float, int)):", "if not isinstance(eps, (float, int)):", "recorded_programs"),
+    Mutant("Python: rows of any length are left to Inductor", "row_bytes <= 16384 and", "", "left_to_inductor"),
+    Mutant("Python: autocast ignored when choosing what is left to Inductor", "if torch.is_autocast_enabled(): return columns <= 16384", "", "left_to_inductor"),
+    Mutant("Python: exported programs contain layernorm_inline's ops", "if _is_exporting() or _is_symbolic(columns)", "if _is_symbolic(columns)", "recorded_programs"),
     Mutant("Python: exported models contain layernorm_inline's convolution", "and not _is_exporting()", "", "recorded_programs"),
-    Mutant("Python: traced programs contain layernorm_inline's ops", "or _tracing_state() is not None:", ":", "recorded_programs"),
-    Mutant("Python: eps of a NumPy type passed to an op", "or not isinstance(eps, (float, int)):", ":", "arguments_of_numpy"),
+    Mutant("Python: traced programs contain layernorm_inline's ops", "or torch._C._get_tracing_state() is not None", "", "recorded_programs"),
+    Mutant("Python: eps of a NumPy type passed to an op", "or _is_symbolic(eps) or", "or", "arguments_of_numpy"),
     Mutant("Python: state_dict names of the reference not renamed", 'if f"{prefix}ln.{name}" in state_dict:', "if False:", "reference_model"),
     Mutant("Python: nn.LayerNorm looked up by name", "_TorchLayerNorm = nn.modules.normalization.LayerNorm", "_TorchLayerNorm = nn.LayerNorm", "assigns_nn_layer_norm"),
-    Mutant("Python: classes of the file before a reload not recognized", "or is_reloaded", "", "reloaded"),
-    Mutant("vmap: weights along the wrong dimension", "i < row_dims; ++i) value", "i <= row_dims; ++i) value", "vmap"),
+    Mutant("vmap: statistics of samples in a wrong dimension", "reshape_symint({2, x.sym_size(0), rows}), 1, level)", "reshape_symint({2, rows, x.sym_size(0)}), 2, level)", "vmap"),
     Mutant("vmap: statistics treated as constants", "is_differentiated(input) ? Tensor() : statistics", "statistics", "mapped_gradients"),
     Mutant("double backward: covariance dropped", "xhat, covariance * rstd * rstd, -1)", "xhat, covariance * 0, -1)", "second_derivatives"),
-    Mutant("double backward: gradient through grad_bias dropped", "if (grad_mask[0] && g_db.defined()) add_to_dy(g_db.expand_as(xhat));", "", "second_derivatives"),
-    Mutant("double backward: statistics treated as constants", "at::GradMode::is_enabled() ? composed_normalized(x, eps) : saved_normalized(x, statistics)", "saved_normalized(x, statistics)", "third_derivatives"),
-    Mutant("double backward: gradient of weight from the first chunk only", "first == 0 ? chunk_results[2] : results[2] + chunk_results[2]", "first == 0 ? chunk_results[2] : results[2]", "second_derivatives"),
+    Mutant("double backward: gradient through grad_bias dropped", "if (grad_mask[0] && g_db.defined()) add(grad_dy, g_db.expand_as(xhat));", "", "second_derivatives"),
+    Mutant("double backward: statistics treated as constants", "at::GradMode::is_enabled() ? Tensor() : statistics", "statistics", "third_derivatives"),
     Mutant("double backward: first-order gradients use the composed formula", "if (!needs_grad) return gradients; const auto backward", "if (needs_grad) return composed_backward(grad_output, input, shape, {}, weight, bias, eps, activation, scale, output_mask); const auto backward", "first_order"),
-    Mutant("Python: subclasses replaced as well", "elif cls in classes or is_reloaded:", "elif issubclass(cls, classes):", "replace_layer_norm"),
-    Mutant("Python: modules with a forward of their own replaced as well", '"forward" in vars(child) or', "", "replace_layer_norm"),
+    Mutant("Python: subclasses replaced as well", "elif cls in classes:", "elif issubclass(cls, tuple(classes)):", "replace_layer_norm"),
+    Mutant("Python: modules with a forward of their own replaced as well", '"forward" in vars(norm) or', "", "replace_layer_norm"),
     Mutant("Python: PyTorch's own subclasses replaced as well", '(cls is not _TorchLayerNorm and name.startswith("torch."))', "False", "replace_layer_norm"),
-    Mutant("Python: stride and padding of the convolution not checked", "and (conv.stride, conv.padding, conv.output_padding) == ((2, 2, 2), (1, 1, 1), (0, 0, 0))", "", "fused_conditions"),
-    Mutant("Python: dilation and groups of the convolution not checked", "and (conv.dilation, conv.groups, norm.normalized_shape) == ((1, 1, 1), 1, (64,))", "", "fused_conditions"),
+    Mutant("Python: stride and padding of the convolution not checked", "and (conv.stride, conv.padding) == ((2, 2, 2), (1, 1, 1))", "", "fused_conditions"),
+    Mutant("Python: dilation and output_padding of the convolution not checked", "and (conv.dilation, conv.output_padding) == ((1, 1, 1), (0, 0, 0))", "", "fused_conditions"),
+    Mutant("Python: groups of the convolution not checked", "conv.groups, norm.normalized_shape) == ((32, 64, 4, 4, 4), 1, (64,))", "norm.normalized_shape) == ((32, 64, 4, 4, 4), (64,))", "fused_conditions"),
     Mutant("convolution: TF32 although cuDNN is disabled", "at::globalContext().userEnabledCuDNN() &&", "", "setting_of_convolutions"),
-    Mutant("Python: hooks ignored", 'getattr(module, f"_{hooks}") or', "", "fused_conditions or with_hooks"),
-    Mutant("Python: global hooks ignored", 'or getattr(nn.modules.module, f"_global_{hooks}")', "", "with_hooks"),
-    Mutant("Python: patched forwards ignored", 'and "forward" not in vars(module) and cls.forward is _ORIGINAL_FORWARDS[cls]', "", "with_hooks"),
+    Mutant("Python: hooks ignored", 'getattr(module, f"_{kind}") or', "", "fused_conditions or with_hooks"),
+    Mutant("Python: global hooks ignored", 'or getattr(nn.modules.module, f"_global_{kind}")', "", "with_hooks"),
+    Mutant("Python: patched forwards ignored", 'is_patched = "forward" in module.__dict__ or cls.forward is not _ORIGINAL_FORWARDS[cls]', "is_patched = False", "with_hooks"),
     # ---- Bugs that an earlier version of the tests did not detect ----
     Mutant("composed formula: eps of 1e-5", "(row_mean(centered * centered) + eps).rsqrt();", "(row_mean(centered * centered) + 1e-5).rsqrt();", "second_derivatives or third_derivatives or functional_transforms or forward_mode"),
-    Mutant("vmap with one weight per sample: eps of 1e-5", "s) { if constexpr (SAVE_STATISTICS) { std::tie(output, statistics) = op.call(x, normalized_shape, w, b, eps, act, s); } else { output = op.call(x, normalized_shape, w, b, eps, act, s); }", "s) { if constexpr (SAVE_STATISTICS) { std::tie(output, statistics) = op.call(x, normalized_shape, w, b, 1e-5, act, s); } else { output = op.call(x, normalized_shape, w, b, 1e-5, act, s); }", "vmap"),
-    Mutant("composed convolution: scale of 1", "return op.call(y, {64}, weight, bias, eps, kGelu, scale)", "return op.call(y, {64}, weight, bias, eps, kGelu, 1)", "conv_double_backward or conv_forward_mode"),
-    Mutant("forward mode: input's tangent only", "if (has_tangent(input, weight, bias)) { return composed", "if (has_tangent(input)) { return composed", "forward_mode"),
+    Mutant("vmap with one weight per sample: eps of 1e-5", "OptionalTensor(), OptionalTensor(), eps, 0, 1)", "OptionalTensor(), OptionalTensor(), 1e-5, 0, 1)", "vmap"),
+    Mutant("composed convolution: scale of 1", "static_cast<int64_t>(Activation::Gelu), scale)", "static_cast<int64_t>(Activation::Gelu), 1)", "conv_double_backward or conv_forward_mode"),
+    Mutant("forward mode: input's tangent only", "if (has_tangent(input, weight, bias)) {", "if (has_tangent(input)) {", "forward_mode"),
     Mutant("autocast: weight not cast", "cast(weight), cast(bias)", "weight, cast(bias)", "autocast"),
-    Mutant("registers, backward: 32-bit offset", "static_cast<T*>(call.grad_input) + (row * cols + columns.packs[0].col)", "static_cast<T*>(call.grad_input) + int(row * cols + columns.packs[0].col)", "2_to_the_31"),
+    Mutant("registers, backward: 32-bit offset", "static_cast<T*>(call.grad_input) + (row * cols + packs[0].col)", "static_cast<T*>(call.grad_input) + int(row * cols + packs[0].col)", "2_to_the_31"),
     Mutant("grid-resident: 32-bit offset", "return row * call.cols + first_col + stage", "return row * int(call.cols) + first_col + stage", "2_to_the_31"),
     Mutant("rejected launches do not clear their error", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and mps", emulated="real GPUs reject cooperative launches only in special setups such as MPS"),
-    Mutant("green context: only blocks of one group counted", "launch.grid.x * launch.grid.y > resource", "launch.grid.x > resource", "green_context", emulated="no test on a real GPU creates a green context"),
-    Mutant("green context: its number of SMs is ignored", "launch.grid.x * launch.grid.y > resource.sm.smCount", "false", "green_context", emulated="no test on a real GPU creates a green context"),
     Mutant("backward: one set of slots instead of two", "combine_row(sums, slots[parity]);", "combine_row(sums, slots[0]);", VALUES, emulated="on a real GPU, no warp is ever that far ahead"),
     Mutant("sums over rows: no wait for the previous kernel", "wait_for_previous(); float sum = 0; if (grad", "float sum = 0; if (grad", VALUES, emulated="on a real GPU, the kernel rarely starts that early"),
 ]  # fmt: skip
 
 
-# ============================================================================
-# Applying a bug
-# ============================================================================
+# ---- Applying a bug ----
 
 
 def mutated(mutant, source):
@@ -336,7 +306,7 @@ def mutated(mutant, source):
 
 
 def compiled_sources(text):
-    """Returns the strings of layernorm_inline.py that contain C++ and CUDA; the last one is the binding."""
+    """Returns the strings of layernorm_inline.py that are compiled: the interface, the binding and the kernels."""
     return re.findall(r'r"""(.*?)"""', text, re.S)
 
 
@@ -348,10 +318,8 @@ def on_the_cpu(mutant, source):
 
 def is_compiled(mutant, source):
     """Returns True if the bug is in the kernels or the binding, not in Python code."""
-    try:
+    with contextlib.suppress(ValueError, SyntaxError):  # Runner.mutant reports them
         return compiled_sources(source) != compiled_sources(mutated(mutant, source))
-    except (ValueError, SyntaxError):  # Runner.mutant reports it
-        return False
 
 
 def check(mutants):
@@ -375,9 +343,7 @@ def check(mutants):
     return wrong
 
 
-# ============================================================================
-# Building and testing mutants
-# ============================================================================
+# ---- Building and testing mutants ----
 
 RUNNING = set()  # child processes; each is the leader of a process group
 
@@ -385,17 +351,14 @@ RUNNING = set()  # child processes; each is the leader of a process group
 def run(command, folder, environment, quiet, longest):
     """Runs a command, and returns (exit status, output).
 
-    Kills the command after `quiet` seconds without output (the status is then "hangs"), or after `longest` seconds in all
-    ("slow").
+    Kills it after `quiet` seconds without output (the status is then "hangs"), or after `longest` in all ("slow").
     """
     began = changed = time.time()
-    size = 0
+    size, status = 0, None
     with open(folder / "output", "w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        options = dict(stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, cwd=folder, env=environment, **options)
         RUNNING.add(process)
-        status = None
         while status is None:
             time.sleep(0.2)
             status, now, before = process.poll(), time.time(), size
@@ -442,9 +405,8 @@ def visible_gpus():
 class Runner:
     """Builds and tests mutants, several at the same time."""
 
-    def __init__(self, work, jobs, selection=("--full",)):
+    def __init__(self, work, jobs):
         self.work = work
-        self.selection = selection
         self.source = (ROOT / SOURCE).read_text()
         self.builds = threading.BoundedSemaphore(jobs)
         self.gpus = gpus = visible_gpus()
@@ -452,11 +414,6 @@ class Runner:
         for _ in range(TESTS_PER_GPU if gpus else max(1, jobs // 2)):
             for i in range(max(1, len(gpus))):
                 self.places.put(",".join(gpus[i:] + gpus[:i]))
-        self.environment = {**os.environ, "COLUMNS": "250"}
-        if gpus:
-            self.environment.pop(
-                "TORCH_CUDA_ARCH_LIST", None
-            )  # without it, only the architecture of the GPUs is compiled
         self.built = threading.Event()  # set when the source without a bug is built
 
     def folder(self, name, text):
@@ -466,16 +423,17 @@ class Runner:
         for path in ROOT.iterdir():
             if path.is_file() and path.name != ".git":
                 shutil.copy(path, folder)
-        for name in (TESTS, ".bench"):
+        for name in (TESTS, ".bench", ".docs"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / SOURCE).write_text(text)
         return folder
 
     def environment_of(self, folder, mark):
         """Returns the environment variables for builds and tests in the folder."""
-        environment = {**self.environment, "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+        environment = {**os.environ, "COLUMNS": "250", "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
         if mark != "not emulated":  # compiles nothing for a GPU
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        if self.gpus or mark != "not emulated":  # without the list, only the architecture of the GPUs is compiled
             environment.pop("TORCH_CUDA_ARCH_LIST", None)
         return environment
 
@@ -483,10 +441,8 @@ class Runner:
         """Builds the libraries in the folder. Returns the compiler's error, or "" if the build succeeds."""
         code = "import layernorm_inline"
         if mark == "emulated":
-            code = (
-                "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
-                "emulator.build_kernels(macros=tuple(emulator.EPILOGUE)); emulator.load_module()._load_epilogue()"
-            )
+            code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
+            code += "emulator.build_kernels(macros=tuple(emulator.EPILOGUE)); emulator.load_module()._load_epilogue()"
         with self.builds:
             command = ["nice", sys.executable, "-c", code]
             status, output = run(command, folder, self.environment_of(folder, mark), LONGEST, LONGEST)
@@ -503,7 +459,7 @@ class Runner:
             sys.executable,
             "-m",
             "pytest",
-            *self.selection,
+            "--full",
             "-v",
             "--tb=no",
             "-rfE",
@@ -537,8 +493,7 @@ class Runner:
         if status == 5:
             return "green", "all its tests ran with other expressions"
         last = output.strip().split("\n")[-1].strip("= ")
-        failed = verdict(status, output)[1]
-        return ("green", last) if status == 0 else ("red", f"{failed} ({last})")
+        return ("green", last) if status == 0 else ("red", f"{verdict(status, output)[1]} ({last})")
 
     def mutant(self, mutant):
         """Builds and tests a mutant. Returns (result, details)."""
@@ -549,8 +504,9 @@ class Runner:
         if mutant.tests is None:
             return "not tried", "needs a GPU"
         folder = self.folder(mutant.name, text)
-        if compiled_sources(text)[:-1] == compiled_sources(self.source)[:-1]:
-            self.copy_library(folder)  # the bug is not in the kernels
+        interface, _, kernels = compiled_sources(text)
+        if [interface, kernels] == compiled_sources(self.source)[::2]:
+            self.copy_library(folder)
         if error := self.build(folder, mutant.mark):
             return "does not build", error
         end, how = verdict(*self.test(folder, mutant.mark, mutant.tests, mutant.quiet, "-x"))
@@ -562,16 +518,24 @@ class Runner:
         return end, how
 
 
+def stop(work):
+    """Ends all processes. The first signal lets ninja end its compilers, and the second one ends tests that hang."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in list(RUNNING):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        time.sleep(1)
+    shutil.rmtree(work, ignore_errors=True)
+    os._exit(1)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
     parser.add_argument("--cpu", action="store_true", help="test kernels and binding on emulated GPUs")
-    parser.add_argument("--short", action="store_true", help="only the tests that run without --full")
-    parser.add_argument("--green", action="store_true", help="do not run the tests without a bug")
     parser.add_argument("--list", action="store_true", help="print names, bugs and tests")
     parser.add_argument("--check", action="store_true", help="build nothing: check that every bug can be applied")
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() // 2), help="number of simultaneous builds")
-    parser.add_argument("--output", metavar="FILE", help="also write the printed lines to this file")
     arguments = parser.parse_args()
     mutants = [m for m in MUTANTS if not arguments.only or any(text in m.name for text in arguments.only)]
     if not mutants:
@@ -580,8 +544,6 @@ def main():
         return check(mutants) > 0
     source = (ROOT / SOURCE).read_text()
     mutants = [on_the_cpu(m, source) if arguments.cpu or m.emulated else m for m in mutants]
-    if arguments.short:
-        mutants = [m._replace(tests="test", quiet=LONGEST) for m in mutants]
     if arguments.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {mutant.old}\n    {mutant.new or '(nothing)'}")
@@ -591,36 +553,16 @@ def main():
     began = time.time()
     mutants.sort(key=lambda mutant: -mutant.quiet)  # the slowest first
     work = Path(tempfile.mkdtemp(prefix="mutants_"))
-
-    def stop(*_):
-        # The first signal lets ninja end its compilers. The second one ends tests that hang.
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in list(RUNNING):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            time.sleep(1)
-        shutil.rmtree(work, ignore_errors=True)
-        os._exit(1)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-
-    lines = []
-
-    def report(line):
-        print(line, flush=True)
-        lines.append(line)
-        if arguments.output:
-            Path(arguments.output).write_text("\n".join(lines) + "\n")
-
-    runner = Runner(work, arguments.jobs, () if arguments.short else ("--full",))
+        signal.signal(number, lambda *_: stop(work))
+    runner = Runner(work, arguments.jobs)
     # The longest expressions come first. A test that several expressions select runs with the first of them only.
     expressions = sorted({(m.mark, m.tests) for m in mutants if m.tests}, key=lambda e: len(e[1]), reverse=True)
     ends = []
     with ThreadPoolExecutor(1 + len(expressions) + len(mutants)) as pool:
         unchanged = pool.submit(runner.without, sorted({mark for mark, _ in expressions}))
         futures = {}
-        for i, (mark, expression) in enumerate([] if arguments.green else expressions):
+        for i, (mark, expression) in enumerate(expressions):
             before = [e for of, e in expressions[:i] if of == mark]
             rest = " and not ".join(f"({e})" for e in [expression, *before])
             futures[pool.submit(runner.baseline, i, mark, rest)] = f"without a bug: -m '{mark}' -k '{expression}'"
@@ -629,16 +571,14 @@ def main():
         for future in as_completed(futures):
             end, how = future.result()
             ends.append(end)
-            report(f"{futures[future]} | {end}" + (f" | {how}" if how else ""))
+            print(f"{futures[future]} | {end}" + (f" | {how}" if how else ""), flush=True)
     shutil.rmtree(work)
     if unchanged.result():
-        report(f"without a bug | does not build | {unchanged.result()}")
+        print(f"without a bug | does not build | {unchanged.result()}")
     counts = ", ".join(f"{ends.count(end)} {end}" for end in dict.fromkeys(sorted(ends)) if end not in ("green", "red"))
     green = "red" not in ends and not unchanged.result()
     baseline = "the tests pass without a bug" if green else "TESTS FAIL WITHOUT A BUG, so the results mean nothing"
-    if green and arguments.green:
-        baseline = "the tests were not run without a bug"
-    report(f"{len(mutants)} mutants: {counts}; {baseline}; {time.time() - began:.0f} s")
+    print(f"{len(mutants)} mutants: {counts}; {baseline}; {time.time() - began:.0f} s")
     return not green or any(end not in ("green", "killed", "equivalent") for end in ends)
 
 

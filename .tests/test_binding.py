@@ -98,27 +98,16 @@ def test_arguments_of_other_types_that_pytorch_accepts(backend):
 
 @pytest.mark.parametrize("device", ["meta", None])
 def test_backward_checks_every_tensor(backend, device):
-    """The backward ops raise an error if any of their tensors has a wrong dtype, shape or device."""
+    """The op layer_norm_backward raises an error if any of its tensors has a wrong dtype, shape or device."""
     device = device or backend.device
-
-    def empty(*shape):
-        return torch.empty(shape, device=device)
-
-    x, weights = empty(1, 32, 2, 3, 32), (empty(32, 64, 4, 4, 4), empty(64), empty(64), empty(64))
     other = "cpu" if device == "meta" else "meta"
-    for op, arguments in (
-        (
-            backend.ops.layer_norm_backward,
-            [empty(3, 8), empty(3, 8), [8], empty(2, 3), empty(8), empty(8), 1e-5, 0, 1.0, [True] * 3],
-        ),
-        (backend.epilogue_ops.convolution_backward, [empty(1, 64, 4, 6, 64), x, *weights, 1e-5, 1.0, [True] * 5]),
-    ):
-        op(*arguments)
-        for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):
-            t = arguments[i]
-            for wrong in (t.half(), t[..., :-1], torch.empty_like(t, device=other)):
-                with pytest.raises(RuntimeError, match="^(Expected|Given)"):
-                    op(*arguments[:i], wrong, *arguments[i + 1 :])
+    dy, x, statistics, weight, bias = (torch.empty(s, device=device) for s in ((3, 8), (3, 8), (2, 3), (8,), (8,)))
+    arguments = [dy, x, [8], statistics, weight, bias, 1e-5, 0, 1.0, [True] * 3]
+    backend.ops.layer_norm_backward(*arguments)
+    for i, t in enumerate(arguments):
+        for wrong in (t.half(), t[..., :-1], torch.empty_like(t, device=other)) if isinstance(t, torch.Tensor) else ():
+            with pytest.raises(RuntimeError, match="^(Expected|Given)"):
+                backend.ops.layer_norm_backward(*arguments[:i], wrong, *arguments[i + 1 :])
 
 
 @pytest.mark.parametrize("call", [call for _, _, call in BAD_CALLS])

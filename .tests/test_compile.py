@@ -9,6 +9,9 @@ from processes import package, run_here
 from reference import EPS, FLOATS, random_case
 from test_convolution import convolutions_in_tf32
 from torch import nn
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layernorm_inline
 
@@ -55,7 +58,9 @@ def functions_in_graph(function, *arguments):
         return graph
 
     torch._dynamo.reset()
-    torch.compile(function, backend=backend, fullgraph=True)(*arguments)
+    strict = {name: True for name in ("only_allow_pt2_compliant_ops",) if hasattr(torch._dynamo.config, name)}
+    with torch._dynamo.config.patch(strict):
+        torch.compile(function, backend=backend, fullgraph=True)(*arguments)
     return " ".join(names)
 
 
@@ -322,3 +327,89 @@ def test_samples_of_pytorchs_own_tests_agree(backend):
     """The samples run in a new process, because PyTorch's test utilities forbid setting cuDNN's flags in theirs."""
     done = run_here("import test_compile; test_compile.compare_samples_of_pytorchs_own_tests()")
     assert done.returncode == 0, done.stderr
+
+
+# ---- What torch.compile, torch.export and torch.jit.trace record ----
+
+
+class RejectsMixedDtypes(TorchDispatchMode):
+    """Fails if weight and bias have another dtype than input, as PyTorch's CUDA kernels do. Its CPU kernels accept it."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        dtypes = {a.dtype for a in arguments if isinstance(a, torch.Tensor)}
+        assert len(dtypes) <= 1 or "native_layer_norm" not in str(function)
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("cols", [31, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits_with_float32_weight_can_be_recorded(backend, cols, dtype):
+    module = nn.Sequential(backend.LayerNorm(cols, device=backend.device))  # float32
+    x, graphs = torch.randn(3, cols, device=backend.device, dtype=dtype), []
+    torch.compile(module, backend=lambda graph, inputs: graphs.append((graph, inputs)) or graph, fullgraph=True)(x)
+    exported = [torch.export.export(module, (x,), strict=strict).module() for strict in (False, True)]
+    for program in (lambda x: graphs[0][0](*graphs[0][1])[0], *exported, torch.jit.trace(module, x)):
+        with RejectsMixedDtypes():
+            torch.testing.assert_close(program(x), module(x))
+
+
+@pytest.mark.skipif(not hasattr(symbolic_shapes, "has_static_value"), reason="this PyTorch cannot tell what is dynamic")
+def test_dynamic_columns_are_left_to_pytorch_without_guards(backend):
+    from torch._dynamo.testing import CompileCounter
+
+    def function(x):
+        return backend.layer_norm(x, x.shape[-1:]) + 1
+
+    counter = CompileCounter()
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for cols in (31, 32, 8000):  # not a multiple of 16 bytes; fused; more than 16 KB
+        x = torch.randn(3, cols, device=backend.device)
+        torch._dynamo.mark_dynamic(x, 1)
+        torch.testing.assert_close(compiled(x), function(x))
+    assert counter.frame_count == 1
+    x = torch.randn(3, 31, device=backend.device)
+    torch._dynamo.decorators.mark_unbacked(x, 1)
+    assert backend.ops.name not in functions_in_graph(function, x)
+
+
+def test_make_fx_does_not_specialize_dynamic_columns(backend):
+    graph = make_fx(lambda x: backend.layer_norm(x, x.shape[-1:]), tracing_mode="symbolic")
+    graph = graph(torch.randn(3, 31, device=backend.device))
+    x = torch.randn(2, 40, device=backend.device)
+    torch.testing.assert_close(graph(x), nn.functional.layer_norm(x, (40,)))
+
+
+class Scaled(nn.Module):
+    def __init__(self, layer_norm, scale):
+        super().__init__()
+        self.layer_norm, self.scale = layer_norm, scale
+
+    def forward(self, x, t):
+        return self.layer_norm(x, (31,), scale=self.scale(x, t))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("scale", [lambda x, t: x.shape[0], lambda x, t: x.shape[0] ** -0.5, lambda x, t: t.item()])
+def test_a_scale_that_depends_on_the_input_can_be_exported(backend, scale, strict):
+    x, t = torch.randn(4, 31, device=backend.device), torch.tensor(0.5)
+    dynamic = ({0: torch.export.Dim("rows", min=1, max=100)}, None)
+    exported = torch.export.export(Scaled(backend.layer_norm, scale), (x, t), dynamic_shapes=dynamic, strict=strict)
+    rows = torch.randn(7, 31, device=backend.device)
+    expected = nn.functional.layer_norm(rows, (31,)) * scale(rows, 3 * t)
+    torch.testing.assert_close(exported.module()(rows, 3 * t), expected)
+
+
+@pytest.mark.parametrize("cols", [31, 64])
+def test_scales_of_numpy_and_subclasses_of_tensor_under_torch_compile(backend, cols):
+    number = package("numpy").float32(0.5)
+    x = torch.randn(3, cols, device=backend.device)
+    compiled = torch.compile(lambda x, s: backend.layer_norm(x, (cols,), scale=s), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, number), backend.layer_norm(x, (cols,), scale=0.5))
+    with pytest.raises(Exception, match="Expected scale to be a number, but got Tensor|TypeError"):
+        compiled(x, torch.tensor(0.5))
+    y = compiled(x.as_subclass(Subclass), 1.0)
+    assert type(y) is Subclass and torch.equal(y.as_subclass(torch.Tensor), compiled(x, 1.0))
+
+
+class Subclass(torch.Tensor):
+    pass

@@ -1,6 +1,6 @@
 """Tests of ConvTranspose3d, LayerNorm, GELU and scaling in one kernel (problem 34 of KernelBench's level 2).
 
-They cover results, gradients, the calls that run the kernel, memory and hooks.
+The kernel runs on Hopper GPUs, for 16 bits and TF32. Otherwise, and for gradients, PyTorch's convolution runs.
 """
 
 import contextlib
@@ -51,27 +51,31 @@ def precision(request):
         yield INPUT_PRECISIONS[request.param]
 
 
-def convolution_call(backend, name):
+def has_same_bits(precision):
+    """Returns True if the kernel runs. PyTorch's convolution in full float32 adds in another order in each run."""
+    return precision != torch.float32 or torch.backends.cudnn.allow_tf32
+
+
+def convolution_call(backend, name, gradients=True):
     """Returns a function that runs forward and backward of the fused model."""
     model = backend.Convolution(*SCALED).to(backend.device, INPUT_PRECISIONS[name])
     x = torch.randn(1, 32, 1, 2, 32, device=backend.device, dtype=INPUT_PRECISIONS[name])
 
     def run():
         with convolutions_in_tf32(name == "tf32"):
-            model(x).sum().backward()
+            with torch.set_grad_enabled(gradients):
+                y = model(x)
+            if gradients:
+                y.sum().backward()
 
     return run
 
 
-class RoundedToTF32(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        bits = t.contiguous().view(torch.int32)
-        return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+def rounded_to_tf32(t):
+    """Returns t, rounded like operands of tensor cores. The gradient is that of t."""
+    bits = t.detach().view(torch.int32)
+    rounded = ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
+    return t + (rounded - t.detach())  # exact
 
 
 class ModelInTF32(Model34):
@@ -79,7 +83,7 @@ class ModelInTF32(Model34):
 
     def forward(self, x):
         conv = self.conv_transpose
-        x, weight = RoundedToTF32.apply(x), RoundedToTF32.apply(conv.weight)
+        x, weight = rounded_to_tf32(x), rounded_to_tf32(conv.weight)
         y = nn.functional.conv_transpose3d(x, weight, conv.bias, conv.stride, conv.padding)
         return nn.functional.gelu(self.layer_norm(y)) * self.scaling_factor
 
@@ -124,7 +128,7 @@ def check(backend, reference, fused, x, grad):
     for name, right, pytorch, result in zip(names, exact, expected, results):
         assert result.dtype == pytorch.dtype == x.dtype
         rounding = max(4 * torch.finfo(torch.float32).eps, 0.5 * torch.finfo(x.dtype).eps)
-        if right.abs().max() < 1e-6:  # the gradient of the convolution's bias is 0, so that both results are rounding
+        if right.abs().max() < 1e-6:  # the gradient of the convolution's bias: both results are rounding errors
             assert result.abs().max() <= 6 * pytorch.abs().max() + rounding, name
             continue
         relative_rounding = rounding * max(1, 1 / right.abs().max().item()) if right.any() else rounding
@@ -143,23 +147,12 @@ def test_conv_values(backend, arguments, shape, grad, precision):
     check(backend, *models(backend, arguments, precision), x, grad)
 
 
-def inputs_of_many_lines():
-    """Yields (backend, GPU, batch and depth and height) of inputs in which each block computes many output lines.
-
-    A block goes through all depths and then moves on to other lines. The backward pass processes the batch in chunks of
-    at most 256 MB of convolution output: two of five samples in float32, four in 16 bits (emulated: half a MB).
-    """
-    yield "cuda", None, (5, 16, 128)
-    for name, sms, shape in (
-        ("hopper", 4, (2, 1, 5)), ("hopper", 13, (2, 1, 9)), ("ampere", 4, (1, 3, 3)), ("ampere", 13, (2, 1, 9)),
-    ):  # fmt: skip
-        yield "emulated", emulator.GPUS[name](sms), shape
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name,gpu,shape", list(inputs_of_many_lines()), ids=str)
-@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
-def test_conv_blocks_that_compute_many_lines(backend, name, gpu, shape, grad, precision):
+@pytest.mark.parametrize("name,gpu,shape", [
+    ("cuda", None, (5, 16, 128)), ("emulated", emulator.GPUS["hopper"](4), (2, 1, 5)),
+    ("emulated", emulator.GPUS["hopper"](13), (2, 1, 9)), ("emulated", emulator.GPUS["ampere"](4), (1, 1, 2)),
+], ids=str)  # fmt: skip
+def test_conv_blocks_that_compute_many_lines(backend, name, gpu, shape, precision):
     """Results are accurate, and have the same bits if an emulated GPU runs threads and copies in another order."""
     if backend.name != name:
         pytest.skip(f"this shape is for the backend {name}")
@@ -168,24 +161,20 @@ def test_conv_blocks_that_compute_many_lines(backend, name, gpu, shape, grad, pr
     x = torch.randn(batch, 32, depth, height, 32, device=backend.device, dtype=precision)
     reference, fused = models(backend, SCALED, precision)
     with backend.on(gpu, seed=1):
-        check(backend, reference, fused, x, grad)
+        check(backend, reference, fused, x, False)
         first = results_of(backend, fused, x, False)
     with backend.on(gpu, seed=2):
-        assert same_bits(first, results_of(backend, fused, x, False))
+        assert same_bits(first, results_of(backend, fused, x, False)) or not has_same_bits(precision)
 
 
 @pytest.mark.full
 @two_gpus
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
-def test_conv_on_a_device_that_is_not_current(backend, grad, precision):
-    """The kernel runs on the device of its input, even if another one is current.
-
-    Only forward depends on that: autograd makes the device of a backward pass current by itself.
-    """
+def test_conv_on_a_device_that_is_not_current(backend, precision):
+    """The kernel runs on the device of its input, even if another one is current."""
     with torch.cuda.device(0):
         x = torch.randn(2, 32, 3, 4, 32, device="cuda:1", dtype=precision)
-        check(backend, *models(backend, SCALED, precision, "cuda:1"), x, grad)
+        check(backend, *models(backend, SCALED, precision, "cuda:1"), x, False)
 
 
 @pytest.mark.full
@@ -225,7 +214,7 @@ def test_conv_of_other_layouts_and_batches(backend, precision):
         assert fused(x[:0]).shape == (0, *expected.shape[1:])
         # Input without a batch dimension runs PyTorch's convolution.
         torch.testing.assert_close(fused(x[0]), expected[0], **tolerance)
-        assert torch.equal(fused(x), fused(x))
+        assert torch.equal(fused(x), fused(x)) or not has_same_bits(precision)
         if precision == torch.float32 and backend.is_cuda:  # autocast has other rules for CPUs
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 torch.testing.assert_close(fused(x), reference(x), atol=1e-4, rtol=1e-4)
@@ -237,8 +226,7 @@ def test_conv_of_other_layouts_and_batches(backend, precision):
 def test_conv_output_mask_selects_gradients(backend, precision):
     """Each gradient can be computed alone, and is then close to the one that is computed with all others."""
     _, fused = models(backend, SCALED, precision)
-    shape = (3, 32, 3, 5, 32) if backend.is_cuda else (3, 32, 1, 2, 32)
-    leaves = [torch.randn(shape, device=backend.device, dtype=precision), *fused.parameters()]
+    leaves = [torch.randn(2, 32, 1, 2, 32, device=backend.device, dtype=precision), *fused.parameters()]
     for leaf in leaves:
         leaf.requires_grad_()
     all_gradients = torch.autograd.grad(fused(leaves[0]).square().sum(), leaves)
@@ -280,20 +268,17 @@ NOT_FINITE = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000]
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["input", "conv_weight", "conv_bias"])
-@pytest.mark.parametrize("gpu", ["hopper", "ampere"])
-def test_conv_of_nan_is_nan_only_where_the_reference_is(backend, gpu, where, precision):
+def test_conv_of_nan_is_nan_only_where_the_reference_is(backend, where, precision):
     """The output is NaN where the reference's is, and nowhere else, for each number of NOT_FINITE.
 
     Each number is placed in another sample of the batch, or in another output channel of a parameter.
     """
-    if backend.is_cuda and gpu == "ampere":
-        pytest.skip("needs an emulated GPU")
     reference, fused = models(backend, SCALED, precision)
     x = torch.randn(6, 32, 1, 1, 32, device=backend.device, dtype=precision)
     numbers = torch.tensor(NOT_FINITE, dtype=torch.int32).view(torch.float32)
     if precision.itemsize == 2:  # bfloat16: the upper halves of the bits
         numbers = numbers.view(torch.bfloat16)[1::2] if precision == torch.bfloat16 else numbers.half()
-    with torch.no_grad(), backend.on(emulator.GPUS[gpu](4)):
+    with torch.no_grad():
         conv = fused.conv_transpose
         places = {
             "input": x[:5, 3, 0, 0, 7], "conv_weight": conv.weight[3, :50:10, 1, 2, 0], "conv_bias": conv.bias[:50:10]
@@ -308,10 +293,7 @@ def test_conv_of_nan_is_nan_only_where_the_reference_is(backend, gpu, where, pre
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["x", "dy", "weight", "bias"])
 def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
-    """Gradients are NaN where PyTorch's are, after one element becomes the NaN that arithmetic on a GPU returns.
-
-    This includes the gradient of the convolution's bias, which is 0 for finite numbers.
-    """
+    """Gradients are NaN where PyTorch's are, after one element becomes the NaN that arithmetic on a GPU returns."""
     x, dy = (torch.randn(s, device=backend.device) for s in ((2, 32, 1, 1, 32), (2, 64, 2, 2, 64)))
     results = []
     for module in models(backend, SCALED):
@@ -328,40 +310,37 @@ def test_conv_gradients_are_nan_where_pytorchs_are(backend, where):
 
 
 @pytest.mark.full
+@convolutions_in_tf32(True)
 def test_conv_double_backward_is_accurate(backend):
     """First and second derivatives have at most three times PyTorch's error, plus rounding."""
     reference, fused = models(backend, SCALED)
+    x, dy = (torch.randn(s, device=backend.device) for s in ((1, 32, 2, 3, 32), (1, 64, 4, 6, 64)))
     results = []
-    with convolutions_in_tf32(False):
-        x = torch.randn(1, 32, 2, 3, 32, device=backend.device, requires_grad=True)
-        for module in (copy.deepcopy(reference).double(), reference, fused):
-            leaf = x.detach().to(module.conv_transpose.weight.dtype).requires_grad_()
-            wanted = [leaf, module.conv_transpose.weight, module.layer_norm.weight, module.layer_norm.bias]
-            first = torch.autograd.grad(module(leaf).square().mean(), wanted, create_graph=True)
-            wanted.pop()
-            results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)])
+    for module in (copy.deepcopy(reference).double(), reference, fused):
+        leaf = x.to(module.conv_transpose.weight.dtype).requires_grad_()
+        wanted = [leaf, module.conv_transpose.weight, module.layer_norm.weight, module.layer_norm.bias]
+        first = torch.autograd.grad(module(leaf), wanted, dy.to(leaf.dtype), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+        results.append([*first, *second])
     for exact, pytorch, result in zip(*results):
         assert_no_worse(result, pytorch, exact, factor=3, rounding=1e-5)
 
 
 @pytest.mark.full
+@convolutions_in_tf32(True)
 def test_conv_forward_mode_matches_pytorch(backend):
     """The forward-mode derivative for a tangent of each parameter is PyTorch's."""
-    reference, fused = models(backend, SCALED)
     x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
-    tangents = {name: torch.randn_like(p) for name, p in fused.named_parameters()}
     results = []
-    with convolutions_in_tf32(False):
-        for module in (reference, fused):
-            function = functools.partial(torch.func.functional_call, module)
-            parameters = {name: p.detach() for name, p in module.named_parameters()}
-            for name in parameters:
-                others = {k: v for k, v in parameters.items() if k != name}
 
-                def function_of_one(p, name=name, others=others, function=function):
-                    return function({**others, name: p}, (x,))
+    def output(module, others, name, p):
+        return torch.func.functional_call(module, {**others, name: p}, (x,))
 
-                results.append(torch.func.jvp(function_of_one, (parameters[name],), (tangents[name],))[1])
+    for module in models(backend, SCALED):
+        parameters = {name: p.detach() for name, p in module.named_parameters()}
+        for name, p in parameters.items():
+            function = functools.partial(output, module, parameters, name)
+            results.append(torch.func.jvp(function, (p,), (torch.ones_like(p),))[1])
     half = len(results) // 2
     torch.testing.assert_close(results[half:], results[:half], atol=1e-3, rtol=1e-3)
 
@@ -374,7 +353,8 @@ def test_conv_compiled_in_one_graph(backend, training, precision):
     compiled = torch.compile(fused, fullgraph=True)
     with torch.set_grad_enabled(training):
         y, expected = compiled(x), fused(x)
-    assert torch.equal(y, expected)
+    assert torch.equal(y, expected) or not has_same_bits(precision)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     if training:
         wanted = [x, *fused.parameters()]
         gradients = (torch.autograd.grad(out.square().sum(), wanted) for out in (y, expected))
@@ -383,14 +363,14 @@ def test_conv_compiled_in_one_graph(backend, training, precision):
 
 
 @pytest.mark.full
+@convolutions_in_tf32(True)
 def test_conv_passes_opcheck(backend):
     _, fused = models(backend, SCALED)
     x = torch.randn(2, 32, 2, 3, 32, device=backend.device, requires_grad=True)
     conv, norm = fused.conv_transpose, fused.layer_norm
     arguments = (x, conv.weight, conv.bias, norm.weight, norm.bias, 1e-5, 0.5)
-    with convolutions_in_tf32(False):
-        op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu.default
-        torch.library.opcheck(op, arguments, atol=1e-3, rtol=1e-3)
+    op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu.default
+    torch.library.opcheck(op, arguments, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.full
@@ -401,52 +381,45 @@ def test_conv_cuda_graph_of_a_training_step(backend, precision):
     x = torch.randn(2, 32, 3, 5, 32, device="cuda", dtype=precision)
 
     def step():
-        for p in fused.parameters():
-            p.grad = None
         y = fused(x)
-        y.square().mean().backward()
-        return y
+        return [y, *torch.autograd.grad(y.square().mean(), list(fused.parameters()))]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step()
-    grads = [p.grad for p in fused.parameters()]
+        replayed = step()
     x.copy_(torch.randn_like(x))
     graph.replay()
-    replayed = [t.clone() for t in (captured, *grads)]
-    expected = [step(), *(p.grad for p in fused.parameters())]
-    assert torch.equal(replayed[0], expected[0])
-    for replayed_gradient, gradient in zip(replayed[1:], expected[1:]):
-        torch.testing.assert_close(replayed_gradient, gradient, atol=1e-3, rtol=1e-3)
+    expected = step()
+    assert torch.equal(replayed[0], expected[0]) or not has_same_bits(precision)
+    torch.testing.assert_close(replayed, expected, atol=1e-3, rtol=1e-3)
 
 
 # ---- Constant rows, hooks, when the kernel runs, errors ----
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("size", [1.0, 100.0])
-def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
+@convolutions_in_tf32(True)
+def test_conv_of_equal_numbers_gives_bias(backend, size):
     """A row of 64 equal sums gives gelu(bias).
 
     The sums are equal because the input is constant along the width, and only the two middle columns of the weights are
     not 0, and are equal. If each sum were added one by one, float32 outputs would be off by 5e-3.
     """
     model = backend.Convolution(32, 64, 4, 2, 1).to(backend.device)
-    with torch.no_grad(), convolutions_in_tf32(tf32):
+    with torch.no_grad():
         weight = model.conv_transpose.weight.zero_()
-        weight[..., 1] = torch.randn(weight.shape[:-1]).to(weight) * 0.05
-        weight[..., 2] = weight[..., 1]
+        weight[..., 1:3] = torch.randn(*weight.shape[:-1], 1).to(weight) * 0.05
         model.conv_transpose.bias.zero_()
         model.layer_norm.bias.copy_(torch.randn(64))
         x = (torch.randn(1, 32, 2, 3, 1) * size).expand(-1, -1, -1, -1, 32).contiguous().to(backend.device)
         expected = nn.functional.gelu(model.layer_norm.bias.double())
-        assert (model(x).double() - expected).abs().max() < (1e-5 if tf32 else 1e-6)
+        assert (model(x).double() - expected).abs().max() < 1e-5
 
 
 @pytest.mark.full
@@ -454,26 +427,18 @@ def test_conv_of_equal_numbers_gives_bias(backend, tf32, size):
 def test_conv_with_hooks(backend):
     """Hooks and patches of the inner modules run, and change nothing else. A wrong argument raises a TypeError."""
     _, fused = models(backend, SCALED)
-    x = torch.randn(1, 32, 2, 3, 32, device=backend.device)
-    expected, seen = fused(x), []
-    for module in (fused.conv_transpose, fused.layer_norm):
-        for register in (module.register_forward_hook, module.register_full_backward_hook):
-            hook = register(lambda *_: seen.append(1))
-            y = fused(x)
-            y.sum().backward()
-            hook.remove()
-            torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
-    assert len(seen) == 4
-
-    parts = {fused.conv_transpose, fused.layer_norm}
-    for register in (
-        nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook,
-        nn.modules.module.register_module_full_backward_pre_hook, nn.modules.module.register_module_full_backward_hook,
-    ):  # fmt: skip
+    x = torch.randn(1, 32, 2, 3, 32, device=backend.device, requires_grad=True)
+    expected, parts = fused(x), (fused.conv_transpose, fused.layer_norm)
+    of_one = [getattr(part, f"register_{kind}_hook") for part in parts for kind in ("forward", "full_backward")]
+    kinds = ("forward_pre", "forward", "full_backward_pre", "full_backward")
+    of_all = [getattr(nn.modules.module, f"register_module_{kind}_hook") for kind in kinds]
+    for register in (*of_one, *of_all):
         seen, hook = [], register(lambda module, *_: seen.append(module))
-        fused(x.requires_grad_()).sum().backward()
+        y = fused(x)
+        y.sum().backward()
         hook.remove()
-        assert parts <= set(seen)
+        torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+        assert {*seen} >= ({register.__self__} if register in of_one else {*parts})
     for part in parts:
         for owner in (part, type(part)):
             with pytest.MonkeyPatch.context() as patch:
@@ -551,10 +516,6 @@ def test_conv_fused_conditions(dtype, grad, restored_settings):
         assert model._in_one_kernel(x) and (y.shape, y.dtype) == ((2, 64, 6, 10, 64), dtype)
         if grad:
             assert y.grad_fn.name() == "ConvTranspose3dLayerNormGELUBackward"
-            inputs = (x, *model.parameters())
-            with torch.no_grad():
-                grads = layernorm_inline._epilogue_ops.convolution_backward(y, *inputs, 1e-5, 1.0, [True] * 5)
-            assert all(g.shape == t.shape and g.dtype == dtype for g, t in zip(grads, inputs))
         for other in (x[:, :, :, :, :31], x[0], x.double()):
             assert not model._in_one_kernel(other)
         for module in (model.conv_transpose, model.layer_norm):
@@ -603,19 +564,16 @@ def test_conv_rejects_a_width_that_is_not_the_normalized_shape(backend, shape, c
             module(torch.randn(shape, device=backend.device))
 
 
-# ---- Memory ----
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-def test_conv_saves_only_its_input(backend):
-    """Forward allocates the output only. Backward adds the scratch memory of a chunk of the batch."""
+def test_conv_saves_only_its_input(backend, precision):
+    """Forward allocates the output only, where the kernel runs."""
+    if precision == torch.float32 and not torch.backends.cudnn.allow_tf32 or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel does not run")
     backend.need_memory(4 << 30)
-    _, fused = models(backend, SCALED)
-    x = torch.randn(32, 32, 8, 32, 32, device="cuda", requires_grad=True)
+    _, fused = models(backend, SCALED, precision)
+    x = torch.randn(32, 32, 8, 32, 32, device="cuda", dtype=precision, requires_grad=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = fused(x)
     assert torch.cuda.max_memory_allocated() - before < 1.1 * y.nbytes
-    y.sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 3.4 * y.nbytes  # 1 of the 3.4 is autograd's grad_output

@@ -1,29 +1,21 @@
-"""Tests of which kernels run.
-
-Each case of the table in cases.py launches kernels of the families that the table expects, and every kernel of the
-compiled libraries is launched by at least one case.
-
-Two more tests need no kernels: the lines "Uses:" of the sections name what the sections use, and the plans of the kernels
-whose blocks wait for each other keep the rules that these kernels rely on.
-"""
+"""Tests of which kernels run: each case of cases.py launches kernels of the expected families, and together the cases
+launch every kernel of the compiled libraries. Others check constants, and the plans of kernels whose blocks wait."""
 
 import collections
 import ctypes
 import functools
 import re
-import subprocess
 
 import emulator
 import launches
 import pytest
 import torch
 from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
-from reference import assert_close_to_float64, random_case
 from test_convolution import INPUT_PRECISIONS, convolution_call
 
 import layernorm_inline
 
-FAMILIES = ("registers", "shared_memory", "pipelined", "grid_resident", "two_pass", "convolution")
+FAMILIES = ("registers", "pipelined", "grid_resident", "two_pass", "convolution")
 
 
 def family_of(kernel):
@@ -33,10 +25,7 @@ def family_of(kernel):
 
 
 def demangled(names):
-    """Yields the C++ names of kernels, as "family::name<template arguments>" without function arguments.
-
-    Names of kernels in the second library begin with "epilogue::".
-    """
+    """Yields C++ names of kernels, as "family::name<template arguments>", with "epilogue::" for the second library."""
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p
     for name in names:
@@ -51,11 +40,9 @@ def demangled(names):
 
 
 def compiled_kernels(ops):
-    """Returns the names of all kernels in the library of `ops`.
-
-    A kernel's name occurs twice in the file: as a symbol, and as the name under which the kernel is registered.
-    """
-    (path,) = (path for path in torch.ops.loaded_libraries if path.endswith(f"/{ops.name}.so"))
+    """Returns the kernels in the library of `ops`, whose names occur twice: as a symbol, and where it is registered."""
+    codes = layernorm_inline._codes(layernorm_inline._architectures())
+    path = layernorm_inline._find_library(layernorm_inline._cache(ops.name), codes)
     with open(path, "rb") as library:
         names = re.findall(rb"(?<=\0)_ZN\d+layernorm_inline_\w+?_cuda_cu_\w+(?=\0)", library.read())
     return set(demangled(name.decode() for name, times in collections.Counter(names).items() if times > 1))
@@ -96,10 +83,7 @@ def forward_and_backward(backend, case):
 
 
 def unexpected(case, launched):
-    """Yields a message for each direction that launched kernels of another family than the table expects.
-
-    launched: the kernels of forward, and those of backward.
-    """
+    """Yields a message for each direction that launched ([of forward, of backward]) kernels of another family."""
     for direction, family, kernels in zip(("forward", "backward"), (case.forward, case.backward), launched):
         families = {family_of(kernel) for kernel in kernels} - {None}
         if families != {family}:
@@ -134,10 +118,7 @@ def recorded(backend, case, gpu):
 
 
 def launched_on_emulated_gpus(backend):
-    """Returns (all kernels that the cases launch on emulated GPUs, messages about unexpected ones).
-
-    Code for sm_80 has kernels of the same names as newer code.
-    """
+    """Returns (all kernels that the cases launch on emulated GPUs, messages about unexpected ones)."""
     reached, wrong = set(), []
     for case in (case for case in CASES if case.gpu.name != "cuda"):
         pair = recorded(backend, case, case.gpu)
@@ -177,25 +158,6 @@ def test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper(backen
     ]
 
 
-@pytest.mark.full
-# 16392 columns: two groups of four blocks, each of which has a row at a time.
-@pytest.mark.parametrize(
-    "columns,green_sms,family",
-    [(40000, 8, "pipelined"), (40000, 4, "two_pass"), (16392, 8, "pipelined"), (16392, 4, "two_pass")],
-)
-def test_captured_calls_in_a_green_context_do_not_wait_for_missing_blocks(backend, columns, green_sms, family):
-    """A CUDA graph would hang if it launched more blocks that wait for one another than its green context has SMs.
-
-    Without an error from CUDA, the call must find this out, and run kernels whose blocks do not wait.
-    """
-    if backend.is_cuda:
-        pytest.skip("changes the SMs of an emulated GPU")
-    case = random_case(4, columns, torch.bfloat16)
-    with emulator.on(emulator.GPUS["hopper"](8, green_sms=green_sms)) as gpu:
-        assert_close_to_float64(backend, case)
-        assert {family_of(name) for name in emulator.kernels(gpu)} - {None} == {family}
-
-
 @pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
 def test_libraries_contain_kernels_of_every_family():
     plain, fused = compiled_in_both()
@@ -207,7 +169,7 @@ def test_libraries_contain_kernels_of_every_family():
 def test_cases_cover_every_family_form_and_dtype():
     """The table has cases for each family, form and dtype, even after its shapes change."""
     assert len(CASES) > 500 and len(SOME) > 50
-    for direction, families in (("forward", FAMILIES[:5]), ("backward", ("registers", "pipelined", "two_pass"))):
+    for direction, families in (("forward", FAMILIES[:-1]), ("backward", ("registers", "pipelined", "two_pass"))):
         for family in families:
             cases = [case for case in CASES if getattr(case, direction) == family]
             assert cases, f"no case runs {family}, {direction}"
@@ -234,113 +196,31 @@ def test_cases_cover_every_family_form_and_dtype():
 @pytest.mark.slow
 @pytest.mark.emulated
 @pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
-def test_new_line_of_a_choice_table_changes_only_its_rows(tmp_path):
-    """A line that gives 16-bit rows of 1000 columns (125 loads) another kernel changes the launches of no other call."""
+def test_new_rung_of_the_ladder_changes_only_its_rows(tmp_path):
+    """A rung that gives 16-bit rows of 1000 columns (125 loads) another kernel changes the launches of no other call."""
     text = emulator.SOURCE.read_text()
-    line = "{97, 128, kAnyWaves, forward_kernel<T, 4, 1, kOneWarp>()},"
+    rung = "if (loads <= 32 && waves <= 0.5) return launch_rows<T, 1, 1>(call, context);"
     edited = tmp_path / "edited.py"
-    edited.write_text(text.replace(line, "{125, 125, kAnyWaves, forward_kernel<T, 1, 1>()}, " + line))
-    assert edited.read_text() != text
+    assert text.count(rung) == 1
+    new_rung = "if (k16Bits && loads == 125) return launch_rows<T, 1, 1>(call, context);"
+    edited.write_text(text.replace(rung, f"{new_rung}\n    {rung}"))
     differences = list(launches.differences(emulator.SOURCE, edited))
     assert len(differences) > 4
     for call, old, new in differences:
         assert re.search(r"x1000-(fp16|bf16)-.*, forward$", call), call
-        assert "<1, 1, false, false>" not in str(old) and ", 1, 1, false, false>" in str(new)
+        assert ", 1, 1, registers::kAligned>" not in str(old) and ", 1, 1, registers::kAligned>" in str(new), (old, new)
 
 
-# ---- The sections of CUDA_SOURCE, and which of them each one uses ----
+# ---- Constants ----
 
 
-def cuda_sections(source):
-    """Returns {name: text} of the strings of layernorm_inline.py that CUDA_SOURCE consists of, in their order."""
-    namespace = {"__name__": "sections"}
-    exec(compile(source[: source.index("# 6  Load")], "layernorm_inline.py", "exec"), namespace)
-    listed = source[source.index("CUDA_SOURCE = ") :].partition("\n)\n")[0]
-    return {name: namespace[name] for name in re.findall(r"\b_[A-Z_]+(?=,)", listed)}
-
-
-def code_of(section):
-    """Returns a section without comments and string literals."""
-    return re.sub(r'//.*|"(?:[^"\\]|\\.)*"', " ", section.replace("\\\n", " "))
-
-
-def outer(code):
-    """Returns code without the bodies of functions, structs and kernel families, which are namespaces with a name."""
-    text, left_out = "", []  # left_out: for each open bracket, True if what is inside is left out
-    for token in re.findall(r"[{}]|[^{}]+", code):
-        if token == "{":
-            left_out.append(not re.search(r"\bnamespace (TORCH_EXTENSION_NAME )?$|\benum \w+ $", text))
-        elif token == "}":
-            if left_out and left_out.pop() and not any(left_out):
-                text += ";"
-        elif not any(left_out):
-            text += token
-    return text
-
-
-def declared(code):
-    """Returns the names that a section declares for later sections. Those inside of a kernel family do not count."""
-    text = outer(code)
-    names = set(re.findall(r"#define (\w+)|\bnamespace (?!TORCH)(\w+)", text))
-    names = {name for pair in names for name in pair if name}
-    text = re.sub(r"#.*|^LAYERNORM_\w+\(.*\)$", "", text, flags=re.M)
-    arguments = r"\b(?:alignas|__launch_bounds__|static_assert) ?\([^()]*\)|<[^<>;(){}]*>|(?<=\()[^()]*\([^()]*\)"
-    while (shorter := re.sub(arguments, "", text)) != text:  # innermost brackets first
-        text = shorter
-    for declaration in text.split(";"):
-        if found := re.search(r"\b(enum|struct|enum class|using)\s+(?!class)(\w+)", declaration):
-            names.add(found[2])
-            if found[1] == "enum":
-                names.update(re.findall(r"\w+", declaration[found.end() :]))
-        elif "(" in declaration.partition("=")[0]:
-            names.add(re.search(r"(\w+)\s*\(", declaration)[1])
-        else:
-            names.update(re.findall(r"(\w+)\s*(?:\[[^\]]*\])?\s*=(?!=)", declaration))
-    return names
-
-
-def used(code):
-    """Returns the identifiers that a section uses, without members, and without its own variables and parameters."""
-    variables = set(re.findall(r"(?<!return)(?<!else)(?<=[\w>*&]) (\w+)(?=[,;)=[{]| =)", code))
-    return set(re.findall(r"(?<![\w.:>])[A-Za-z_]\w*", code)) - variables
-
-
-def wrong_uses(source):
-    """Yields a message for each section whose line "Uses:" does not name exactly the sections from which it uses a name.
-
-    All sections may use _INTERFACE and _OVERVIEW.
-    """
-    sections = cuda_sections(source)
-    names = {section: declared(code_of(text)) for section, text in sections.items()}
-    earlier = []
-    for section, text in sections.items():
-        if section not in ("_INTERFACE", "_OVERVIEW"):
-            line = re.search(r"// Uses: ([^.]*)\.", text)[1]
-            expected = [other for other in earlier if used(code_of(text)) & names[other]]
-            if re.findall(r"_[A-Z_]+", line) != expected:
-                yield f"{section} uses {', '.join(expected) or 'nothing'}, but says: {line}"
-            earlier.append(section)
-
-
-def test_sections_name_what_they_use():
-    assert not list(wrong_uses(emulator.SOURCE.read_text()))
-
-
-@pytest.mark.parametrize(
-    "old, new, message",
-    [
-        ("Uses: _ARCH, _MEMORY.", "Uses: _ARCH.", "_LAUNCH uses _ARCH, _MEMORY, but says: _ARCH"),
-        ("Uses: _ELEMENTS. Used", "Uses: _ELEMENTS, _MEMORY. Used", "_EXCHANGE uses _ELEMENTS, but says: _ELEMENTS, _MEMORY"),
-        ("_ROWS, _ASYNC, _EXCHANGE.", "_ASYNC, _EXCHANGE.", "_GRID_RESIDENT uses "),
-        ("constexpr int kPeers = 5; ", "constexpr int kPeers = kLineBytes / 25; ", "_EXCHANGE uses _ELEMENTS, _MEMORY, but"),
-    ],
-)  # fmt: skip
-def test_wrong_lines_of_uses_are_found(old, new, message):
-    """The check finds a section that is missing in a line, and one that is not needed."""
-    source = emulator.SOURCE.read_text()
-    assert source.count(old) == 1
-    (found,) = wrong_uses(source.replace(old, new))
-    assert found.startswith(message)
+@pytest.mark.emulated
+@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
+@pytest.mark.parametrize("macros", [[], emulator.EPILOGUE], ids=["first library", "second library"])
+def test_checks_of_constants(tmp_path, macros):
+    """The static_asserts of checks.h hold in both libraries."""
+    (tmp_path / "checked.cpp").write_text(emulator.emulated(emulator.sources()[0]) + '#include "checks.h"\n')
+    emulator.compile_with_gxx(tmp_path / "checked.cpp", None, "-fsyntax-only", *macros)
 
 
 # ---- The plans of the kernels whose blocks wait for each other ----
@@ -349,22 +229,22 @@ def test_wrong_lines_of_uses_are_found(old, new, message):
 # breaks a rule, or "". It tries all rows of a multiple of 16 bytes that a GPU supports.
 PLANS = r"""
 // Returns the first rule of the comment "Rules that keep it correct" that a block of the grid-resident kernel breaks.
-std::string broken_rule(const Forward& call, const grid_resident::Plan& plan, const Device& device) {
+template <typename T> std::string broken_rule(const Forward& call, const grid_resident::Plan& plan, const Device& device) {
   using namespace grid_resident;
-  const int ahead = Config::kStagesAhead;
+  const int ahead = kStagesAhead<T>;
   if (plan.blocks_per_row * plan.groups > device.sms) return "more blocks than SMs";
-  if (plan.shared_bytes + int(sizeof(Control)) > device.shared_bytes) return "too much shared memory";
-  if (plan.ring_slots > kMaxRingSlots) return "more slots than Control has barriers";
+  if (plan.shared_bytes + int(sizeof(Control<T>)) > device.shared_bytes) return "too much shared memory";
+  if (plan.ring_slots > kMaxRingSlots<T>) return "more slots than Control has barriers";
   if (plan.blocks_per_row > kMaxBlocksPerRow) return "more blocks than one warp reads mailboxes of";
   int64_t columns = 0;
   for (int rank = 0; rank < plan.blocks_per_row; ++rank) {
-    const int own = columns_of_slice(call.cols, plan.slice, rank), stages = (own + kStageColumns - 1) / kStageColumns;
-    const int affine = shared_packs(own / V, Config::kWeightPacks) + shared_packs(own / V, Config::kBiasPacks);
+    const int own = columns_of_slice(call.cols, plan.slice, rank), packs = own / V<T>, stages = stages_of<T>(packs);
+    const int affine = shared_packs<T>(packs, kWeightPacks<T>) + shared_packs<T>(packs, kBiasPacks<T>);
     const std::string block = " in block " + std::to_string(rank);
-    if (plan.ring_slots < stages + ahead + 2) return "rule 1" + block;
-    if (stages > kSliceStages) return "rule 2" + block;
+    if (plan.ring_slots < kRowsAhead<T> * stages + ahead + 2) return "rule 1" + block;
+    if (stages > kSliceStages<T>) return "rule 2" + block;
     if (stages <= ahead) return "rule 3" + block;
-    if (plan.ring_slots * kStageBytes + 16 * affine > plan.shared_bytes) return "weight and bias do not fit" + block;
+    if (plan.ring_slots * kStageBytes<T> + 16 * affine > plan.shared_bytes) return "weight and bias do not fit" + block;
     columns += own;
   }
   return columns == call.cols ? "" : "slices that are not the row";
@@ -373,13 +253,17 @@ std::string broken_rule(const Forward& call, const grid_resident::Plan& plan, co
 template <typename T, typename Call>
 std::string broken_pipelined_rule(const Call& call, const Device& device) {
   using namespace pipelined;
-  using Work = WorkOf<T, Call>;
-  const pipelined::Plan plan = choose_plan<Work>(call, device);
-  const int blocks = ceil_div(call.cols, plan.slice_columns);
-  const int bytes = plan.stages * Work::kTensors * plan.slice_bytes + int(sizeof(pipelined::Control<Work>));
+  using Block = BlockContext<T, Call>;
+  const pipelined::Plan plan = choose_plan<T>(call, device);
+  const int blocks = ceil_div(call.cols, plan.slice_columns), lanes = plan.lanes_per_row;
+  const int bytes = plan.stages * Block::kTensors * plan.slice_bytes + int(sizeof(typename Block::Control));
   if (plan.blocks_per_row != blocks) return "another number of blocks than slices";
-  if (!pipelined::is_valid(plan)) return "is_valid() is false";
-  if (plan.stages < 3) return "fewer than three stages";
+  if (plan.stages < 3 || plan.stages > kMaxStages) return "fewer than three stages, or more than have barriers";
+  if (plan.delay < 0 || plan.delay >= plan.stages) return "a deadlock: the delay is not less than the stages";
+  if (plan.stages_in_flight < 1) return "a deadlock: the loader waits for its next copy";
+  if (plan.stages_in_flight >= plan.stages) return "more stages in flight than can be counted";
+  if (lanes & (lanes - 1) || lanes > 32 || lanes < std::min(blocks, 32)) return "mailboxes that no lane reads";
+  if (plan.slice_columns > kMaxSlice) return "more columns than compute threads have";
   if (blocks > std::min(device.sms, kMaxBlocksPerRow)) return "more blocks than SMs, or than kMaxBlocksPerRow";
   if (bytes > device.shared_bytes) return "too much shared memory";
   if (plan.slice_columns % (16 / sizeof(T)) != 0) return "a slice is not a whole number of packs";
@@ -403,14 +287,14 @@ std::string broken_pipelined_plan(const Device& device) {
   }
 }
 
-std::string broken_grid_resident_plan(const Device& device) {
-  for (int64_t cols = 4; cols <= 40000 * int64_t(device.sms); cols += 4) {
+template <typename T> std::string broken_grid_resident_plan(const Device& device) {
+  for (int64_t cols = 16 / sizeof(T); cols <= 40000 * int64_t(device.sms); cols += 16 / sizeof(T)) {
     for (const int64_t rows : {4, 9, 1000}) {
       Forward call = {};
       call.rows = rows, call.cols = cols;
-      const grid_resident::Plan plan = grid_resident::choose_plan(call, device);
+      const grid_resident::Plan plan = grid_resident::choose_plan<T>(call, device);
       if (plan.blocks_per_row == 0) continue;
-      const std::string broken = broken_rule(call, plan, device);
+      const std::string broken = broken_rule<T>(call, plan, device);
       if (!broken.empty()) return std::to_string(rows) + " x " + std::to_string(cols) + ": " + broken;
       ++plans;
     }
@@ -425,7 +309,8 @@ extern "C" const char* broken_plan(const char* family, int sms, int shared_bytes
   device.sms = sms, device.l2_bytes = 50 << 20, device.shared_bytes = shared_bytes, device.arch = arch_of(code);
   const bool grid_resident = std::string(family) == "grid_resident";
   plans = 0;
-  broken = grid_resident ? broken_grid_resident_plan(device) : broken_pipelined_plan<float, Forward>(device);
+  broken = grid_resident ? broken_grid_resident_plan<float>(device) : broken_pipelined_plan<float, Forward>(device);
+  if (grid_resident && broken.empty()) broken = broken_grid_resident_plan<__half>(device);
   if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<float, Backward>(device);
   if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<__half, Forward>(device);
   if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<__half, Backward>(device);
@@ -437,18 +322,16 @@ extern "C" int most_blocks_per_row() { return kMaxBlocksPerRow; }
 """
 
 
-def planner(text):
-    """Compiles the host code of a version of CUDA_SOURCE, and returns the library, which has broken_plan()."""
-    families = emulator.emulated(text).partition("// ==== Dispatch:")[0]
+def planner():
+    """Compiles the host code of CUDA_SOURCE, and returns the library, which has broken_plan()."""
+    families = emulator.emulated(emulator.sources()[0]).partition("// ==== Dispatch:")[0]
     text = families.replace('#include "emulator.h"', '#include "emulator.h"\n#include <string>', 1) + PLANS
     folder = emulator.cache("plans", text)
-    source, library = folder / "plans.cpp", folder / "plans.so"
+    library = folder / "plans.so"
     with emulator.lock(folder):
         if not library.exists():
-            source.write_text(text)
-            includes = [f"-I{path}" for path in (emulator.HERE, *emulator.cuda_include())]
-            command = ["g++", *emulator.FLAGS, *includes, str(source), "-o", str(library)]
-            subprocess.run(command, check=True)
+            (folder / "plans.cpp").write_text(text)
+            emulator.compile_with_gxx(folder / "plans.cpp", library)
     loaded = ctypes.CDLL(str(library))
     loaded.broken_plan.restype = ctypes.c_char_p
     return loaded
@@ -468,7 +351,7 @@ PLANNED_FOR = [
 @pytest.mark.parametrize("family, sms, shared_bytes, code", PLANNED_FOR)
 def test_plans_keep_their_rules(family, sms, shared_bytes, code):
     """For rows of every multiple of 16 bytes, all blocks of a launch keep the rules that prevent a deadlock."""
-    library = planner(emulator.sources()[0])
+    library = planner()
     assert library.broken_plan(family.encode(), sms, shared_bytes, code) == b""
     assert library.number_of_plans() > 10000
 
@@ -477,4 +360,4 @@ def test_plans_keep_their_rules(family, sms, shared_bytes, code):
 @pytest.mark.emulated
 @pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
 def test_cases_know_the_most_blocks_per_row():
-    assert planner(emulator.sources()[0]).most_blocks_per_row() == MAX_BLOCKS_PER_ROW
+    assert planner().most_blocks_per_row() == MAX_BLOCKS_PER_ROW

@@ -1,4 +1,4 @@
-"""Tests of the file as a KernelBench submission (its static rules, its harness), and of the code in README."""
+"""Tests of the file as a KernelBench submission (its static rules, its harness), and of the code in README and .docs."""
 
 import inspect
 import re
@@ -29,9 +29,9 @@ def test_file_follows_the_static_rules():
     assert text.startswith("# SPDX-License-Identifier: MIT\n")
 
 
-def readme_blocks(language):
-    """Returns the code blocks of README in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+def python_blocks(page):
+    """Returns the blocks of Python in README.md or a page of .docs."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
 
 
 SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling\n"  # the line that README appends for problem 34
@@ -72,8 +72,8 @@ def test_submission_runs_like_in_the_harness(problem, grad):
         assert norm(torch.rand(3, 8)).shape == (3, 8)
 
 
-def test_the_evaluators_call_in_the_readme(tmp_path, monkeypatch, capsys):
-    """README's call passes the texts of both files. A stand-in takes the place of KernelBench."""
+def test_the_evaluators_call_in_the_docs(tmp_path, monkeypatch, capsys):
+    """The call in .docs/kernelbench.md passes the texts of both files. A stand-in takes the place of KernelBench."""
 
     def eval_kernel_against_ref(reference, submission, *, backend, precision, measure_performance, **numbers):
         assert (reference, submission) == ("the reference", SOURCE.read_text())
@@ -90,14 +90,15 @@ def test_the_evaluators_call_in_the_readme(tmp_path, monkeypatch, capsys):
     (tmp_path / "KernelBench/level1").mkdir(parents=True)
     (tmp_path / "KernelBench/level1/40_LayerNorm.py").write_text("the reference")
     (tmp_path / "layernorm_inline.py").write_text(SOURCE.read_text())
-    exec(readme_blocks("python")[3], {})
+    (call,) = python_blocks(".docs/kernelbench.md")
+    exec(call, {})
     assert capsys.readouterr().out == "True 1.0 2.0\n"
 
 
 def test_code_in_the_readme_works():
-    first, use, submission, _ = readme_blocks("python")
+    first, use, submission = python_blocks("README.md")
     assert submission == SUBMISSION_34
-    namespace = {}
+    namespace = {"model": nn.Sequential(nn.LayerNorm(768))}
     exec(first, namespace)
     assert type(namespace["norm"]) is type(namespace["model"][0]) is namespace["LayerNorm"]
     exec(use, namespace)

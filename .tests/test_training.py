@@ -20,12 +20,7 @@ pytestmark = pytest.mark.full
 
 
 def train(model, batches, steps, replacement=None, rate=1e-3):
-    """Trains a copy of the model with Adam. Returns the loss of each step as float64.
-
-    Args:
-        batches: list of (input, target), which are used in turn.
-        replacement: function that changes the copy before training.
-    """
+    """Trains a copy of the model, changed by `replacement`, with Adam. Returns the loss of each step as float64."""
     model = copy.deepcopy(model)
     if replacement is not None:
         replacement(model)
@@ -41,10 +36,7 @@ def train(model, batches, steps, replacement=None, rate=1e-3):
 
 
 class OtherSummationOrder(nn.LayerNorm):
-    """An nn.LayerNorm with another order of operations, so that its results differ only by rounding.
-
-    The difference between its losses and those of nn.LayerNorm shows how large the influence of rounding is.
-    """
+    """An nn.LayerNorm whose results differ only by rounding. Its losses show how large the influence of rounding is."""
 
     def forward(self, x):
         mean = x.mean(tuple(range(-len(self.normalized_shape), 0)), keepdim=True)
@@ -79,9 +71,8 @@ def conv_model():
     return nn.Sequential(Model34(*ARGUMENTS_34))
 
 
-# Rounding errors do not grow in these networks and in this number of steps: the losses differ by about 2e-7. With ReLU,
-# whose derivative jumps, they can differ by 3e-5, and by more after further steps. After 270 steps, the loss of the
-# convnet is 1e-11. Its gradients then consist of rounding errors, and Adam divides them by their own size.
+# Rounding errors do not grow in these networks and in this number of steps. With ReLU, whose derivative jumps, or after
+# 270 steps, when the convnet's gradients consist of rounding errors, they would.
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("make,shape,target", [
     (transformer, (16, 24, 64), (16, 24, 4)), (ConvNet, (16, 3, 32, 32), (16, 4)),
