@@ -3763,7 +3763,7 @@ template <typename T> struct alignas(kLineBytes) Control {
   uint64_t empty[kMaxRingSlots<T>];  // barriers: all warps have applied the stage in this slot
   uint64_t measured;                 // barrier: all warps have written their moments of a row
   Moments moments[kWarps<T>];
-  RowStats row_stats[2];  // Two: with one entry, compute-sanitizer reports a race that cannot occur.
+  RowStats row_stats[2];  // Two: in 16 bits, a slow warp may still read those of the previous row.
 };
 
 template <typename T> struct BlockContext {
