@@ -1,12 +1,11 @@
-// An emulated GPU: runs the kernels of CUDA_SOURCE on a CPU. emulator.py turns CUDA_SOURCE into C++ that includes this
-// file, which provides threadIdx, shared memory, barriers, shuffles, copies, matrix products, and the CUDA runtime.
+// An emulated GPU: runs the kernels of CUDA_SOURCE, which emulator.py turns into C++ that includes this file.
 //
 // Every CUDA thread is a fiber: a function call with its own stack, which runs until it must wait: at a barrier, in an
 // instruction of the whole warp, for a copy, or before it reads what other blocks write. In each round, the scheduler
 // (run_blocks) runs every fiber that can go on, in a new random order. A cooperative launch runs all blocks at once;
-// other launches run four blocks at a time, in random order.
+// other launches run four blocks at a time, in random order. All random choices follow from a seed.
 //
-// How it exposes bugs. All random choices follow from a seed, so that a failure can be repeated.
+// How it exposes bugs:
 //     Races       Random warps skip up to 63 rounds. An asynchronous copy arrives at a random moment; until then, its
 //                 destination is NaN. For a kernel that may start before the previous one has ended, all that the call
 //                 writes is NaN until it has waited, and what it writes there before is lost. So a missing barrier or a
@@ -25,9 +24,11 @@
 #include <csignal>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -42,9 +43,7 @@
 
 namespace emulator {
 
-// Returns the bits of x as another type.
-template <typename To, typename From>
-inline To bits_of(From x) {
+template <typename To, typename From> inline To bits_of(From x) {
   static_assert(sizeof(To) == sizeof(From));
   To y;
   memcpy(&y, &x, sizeof(y));
@@ -53,33 +52,15 @@ inline To bits_of(From x) {
 
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
-// Reports a condition that must hold in a kernel. On a real GPU, it is not checked.
-
-// ---- Properties of the GPU, and settings ----
-
 struct Gpu {
   int sms, l2_bytes, shared_bytes, code;
+  bool rejects_cooperative;  // cooperative launches fail
 };
 inline Gpu gpu;
-inline cudaError_t cooperative_error = cudaSuccess;  // the result of cooperative launches
-inline cudaError_t last_error = cudaSuccess;         // the result of the next cudaGetLastError
-inline bool dry = false;                             // a launch runs one thread, which returns at once
-inline std::string launches;                         // if dry: one line per launch
-
-// The source of all random choices: splitmix64.
-struct Random {
-  using result_type = uint64_t;
-  uint64_t state = 0;
-  static constexpr uint64_t min() { return 0; }
-  static constexpr uint64_t max() { return ~uint64_t(0); }
-  uint64_t operator()() {
-    uint64_t z = state += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
-  }
-};
-inline Random random_numbers;
+inline cudaError_t last_error = cudaSuccess;  // the result of the next cudaGetLastError
+inline bool dry = false;                      // a launch runs one thread, which returns at once
+inline std::string launches;                  // if dry: one line per launch
+inline std::mt19937_64 random_numbers;        // the source of all random choices
 
 // ---- Guarded memory ----
 
@@ -91,26 +72,28 @@ constexpr uintptr_t kLine = 128;
 // Memory for a tensor, full of NaN, at the same position in a cache line as `like`. It lies in pages of its own, whose
 // remaining bytes are NaN. At one of the two ends, chosen at random, less than a line remains. The pages before and
 // after cannot be accessed.
-class Guarded {
- public:
-  Guarded(size_t bytes, const void* like) : bytes_(bytes) {
-    const size_t page = sysconf(_SC_PAGESIZE), pages = (bytes + 2 * kLine + page - 1) / page * page;
-    inner_bytes_ = pages;
-    map_bytes_ = pages + 2 * page;
+struct Guarded {
+  const std::string name;
+  const size_t bytes;
+  unsigned char* data;
+  void* output = nullptr;  // where the contents are copied to in the end
+
+  Guarded(size_t bytes, const void* like, const char* name) : name(name), bytes(bytes) {
+    const size_t page = sysconf(_SC_PAGESIZE);
+    inner_bytes_ = (bytes + 2 * kLine + page - 1) / page * page;
+    map_bytes_ = inner_bytes_ + 2 * page;
     void* map = mmap(nullptr, map_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) fail("mmap failed: not enough memory");
     map_ = static_cast<unsigned char*>(map);
     inner_ = map_ + page;
-    mprotect(inner_, pages, PROT_READ | PROT_WRITE);
-    std::fill_n(reinterpret_cast<uint16_t*>(inner_), pages / 2, kNan);
-    const size_t first = uintptr_t(like) % kLine, slack = (pages - first - bytes) / kLine * kLine;
-    data_ = inner_ + first + (random_numbers() % 2 == 0 ? slack : 0);
+    mprotect(inner_, inner_bytes_, PROT_READ | PROT_WRITE);
+    std::fill_n(reinterpret_cast<uint16_t*>(inner_), inner_bytes_ / 2, kNan);
+    const size_t first = uintptr_t(like) % kLine, slack = (inner_bytes_ - first - bytes) / kLine * kLine;
+    data = inner_ + first + (random_numbers() % 2 == 0 ? slack : 0);
   }
   Guarded(const Guarded&) = delete;
   ~Guarded() { munmap(map_, map_bytes_); }
 
-  void* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
   bool is_input() const { return is_input_; }
   void forbid_writes() {
     is_input_ = true;
@@ -119,65 +102,60 @@ class Guarded {
   // Replaces the contents by NaN until show() is called.
   void hide() {
     mprotect(inner_, inner_bytes_, PROT_READ | PROT_WRITE);
-    hidden_.assign(data_, data_ + bytes_);
-    std::fill_n(reinterpret_cast<uint16_t*>(data_), bytes_ / 2, kNan);
+    hidden_.assign(data, data + bytes);
+    std::fill_n(reinterpret_cast<uint16_t*>(data), bytes / 2, kNan);
   }
   void show() {
-    std::copy(hidden_.begin(), hidden_.end(), data_);
+    if (hidden_.empty()) return;
+    std::copy(hidden_.begin(), hidden_.end(), data);
     hidden_.clear();
     if (is_input_) forbid_writes();
   }
-
   // Fails if a kernel has written to the bytes beside the tensor.
-  void check(const std::string& name) const {
-    const auto words = [](unsigned char* p) { return reinterpret_cast<const uint16_t*>(p); };
-    const auto is_written = [](uint16_t x) { return x != kNan; };
-    const uint16_t *begin = words(data_), *last = words(inner_ + inner_bytes_);
-    const uint16_t* found = std::find_if(words(inner_), begin, is_written);
-    if (found == begin) found = std::find_if(words(data_ + bytes_), last, is_written);
-    if (found == last) return;
-    fail("a kernel wrote outside of " + name + ", which has " + std::to_string(bytes_) + " bytes: at offset " +
-         std::to_string(2 * (found - begin)) + " bytes");
+  void check() const {
+    for (unsigned char* p = inner_; p < inner_ + inner_bytes_; p += 2) {
+      if ((p < data || p >= data + bytes) && *reinterpret_cast<uint16_t*>(p) != kNan) {
+        fail("a kernel wrote outside of " + name + ": at offset " + std::to_string(p - data));
+      }
+    }
   }
-
   // Returns true if all bytes belong to the tensor, or lie before it in the line in which it starts.
   bool contains(const void* p, int64_t count) const {
     const auto* begin = static_cast<const unsigned char*>(p);
-    return begin >= data_ - uintptr_t(data_) % kLine && begin + count <= data_ + bytes_;
+    return begin >= data - uintptr_t(data) % kLine && begin + count <= data + bytes;
   }
 
  private:
-  unsigned char *map_, *inner_, *data_;
-  size_t map_bytes_, inner_bytes_, bytes_;
+  unsigned char *map_, *inner_;
+  size_t map_bytes_, inner_bytes_;
   std::vector<unsigned char> hidden_;  // the contents, while they are hidden
   bool is_input_ = false;
 };
 
 inline std::vector<std::unique_ptr<Guarded>> tensors;  // those of the current call; scratch memory is the last
 
-inline void check_units(const void* p, int64_t bytes, int unit = 16) {
-  if ((uintptr_t(p) | uintptr_t(bytes)) % unit == 0 && bytes > 0) return;
-  fail("a copy or prefetch must start at a multiple of " + std::to_string(unit) + " bytes and consist of such units");
+// Makes the pointer of a call point to guarded memory: to a copy of an input (const T), or to an output full of NaN.
+template <typename T> void guard(T*& p, size_t bytes, const char* name) {
+  if (p == nullptr) return;
+  tensors.push_back(std::make_unique<Guarded>(bytes, p, name));
+  Guarded& tensor = *tensors.back();
+  if constexpr (std::is_const_v<T>) {
+    memcpy(tensor.data, p, bytes);
+    tensor.forbid_writes();
+  } else {
+    tensor.output = p;
+  }
+  p = reinterpret_cast<T*>(tensor.data);
 }
 
-inline bool lies_in_tensor(const void* p, int64_t bytes) {
-  return std::any_of(tensors.begin(), tensors.end(), [&](auto& t) { return t->contains(p, bytes); });
+inline void check_units(const void* p, int64_t bytes) {
+  if ((uintptr_t(p) | uintptr_t(bytes)) % 16 != 0 || bytes <= 0)
+    fail("a copy or prefetch must consist of 16-byte units");
 }
 
-inline void check_read(const void* p, int64_t bytes, int unit = 16) {
-  check_units(p, bytes, unit);
-  if (!lies_in_tensor(p, bytes)) fail("a copy reads outside of all tensors");
-}
-
-// A prefetch may extend to the end of the last 16-byte unit, because it does not return the data.
-inline void check_prefetch(const void* p, int64_t bytes) {
-  check_units(p, bytes);
-  if (!lies_in_tensor(p, bytes - 15)) fail("a prefetch reads outside of all tensors");
-}
-
-// For a prefetch of the sector that contains this byte.
-inline void check_prefetch(const void* p) {
-  if (!lies_in_tensor(p, 1)) fail("a prefetch reads outside of all tensors");
+inline void check_in_tensor(const void* p, int64_t bytes) {
+  const auto contains = [&](auto& tensor) { return tensor->contains(p, bytes); };
+  if (!std::any_of(tensors.begin(), tensors.end(), contains)) fail("a copy or prefetch reads outside of all tensors");
 }
 
 // ---- Fibers ----
@@ -185,34 +163,34 @@ inline void check_prefetch(const void* p) {
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kPoisonedBytes = 16 << 10;  // the part of a stack that is filled with NaN: a kernel's variables
 
-// A barrier of all threads of a warp, a block or a grid, without those that have ended. A thread that waits goes on
-// when the phase has changed.
+// A barrier of all threads of a warp, a block or a grid, without those that have ended, or a named barrier. A thread
+// that waits goes on when the phase has changed.
 struct Barrier {
   int arrived = 0, participants = 0;
   unsigned phase = 0;
+  bool is_progress = true;  // a new phase counts as progress
 };
 
 struct Warp {
   Barrier barrier;
-  bool polls = false;  // it has read mailboxes of other blocks
   int rounds_to_skip = 0;
   uint64_t slots[2][32];  // one word per lane, for instructions that exchange data; even and odd phases alternate
 };
 
-struct NamedBarrier {
-  int arrived = 0;
-  unsigned phase = 0;
+struct alignas(kLine) Line {
+  unsigned char bytes[kLine];
+  Line() { memset(bytes, 0xff, kLine); }
 };
 
 struct Block {
   uint3 index;
   Barrier barrier;
   std::vector<Warp> warps;
-  std::map<int, NamedBarrier> named;
-  std::map<const void*, std::unique_ptr<unsigned char[]>> shared;  // static shared memory of each declaration
-  size_t shared_bytes;                                             // of static and dynamic shared memory
-  std::vector<unsigned char> dynamic_memory;
-  unsigned char *dynamic, *dynamic_end;
+  std::map<int, Barrier> named;
+  std::map<const void*, std::vector<Line>> shared;  // static shared memory of each declaration
+  size_t shared_bytes;                              // of static and dynamic shared memory
+  std::vector<Line> dynamic_lines;                  // dynamic shared memory and at least a line more
+  unsigned char* dynamic;
 };
 
 // An asynchronous copy that has not arrived yet.
@@ -223,16 +201,12 @@ struct Copy {
   uint64_t* barrier;  // the mbarrier that counts its bytes; null for cp.async
 };
 
-// The buffer of __builtin_setjmp: where a fiber, or the scheduler, goes on. (Unlike swapcontext, it needs no system
-// call.)
-struct JumpBuffer {
-  void* words[5];
-};
+// The buffer of __builtin_setjmp: where a fiber, or the scheduler, goes on. Unlike swapcontext, it needs no system call.
+using JumpBuffer = void* [5];
 
 struct Fiber {
   ucontext_t begin;
   JumpBuffer resume_point;
-  char* stack;
   uint3 thread_index;
   int linear;  // index of the thread in its block
   Block* block;
@@ -246,32 +220,31 @@ struct Fiber {
 struct Grid {
   dim3 grid, block;
   size_t dynamic_bytes;
-  Barrier barrier;
   bool cooperative;
-  bool early;  // may start before the previous kernel has ended (programmatic dependent launch)
+  bool early;         // may start before the previous kernel has ended (programmatic dependent launch)
   bool after_caller;  // if it starts early: the caller's kernels may not have ended either
-  const std::function<void()>* kernel;
-  const std::string* name;
-  bool hides = false;     // hide_tensors was called, and the threads have not waited yet
+  const std::function<void()>& kernel;
+  const std::string* name = nullptr;
+  Barrier barrier = {};
   uint64_t progress = 0;  // counts the events that let a thread go on
 };
 
 inline Grid* grid = nullptr;      // the one that runs
 inline Fiber* current = nullptr;  // the one that runs; null in the scheduler
 inline JumpBuffer scheduler;
-inline std::vector<char*> free_stacks;
-inline std::vector<Copy> bulk_copies;  // not arrived yet, of all blocks
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of the fibers
+inline std::vector<Copy> bulk_copies;                // not arrived yet, of all blocks
 
-[[noreturn, gnu::noinline]] inline void jump_to(JumpBuffer& point) { __builtin_longjmp(point.words, 1); }
+[[noreturn, gnu::noinline]] inline void jump_to(JumpBuffer& point) { __builtin_longjmp(point, 1); }
 
 // Stops the current fiber, and goes on in the scheduler.
 [[gnu::noinline]] inline void yield() {
-  if (__builtin_setjmp(current->resume_point.words) == 0) jump_to(scheduler);
+  if (__builtin_setjmp(current->resume_point) == 0) jump_to(scheduler);
 }
 
 // Starts or continues the current fiber. Returns when it stops.
 [[gnu::noinline]] inline void resume() {
-  if (__builtin_setjmp(scheduler.words) != 0) return;
+  if (__builtin_setjmp(scheduler) != 0) return;
   if (current->started) jump_to(current->resume_point);
   current->started = true;
   setcontext(&current->begin);
@@ -279,23 +252,25 @@ inline std::vector<Copy> bulk_copies;  // not arrived yet, of all blocks
 
 // Waits until phase differs from seen.
 inline void wait_for_change(const unsigned& phase, unsigned seen) {
-  current->phase = &phase, current->seen = seen;
+  current->phase = &phase;
+  current->seen = seen;
   while (phase == seen) yield();
   current->phase = nullptr;
 }
 
 // Starts the next phase if all participants have arrived.
-inline bool complete(Barrier& b) {
-  if (b.arrived == 0 || b.arrived < b.participants) return false;
-  b.arrived = 0, ++b.phase, ++grid->progress;
-  return true;
+inline void complete(Barrier& b) {
+  if (b.arrived == 0 || b.arrived < b.participants) return;
+  b.arrived = 0;
+  ++b.phase;
+  grid->progress += b.is_progress;
 }
 
-inline void wait(Barrier& b) {
+inline void arrive(Barrier& b, bool waits = true) {
   const unsigned phase = b.phase;
   ++b.arrived;
   complete(b);
-  wait_for_change(b.phase, phase);
+  if (waits) wait_for_change(b.phase, phase);
 }
 
 // Removes a thread that ends.
@@ -304,21 +279,18 @@ inline void leave(Barrier& b) {
   complete(b);
 }
 
-inline Warp& warp() { return current->block->warps[current->linear / 32]; }
-
-// Waits for all lanes of the warp. This does not count as progress of a warp that polls other blocks. Otherwise, a
-// deadlock of warps that poll forever would not be detected.
-inline void wait(Warp& w) {
-  const uint64_t before = grid->progress;
-  const unsigned phase = w.barrier.phase;
-  ++w.barrier.arrived;
-  if (complete(w.barrier) && w.polls) grid->progress = before;
-  wait_for_change(w.barrier.phase, phase);
+inline void named_barrier(int name, int threads, bool waits) {
+  Barrier& b = current->block->named[name];
+  b.participants = threads;
+  arrive(b, waits);
 }
 
-// Called before a thread reads mailboxes of other blocks. Lets other threads run.
+inline Warp& warp() { return current->block->warps[current->linear / 32]; }
+
+// Called before a thread reads mailboxes of other blocks. Lets other threads run. What such a warp does is not progress:
+// otherwise, a deadlock of warps that poll forever would not be detected.
 inline void poll() {
-  warp().polls = true;
+  warp().barrier.is_progress = false;
   yield();
 }
 
@@ -342,12 +314,16 @@ inline MBarrier& mbarrier(uint64_t* address) {
 // Starts the next phase if nothing is pending.
 inline void settle(MBarrier& b) {
   if (b.pending < 0) fail("an mbarrier has more arrivals than it was initialized for");
-  if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase, ++grid->progress;
+  if (b.pending > 0 || b.bytes != 0) return;
+  b.pending = b.count;
+  ++b.phase;
+  ++grid->progress;
 }
 
 inline void arrive(uint64_t* address, int bytes) {
   MBarrier& b = mbarrier(address);
-  b.bytes += bytes, --b.pending;
+  b.bytes += bytes;
+  --b.pending;
   settle(b);
 }
 
@@ -358,11 +334,8 @@ inline void wait(uint64_t* address, int parity) {
 
 // Lets a copy arrive.
 inline void perform(const Copy& copy) {
-  if (copy.from != nullptr) {
-    memcpy(copy.to, copy.from, copy.bytes);
-  } else {
-    memset(copy.to, 0, copy.bytes);
-  }
+  if (copy.from != nullptr) memcpy(copy.to, copy.from, copy.bytes);
+  if (copy.from == nullptr) memset(copy.to, 0, copy.bytes);
   if (copy.barrier != nullptr) {
     MBarrier& b = mbarrier(copy.barrier);
     b.bytes -= copy.bytes;
@@ -371,20 +344,21 @@ inline void perform(const Copy& copy) {
   ++grid->progress;
 }
 
-// cp.async.bulk. The destination is NaN until the copy arrives.
+// The destination of a copy is NaN until the copy arrives, or until the thread waits for its copies.
 inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
   check_units(to, bytes);
-  check_read(from, bytes);
+  check_units(from, bytes);
+  check_in_tensor(from, bytes);
   memset(to, 0xff, bytes);
   bulk_copies.push_back({to, from, bytes, barrier});
 }
 
-// cp.async. The destination is NaN until the thread waits for its copies, or until they arrive at an mbarrier.
-inline void copy_async(void* to, const void* from, bool exists = true, int bytes = 16) {
-  check_units(to, bytes, bytes);
-  if (exists) check_read(from, bytes, bytes);
-  memset(to, 0xff, bytes);
-  current->copies.push_back({to, exists ? from : nullptr, bytes, nullptr});
+inline void copy_async(void* to, const void* from, bool exists = true) {
+  check_units(to, 16);
+  if (exists) check_units(from, 16);
+  if (exists) check_in_tensor(from, 16);
+  memset(to, 0xff, 16);
+  current->copies.push_back({to, exists ? from : nullptr, 16, nullptr});
 }
 
 inline void wait_for_copies() {
@@ -404,40 +378,15 @@ inline void arrive_with_copies(uint64_t* barrier) {
   arrive(barrier, 0);
 }
 
-inline void named_barrier(int name, int threads, bool waits) {
-  NamedBarrier& b = current->block->named[name];
-  const unsigned phase = b.phase;
-  if (++b.arrived > threads) fail("a named barrier has more arrivals than threads");
-  if (b.arrived == threads) b.arrived = 0, ++b.phase, ++grid->progress;
-  if (waits) wait_for_change(b.phase, phase);
-}
-
 // ---- Running a grid ----
 
 inline bool follows_caller = true;  // all kernels of the call so far, if any, could start before the caller's had ended
 
-// Returns true if a tensor may still be written, or read, when the current kernel starts early: by an earlier kernel of
-// the call, or by the caller's.
-inline bool is_in_use(const Guarded& tensor) { return grid->after_caller || !tensor.is_input(); }
-
-// Hides the tensors that are in use until the current kernel has waited for the previous one. If the kernel writes to
-// them before it waits, the numbers are lost.
-inline void hide_tensors() {
-  for (auto& t : tensors) {
-    if (is_in_use(*t)) t->hide();
-  }
-  grid->hides = true;
-}
-
 // Waits for all threads of the grid. The first thread to go on shows what was hidden.
 inline void wait_for_previous() {
   if (!grid->early) return;
-  wait(grid->barrier);
-  if (!grid->hides) return;
-  for (auto& t : tensors) {
-    if (is_in_use(*t)) t->show();
-  }
-  grid->hides = false;
+  arrive(grid->barrier);
+  for (auto& tensor : tensors) tensor->show();
 }
 
 struct End {};  // thrown to end a thread
@@ -445,13 +394,15 @@ struct End {};  // thrown to end a thread
 // The function of every fiber: runs one thread of the kernel.
 inline void run_fiber() {
   try {
-    (*grid->kernel)();
+    grid->kernel();
   } catch (End) {
   } catch (const std::exception& e) {
     current->error = e.what();
   }
   current->done = true;
-  leave(warp().barrier), leave(current->block->barrier), leave(grid->barrier);
+  leave(warp().barrier);
+  leave(current->block->barrier);
+  leave(grid->barrier);
   ++grid->progress;
   jump_to(scheduler);
 }
@@ -465,12 +416,11 @@ inline void on_signal(int number, siginfo_t* info, void*) {
   if (number == SIGSEGV || number == SIGBUS) {
     const auto* address = static_cast<const unsigned char*>(info->si_addr);
     current->error = "an access outside of all tensors, or a write to an input";
-    for (const auto& t : tensors) {
-      const int64_t offset = address - static_cast<const unsigned char*>(t->data());
-      if (offset > -8192 && offset < int64_t(t->bytes()) + 8192) {
-        current->error +=
-            ", at offset " + std::to_string(offset) + " of a tensor of " + std::to_string(t->bytes()) + " bytes";
-      }
+    for (const auto& tensor : tensors) {
+      const int64_t offset = address - tensor->data, bytes = tensor->bytes;
+      if (offset <= -8192 || offset >= bytes + 8192) continue;
+      const std::string place = std::to_string(offset) + " of " + std::to_string(bytes) + " bytes";
+      current->error += ", near " + tensor->name + ": at offset " + place;
     }
   } else {  // -fsanitize executes a trap instruction
     current->error = "a misaligned access, or an index beyond the end of an array";
@@ -494,88 +444,71 @@ struct SignalHandlers {
   }
 };
 
-inline std::unique_ptr<Block> new_block(const Grid& running, uint3 index, int threads) {
-  auto block = std::make_unique<Block>();
-  block->index = index;
-  block->barrier.participants = threads;
-  block->warps.resize((threads + 31) / 32);
-  block->shared_bytes = running.dynamic_bytes;
-  block->dynamic_memory.assign(running.dynamic_bytes + 2 * kLine, 0xff);
-  block->dynamic = block->dynamic_memory.data();
-  while (uintptr_t(block->dynamic) % kLine != 0) ++block->dynamic;
-  block->dynamic_end = block->dynamic + running.dynamic_bytes;
-  return block;
-}
-
-inline std::unique_ptr<Fiber> new_fiber(const Grid& running, Block& block, unsigned t) {
-  auto fiber = std::make_unique<Fiber>();
-  const dim3 size = running.block;
-  fiber->linear = t;
-  fiber->block = &block;
-  fiber->thread_index = {t % size.x, t / size.x % size.y, t / size.x / size.y};
-  ++block.warps[t / 32].barrier.participants;
-  if (free_stacks.empty()) free_stacks.push_back(static_cast<char*>(malloc(kStackBytes)));
-  fiber->stack = free_stacks.back();
-  free_stacks.pop_back();
-  // NaN, so that the use of an uninitialized variable shows in the results. Ordinary numbers could hide it, because a
-  // kernel may multiply the variable by 0.
-  memset(fiber->stack + kStackBytes - kPoisonedBytes, 0xff, kPoisonedBytes);
-  getcontext(&fiber->begin);
-  fiber->begin.uc_stack.ss_sp = fiber->stack;
-  fiber->begin.uc_stack.ss_size = kStackBytes;
-  fiber->begin.uc_link = nullptr;
-  makecontext(&fiber->begin, run_fiber, 0);
-  return fiber;
-}
-
-// Lets random warps skip some rounds, so that other warps get ahead of them, as on a GPU. skips_none: every warp runs.
-inline void choose_skipped_rounds(const std::vector<std::unique_ptr<Block>>& blocks, bool skips_none) {
-  for (const auto& block : blocks) {
-    for (Warp& w : block->warps) {
-      if (skips_none) {
-        w.rounds_to_skip = 0;
-      } else if (w.rounds_to_skip > 0) {
-        --w.rounds_to_skip;
-      } else if (random_numbers() % 64 == 0) {
-        w.rounds_to_skip = random_numbers() % 64;
-      }
-    }
-  }
-}
-
 // Runs the blocks with these indices, all at once, until their threads have ended. This is the scheduler.
 inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
-  const int threads = running.block.x * running.block.y * running.block.z;
-  std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  grid = &running;
+  const unsigned width = running.block.x, threads = width * running.block.y;
+  std::deque<Block> blocks;
+  std::deque<Fiber> fibers;
   std::vector<Fiber*> left;
   for (const uint3 index : indices) {
-    blocks.push_back(new_block(running, index, threads));
-    for (int t = 0; t < threads; ++t) {
-      fibers.push_back(new_fiber(running, *blocks.back(), t));
-      left.push_back(fibers.back().get());
+    Block& block = blocks.emplace_back();
+    block.index = index;
+    block.barrier.participants = threads;
+    block.warps.resize((threads + 31) / 32);
+    block.shared_bytes = running.dynamic_bytes;
+    block.dynamic_lines.resize(running.dynamic_bytes / kLine + 2);
+    block.dynamic = block.dynamic_lines[0].bytes;
+    for (unsigned t = 0; t < threads; ++t) {
+      if (stacks.size() == fibers.size()) stacks.emplace_back(new char[kStackBytes]);
+      char* stack = stacks[fibers.size()].get();
+      // NaN, so that the use of an uninitialized variable shows in the results. Ordinary numbers could hide it, because
+      // a kernel may multiply the variable by 0.
+      memset(stack + kStackBytes - kPoisonedBytes, 0xff, kPoisonedBytes);
+      Fiber& fiber = fibers.emplace_back();
+      left.push_back(&fiber);
+      fiber.linear = t;
+      fiber.block = &block;
+      fiber.thread_index = {t % width, t / width};
+      ++block.warps[t / 32].barrier.participants;
+      getcontext(&fiber.begin);
+      fiber.begin.uc_stack.ss_sp = stack;
+      fiber.begin.uc_stack.ss_size = kStackBytes;
+      fiber.begin.uc_link = nullptr;
+      makecontext(&fiber.begin, run_fiber, 0);
     }
   }
   running.barrier = {};
   running.barrier.participants = int(fibers.size());
-  grid = &running;
-  if (running.early) hide_tensors();
+  for (auto& tensor : tensors) {
+    // An earlier kernel of the call, or of the caller, may still write or read the tensor.
+    if (running.early && (running.after_caller || !tensor->is_input())) tensor->hide();
+  }
   uint64_t progress = ~uint64_t(0);
   int idle = 0;
   std::string error;
   while (!left.empty() && error.empty()) {
+    // Random warps skip some rounds, so that others get ahead of them. All run before a deadlock is reported.
+    for (Block& block : blocks) {
+      for (Warp& w : block.warps) {
+        if (idle > 100) {
+          w.rounds_to_skip = 0;
+        } else if (w.rounds_to_skip > 0) {
+          --w.rounds_to_skip;
+        } else if (random_numbers() % 64 == 0) {
+          w.rounds_to_skip = random_numbers() % 64;
+        }
+      }
+    }
     std::shuffle(left.begin(), left.end(), random_numbers);
-    choose_skipped_rounds(blocks, idle > 100);  // all warps run before a deadlock is reported
     for (Fiber* fiber : left) {
       if (fiber->block->warps[fiber->linear / 32].rounds_to_skip > 0) continue;
       if (fiber->phase != nullptr && *fiber->phase == fiber->seen) continue;
       current = fiber;
       resume();
       current = nullptr;
-      if (!fiber->error.empty()) {
-        error = fiber->error;
-        break;
-      }
+      error = fiber->error;
+      if (!error.empty()) break;
     }
     left.erase(std::remove_if(left.begin(), left.end(), [](Fiber* f) { return f->done; }), left.end());
     idle = running.progress == progress ? idle + 1 : 0;
@@ -583,9 +516,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
     if (idle > 200 && bulk_copies.empty() && error.empty()) {
       error = "deadlock: " + std::to_string(left.size()) + " threads wait, and none can go on";
     }
-    std::vector<Copy> arriving;
-    arriving.swap(bulk_copies);
-    for (const Copy& copy : arriving) {
+    for (const Copy& copy : std::exchange(bulk_copies, {})) {
       if (random_numbers() % 4 == 0) {
         perform(copy);
       } else {
@@ -593,13 +524,11 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
       }
     }
   }
-  for (auto& fiber : fibers) free_stacks.push_back(fiber->stack);
   if (error.empty() && !bulk_copies.empty()) error = "a block ended before its copies arrived";
-  for (const auto& block : blocks) {
-    const unsigned char *end = block->dynamic_end, *last = &block->dynamic_memory.back();
-    if (std::any_of(end, last, [](unsigned char c) { return c != 0xff; })) {
+  for (const Block& block : blocks) {
+    const unsigned char *end = block.dynamic + running.dynamic_bytes, *last = block.dynamic_lines.back().bytes + kLine;
+    if (std::any_of(end, last, [](unsigned char c) { return c != 0xff; }))
       error = "a block wrote beyond its shared memory";
-    }
   }
   bulk_copies.clear();
   mbarriers.clear();
@@ -607,51 +536,51 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   if (!error.empty()) fail(*running.name + ": " + error);
 }
 
-// Cooperative: all blocks run at once. Early: the kernel may start before the previous one has ended.
-enum class Launch { Plain, Cooperative, Early };
-
-// Runs a grid. kernel: runs one thread.
-inline void run(dim3 grid_size, dim3 block_size, size_t dynamic_bytes, Launch how,
-                const std::function<void()>& kernel) {
+inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
+  const dim3 size = config.gridDim, block = config.blockDim;
+  const auto attribute = config.numAttrs > 0 ? config.attrs[0].id : cudaLaunchAttributeIgnore;
+  Grid running = {size,
+                  block,
+                  config.dynamicSmemBytes,
+                  attribute == cudaLaunchAttributeCooperative,
+                  attribute == cudaLaunchAttributeProgrammaticStreamSerialization,
+                  follows_caller,
+                  kernel};
+  if (running.cooperative && (gpu.rejects_cooperative || int(size.x * size.y) > gpu.sms)) {
+    return last_error = cudaErrorCooperativeLaunchTooLarge;
+  }
+  follows_caller = follows_caller && running.early;
+  if (size.x == 0 || size.y == 0 || size.y > 65535) fail("a grid has no blocks, or too many");
+  if (running.dynamic_bytes > size_t(gpu.shared_bytes)) fail("a launch requests too much dynamic shared memory");
   std::vector<uint3> indices;
-  for (unsigned z = 0; z < grid_size.z; ++z) {
-    for (unsigned y = 0; y < grid_size.y; ++y) {
-      for (unsigned x = 0; x < grid_size.x; ++x) indices.push_back({x, y, z});
-    }
-  }
-  if (indices.empty()) fail("a grid has no blocks");
-  if (grid_size.y > 65535 || grid_size.z > 65535) fail("a grid is too large");
-  if (dynamic_bytes > size_t(gpu.shared_bytes)) fail("a launch requests too much dynamic shared memory");
-  const SignalHandlers handlers;
-  const bool after_caller = follows_caller;
-  if (how != Launch::Early) follows_caller = false;
-  Grid running = {grid_size, block_size, dynamic_bytes, {}, how == Launch::Cooperative, how == Launch::Early,
-                  after_caller, &kernel, nullptr};
-  if (dry) {
-    const auto sizes = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
-    launches +=
-        sizes(grid_size) + " blocks of" + sizes(block_size) + " threads, " + std::to_string(dynamic_bytes) + " B: ";
-    running.block = 1, indices.resize(1);
-  }
-  if (how == Launch::Cooperative) return run_blocks(running, indices);
+  for (unsigned i = 0; i < size.x * size.y; ++i) indices.push_back({i % size.x, i / size.x});
   std::shuffle(indices.begin(), indices.end(), random_numbers);
-  for (size_t i = 0; i < indices.size(); i += 4) {
-    run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + 4)});
+  const SignalHandlers handlers;
+  if (dry) {
+    const auto words = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
+    launches +=
+        words(size) + " blocks of" + words(block) + " threads, " + std::to_string(running.dynamic_bytes) + " B: ";
+    running.block = 1;
+    indices.resize(1);
   }
+  const size_t at_once = running.cooperative ? indices.size() : 4;
+  for (size_t i = 0; i < indices.size(); i += at_once) {
+    run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + at_once)});
+  }
+  return cudaSuccess;
 }
 
-// Returns the block's shared memory for a declaration, which is identified by an address.
-template <typename T>
-T& shared(const void* declaration) {
+// Returns the block's shared memory for the declaration in a line.
+template <typename T, int LINE> T& shared() {
+  static const char declaration = 0;
   Block& block = *current->block;
-  auto& memory = block.shared[declaration];
-  if (memory == nullptr) {
+  auto& memory = block.shared[&declaration];
+  if (memory.empty()) {
     block.shared_bytes += (sizeof(T) + 15) / 16 * 16;
     if (block.shared_bytes > size_t(gpu.shared_bytes)) fail("a block uses too much shared memory");
-    memory.reset(new unsigned char[sizeof(T) + kLine]);
-    memset(memory.get(), 0xff, sizeof(T) + kLine);
+    memory.resize((sizeof(T) + kLine - 1) / kLine);
   }
-  return *reinterpret_cast<T*>((uintptr_t(memory.get()) + kLine - 1) / kLine * kLine);
+  return *reinterpret_cast<T*>(memory[0].bytes);
 }
 
 // ---- The list of kernels, and which of them ran ----
@@ -677,75 +606,50 @@ struct Kernel {
 
 // Registers a kernel when the library is loaded. Here is an empty struct that is declared inside the kernel: its name
 // contains the kernel's. Every instantiation of a kernel has its own, even if it is never launched.
-template <typename Here>
-struct KernelOf {
+template <typename Here> struct KernelOf {
   static const char* printed() { return __PRETTY_FUNCTION__; }
   static inline Kernel kernel{printed()};
 };
 
 // The first statement of every kernel. The arguments are the kernel's launch bounds.
-template <typename Here>
-void begin(int max_threads, int = 0) {
+template <typename Here> void begin(int max_threads, int = 0) {
   Kernel& kernel = KernelOf<Here>::kernel;
   kernel.ran = true;
   grid->name = &kernel.name;
-  const int threads = grid->block.x * grid->block.y * grid->block.z;
-  if (threads > max_threads) fail("a block has more threads than its launch bounds allow");
-  if (dry) launches += kernel.name + "\n";
-  if (dry) throw End();
-}
-
-// cudaLaunchKernelEx.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
-  Launch how = Launch::Plain;
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    const cudaLaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative) how = Launch::Cooperative;
-    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) how = Launch::Early;
-  }
-  const dim3 g = config->gridDim;
-  if (how == Launch::Cooperative) {
-    if (int(g.x * g.y * g.z) > gpu.sms) last_error = cudaErrorCooperativeLaunchTooLarge;
-    if (cooperative_error != cudaSuccess) last_error = cooperative_error;
-    if (last_error != cudaSuccess) return last_error;
-  }
-  run(g, config->blockDim, config->dynamicSmemBytes, how, [=] { kernel(Parameters(arguments)...); });
-  return cudaSuccess;
+  if (int(grid->block.x * grid->block.y) > max_threads) fail("a block has more threads than its launch bounds allow");
+  if (!dry) return;
+  launches += kernel.name + "\n";
+  throw End();
 }
 
 // ---- Instructions of a whole warp ----
 
 // Waits for all lanes, and returns the values that they passed.
-template <typename Value>
-const uint64_t* exchange(Value value) {
+template <typename Value> const uint64_t* exchange(Value value) {
   static_assert(sizeof(Value) <= 8, "a lane exchanges one word");
   Warp& w = warp();
   uint64_t* slots = w.slots[w.barrier.phase % 2];
   memcpy(&slots[current->linear % 32], &value, sizeof(value));
-  wait(w);
+  arrive(w.barrier);
   return slots;
 }
 
 // Returns the value that a lane passed.
-template <typename Value>
-Value value_of_lane(Value value, int lane) {
+template <typename Value> Value value_of_lane(Value value, int lane) {
   Value result;
   memcpy(&result, &exchange(value)[lane & 31], sizeof(value));
   return result;
 }
 
 // An operand of a matrix product as a float. Float32 operands are TF32: the hardware ignores their last 13 bits.
-template <typename T>
-float operand(T x) {
+template <typename T> float operand(T x) {
   if constexpr (sizeof(T) == 4) return bits_of<float>(bits_of<uint32_t>(x) & 0xffffe000u);
   return float(x);
 }
 
 // Returns an element of a matrix in shared memory. matrix: a descriptor of wgmma, with three fields in units of 16
 // bytes: the address, the step to the next unit of a row, and the step to the next 8 rows.
-template <typename T>
-float element_of(uint64_t matrix, int row, int k) {
+template <typename T> float element_of(uint64_t matrix, int row, int k) {
   constexpr int kEach = 16 / sizeof(T);
   auto field = [&](int bit) { return int(matrix >> bit & 0x3fff); };
   const int unit = field(0) + k / kEach * field(16) + row / 8 * field(32) + row % 8;
@@ -755,8 +659,7 @@ float element_of(uint64_t matrix, int row, int k) {
 }
 
 // c += a * b for a with 64 rows, 16 per warp, and b with 128 columns: wgmma, but computed at once.
-template <typename T, typename A>
-void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
+template <typename T, typename A> void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
   const int lane = current->linear % 32, first_row = current->linear / 32 % 4 * 16 + lane / 4;
   for (int k = 0; k < int(32 / sizeof(T)); ++k) {
     for (int half = 0; half < 2; ++half) {
@@ -780,27 +683,15 @@ void multiply_add_async(float (&c)[64], const A& a, uint64_t b) {
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 
-// threadIdx and the like: objects whose members read the current fiber's values.
-#define EMULATED_INDEX(name, of)                           \
-  inline const struct {                                    \
-    struct {                                               \
-      operator unsigned() const { return emulator::of.x; } \
-    } x;                                                   \
-    struct {                                               \
-      operator unsigned() const { return emulator::of.y; } \
-    } y;                                                   \
-  } name {                                                 \
-  }
-EMULATED_INDEX(threadIdx, current->thread_index);
-EMULATED_INDEX(blockIdx, current->block->index);
-EMULATED_INDEX(blockDim, grid->block);
-EMULATED_INDEX(gridDim, grid->grid);
+#define threadIdx (emulator::current->thread_index)
+#define blockIdx (emulator::current->block->index)
+#define blockDim (emulator::grid->block)
+#define gridDim (emulator::grid->grid)
 
 using std::max;
 using std::min;
 inline float rsqrt(float x) { return 1 / std::sqrt(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
-using std::abs;
 using std::isnan;
 
 inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
@@ -812,20 +703,15 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
 }
 
-template <typename T>
-inline void __stcs(T* p, T x) {
-  *p = x;
-}
+template <typename T> inline void __stcs(T* p, T x) { *p = x; }
 
 inline void __nanosleep(unsigned) {}
-inline void __syncthreads() { emulator::wait(emulator::current->block->barrier); }
-inline void __syncwarp() { emulator::wait(emulator::warp()); }
-template <typename T>
-inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+inline void __syncthreads() { emulator::arrive(emulator::current->block->barrier); }
+inline void __syncwarp() { emulator::arrive(emulator::warp().barrier); }
+template <typename T> inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {
   return emulator::value_of_lane(x, emulator::current->linear % 32 / width * width + lane % width);
 }
-template <typename T>
-inline T __shfl_xor_sync(unsigned, T x, int mask) {
+template <typename T> inline T __shfl_xor_sync(unsigned, T x, int mask) {
   return emulator::value_of_lane(x, emulator::current->linear % 32 ^ mask);
 }
 inline unsigned __ballot_sync(unsigned, bool x) {
@@ -840,7 +726,7 @@ namespace cooperative_groups {
 struct EmulatedGrid {
   void sync() const {
     if (!emulator::grid->cooperative) emulator::fail("grid.sync() in a launch that is not cooperative");
-    emulator::wait(emulator::grid->barrier);
+    emulator::arrive(emulator::grid->barrier);
   }
 };
 inline EmulatedGrid this_grid() { return {}; }
@@ -849,7 +735,7 @@ inline EmulatedGrid this_grid() { return {}; }
 // ---- The CUDA runtime: the functions that host code calls ----
 
 extern "C" {
-cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
+cudaError_t cudaGetDevice(int*) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -871,5 +757,5 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
-  return emulator::launch(config, kernel, arguments...);
+  return emulator::launch(*config, [=] { kernel(Parameters(arguments)...); });
 }

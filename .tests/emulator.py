@@ -6,8 +6,7 @@
         print(kernels(libraries))                  # the names of the kernels that ran
 
 The file's Python code, its C++ binding, compiled for CPU tensors, and its CUDA kernels, compiled by g++ as C++, run
-almost unchanged. emulator.h explains how the kernels run. emulated() rewrites shared memory and inline assembly:
-functions that consist of it get another body (BODIES), and other inline assembly is replaced by STATEMENTS.
+almost unchanged. emulator.h explains how the kernels run.
 """
 
 import contextlib
@@ -37,39 +36,32 @@ SOURCE = HERE.parent / "layernorm_inline.py"
 
 # Name of a function of CUDA_SOURCE -> its body on an emulated GPU.
 BODIES = {
-    "opaque": "return x;",
     "keep_pointer": "return pointer;",
     "shared_address": "return static_cast<const unsigned char*>(p) - emulator::current->block->dynamic;",
     "copy_or_zero": "emulator::copy_async(shared, global, exists);",
     "copy_async": "emulator::copy_async(shared, global);",
     "wait_for_copies": "emulator::wait_for_copies();",
     "barrier_init": "emulator::mbarriers[barrier] = {arrivals, arrivals, 0, 0};",
-    "barriers_initialized": "",
     "barrier_arrive": "emulator::arrive(barrier, 0);",
     "barrier_arrive_with_copies": "emulator::arrive_with_copies(barrier);",
     "barrier_wait": "emulator::wait(barrier, parity);",
     "barrier_arrive_expecting": "emulator::arrive(barrier, bytes);",
     "bulk_copy": "emulator::bulk_copy(shared, global, bytes, barrier);",
-    "writes_before_async_accesses": "",
     "named_barrier_wait": "emulator::named_barrier(name, 2 * kGroupThreads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, 2 * kGroupThreads, false);",
     "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
-    "keep_in_registers": "",
-    "let_next_start": "",
     "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
-    "prefetch_to_l2": "emulator::check_prefetch(global, bytes);",
+    "prefetch_to_l2": "emulator::check_units(global, bytes); emulator::check_in_tensor(global, bytes - 15);",
 }
-# Pattern in CUDA_SOURCE -> its replacement: inline assembly inside functions, macros of nvcc, and the
-# loop that polls mailboxes.
+# Pattern in CUDA_SOURCE -> its replacement: inline assembly, macros of nvcc, and the loop that polls mailboxes.
 STATEMENTS = {
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
-    r'asm volatile\("(?:wgmma\.(?:fence|commit|wait)|setmaxnreg).*?\);': "",
+    r'asm volatile\("(?:wgmma\.(?:fence|commit)|setmaxnreg|fence\.|griddepcontrol\.launch|" : "\+f").*?\);': ";",
     r"attributes\.maxThreadsPerBlock": "(emulator::gpu.code == 90 ? kThreads : 32)",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
-    r'asm volatile\("prefetch\.global\.L2::evict_last.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(global) + offset, 16);",
-    r'asm volatile\("prefetch\.global\.L2 \[.*?\)\);': "emulator::check_prefetch(static_cast<const char*>(affine) + offset);",
+    r'asm volatile\("prefetch\.global\.L2.*?"l"\((.*?)\)\);': r"emulator::check_in_tensor(\1, 1);",
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
@@ -83,123 +75,72 @@ STATEMENTS = {
 WRAPPER = r"""
 namespace ln = TORCH_EXTENSION_NAME;
 
-// Copies of a call's tensors in guarded memory. The call's pointers are set to the copies while it runs.
-class Tensors {
- public:
-  // Copies an input. Kernels cannot write to the copy.
-  template <typename T>
-  void read(const T*& p, size_t bytes, const char* name) {
-    if (p == nullptr) return;
-    void* copy = add(p, bytes, name);
-    memcpy(copy, p, bytes);
-    emulator::tensors.back()->forbid_writes();
-    p = static_cast<const T*>(copy);
+// Makes a call use guarded memory.
+template <typename Call> static void guard_tensors(Call& call) {
+  using emulator::guard;
+  const size_t each = ln::size_of(call.dtype), affine = call.affine_float32 ? 4 : each;
+  if constexpr (std::is_same_v<Call, ln::Convolution>) {
+    const size_t places = call.batch * call.depth * call.height;
+    guard(call.input, places * 32 * 32 * each, "input");
+    guard(call.conv_weight, 32 * 64 * 64 * each, "conv_weight");
+    guard(call.conv_bias, 64 * each, "conv_bias");
+    guard(call.weight, 64 * affine, "weight");
+    guard(call.bias, 64 * affine, "bias");
+    guard(call.output, places * 4 * 64 * 64 * each, "output");
+  } else {
+    const size_t all = call.rows * call.cols * each, of_rows = call.rows * 4;
+    guard(call.input, all, "input");
+    guard(call.weight, call.cols * affine, "weight");
+    guard(call.bias, call.cols * affine, "bias");
+    guard(call.mean, of_rows, "mean");
+    guard(call.rstd, of_rows, "rstd");
+    if constexpr (std::is_same_v<Call, ln::Forward>) {
+      guard(call.output, all, "output");
+    } else {
+      guard(call.grad_output, all, "grad_output");
+      guard(call.grad_input, all, "grad_input");
+      guard(call.grad_weight, call.cols * affine, "grad_weight");
+      guard(call.grad_bias, call.cols * affine, "grad_bias");
+    }
   }
-  // Provides an output, which is full of NaN.
-  template <typename T>
-  void written(T*& p, size_t bytes, const char* name) {
-    if (p == nullptr) return;
-    outputs_.push_back({p, add(p, bytes, name), bytes});
-    p = static_cast<T*>(outputs_.back().copy);
-  }
-  // Allocates scratch memory, and frees the previous piece, so that any later access to it ends the kernel.
-  void* scratch(size_t bytes) {
-    if (has_scratch_) emulator::tensors.pop_back(), names_.pop_back();
-    has_scratch_ = true;
-    return add(nullptr, bytes, "scratch");
-  }
-  // Checks that nothing beside the tensors was written, and copies the outputs back.
-  void finish() {
-    for (size_t i = 0; i < names_.size(); ++i) emulator::tensors[i]->check(names_[i]);
-    for (const Output& output : outputs_) memcpy(output.to, output.copy, output.bytes);
-  }
-  ~Tensors() { emulator::tensors.clear(); }
-
- private:
-  struct Output {
-    void *to, *copy;
-    size_t bytes;
-  };
-  std::vector<std::string> names_;
-  std::vector<Output> outputs_;
-  bool has_scratch_ = false;
-
-  void* add(const void* like, size_t bytes, const char* name) {
-    emulator::tensors.push_back(std::make_unique<emulator::Guarded>(bytes, like));
-    names_.push_back(name);
-    return emulator::tensors.back()->data();
-  }
-};
-
-static void guard(ln::Forward& call, Tensors& tensors) {
-  const size_t each = ln::size_of(call.dtype), all = call.rows * call.cols * each;
-  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * 4;
-  tensors.read(call.input, all, "input");
-  tensors.read(call.weight, of_cols, "weight");
-  tensors.read(call.bias, of_cols, "bias");
-  tensors.written(call.output, all, "output");
-  tensors.written(call.mean, of_rows, "mean");
-  tensors.written(call.rstd, of_rows, "rstd");
 }
-
-static void guard(ln::Backward& call, Tensors& tensors) {
-  const size_t each = ln::size_of(call.dtype), all = call.rows * call.cols * each;
-  const size_t of_cols = call.cols * (call.affine_float32 ? 4 : each), of_rows = call.rows * 4;
-  tensors.read(call.grad_output, all, "grad_output");
-  tensors.read(call.input, all, "input");
-  tensors.read(call.mean, of_rows, "mean");
-  tensors.read(call.rstd, of_rows, "rstd");
-  tensors.read(call.weight, of_cols, "weight");
-  tensors.read(call.bias, of_cols, "bias");
-  tensors.written(call.grad_input, all, "grad_input");
-  tensors.written(call.grad_weight, of_cols, "grad_weight");
-  tensors.written(call.grad_bias, of_cols, "grad_bias");
-}
-
-#ifdef LAYERNORM_HAS_EPILOGUE
-static void guard(ln::Convolution& call, Tensors& tensors) {
-  const size_t each = ln::size_of(call.dtype), places = call.batch * call.depth * call.height;
-  const size_t affine = 64 * (call.affine_float32 ? 4 : each);
-  tensors.read(call.input, places * 32 * 32 * each, "input");
-  tensors.read(call.conv_weight, 32 * 64 * 64 * each, "conv_weight");
-  tensors.read(call.conv_bias, 64 * each, "conv_bias");
-  tensors.read(call.weight, affine, "weight");
-  tensors.read(call.bias, affine, "bias");
-  tensors.written(call.output, places * 4 * 64 * 64 * each, "output");
-}
-#endif
 
 static std::string answer;  // holds the text that a function below returned last
 
 // Runs a call, and returns an error message, which is empty if there was no error. The kernels get guarded scratch
 // memory. The binding's `allocate` is called as often and with the same sizes, and its memory is written.
-template <typename Call>
-static const char* emulate(Call call, const ln::Allocate& allocate) {
+template <typename Call> static const char* emulate(Call call, const ln::Allocate& allocate) {
+  using emulator::tensors;
   answer.clear();
   try {
-    Tensors tensors;
-    guard(call, tensors);
+    guard_tensors(call);
     emulator::follows_caller = true;
-    const auto allocate_guarded = [&](size_t bytes) {
+    const auto allocate_guarded = [&](size_t bytes) -> void* {
       memset(allocate(bytes), 0xff, bytes);
-      return tensors.scratch(bytes);
+      // The previous piece is freed, so that any later access to it ends the kernel.
+      if (!tensors.empty() && tensors.back()->name == "scratch") tensors.pop_back();
+      tensors.push_back(std::make_unique<emulator::Guarded>(bytes, nullptr, "scratch"));
+      return tensors.back()->data;
     };
     const cudaError_t error = ln::launch(call, allocate_guarded, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
-    tensors.finish();
+    for (const auto& tensor : tensors) {
+      tensor->check();
+      if (tensor->output != nullptr) memcpy(tensor->output, tensor->data, tensor->bytes);
+    }
   } catch (const std::exception& e) {
     answer = e.what();
   }
+  tensors.clear();
   return answer.c_str();
 }
 
 extern "C" {
 void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool rejects_cooperative, bool dry) {
-  emulator::gpu = {sms, 1 << 20, shared_bytes, code};
-  emulator::random_numbers.state = seed;
+  emulator::gpu = {sms, 1 << 20, shared_bytes, code, rejects_cooperative};
+  emulator::random_numbers.seed(seed);
   emulator::dry = dry;
-  emulator::cooperative_error = rejects_cooperative ? cudaErrorCooperativeLaunchTooLarge : cudaSuccess;
 }
 // Returns the names of all kernels, or of those that ran since the last call of this function, one per line.
 const char* emulated_kernels(bool all) {
@@ -225,11 +166,19 @@ bool emulate_supports_convolution(ln::DType dtype, bool tf32) { return ln::suppo
 """
 
 
-def end_of(text, start, opening="{", closing="}"):
+def replaced(text, replacements):
+    """Returns the text with every pattern replaced. Each pattern must occur."""
+    for pattern, replacement in replacements.items():
+        text, count = re.subn(pattern, replacement, text, flags=re.S)
+        assert count, f"layernorm_inline.py does not contain {pattern}: edit {__file__}"
+    return text
+
+
+def end_of(text, start):
     """Returns the index after the bracket that closes the one at text[start]."""
     depth = 0
     for i in range(start, len(text)):
-        depth += (text[i] == opening) - (text[i] == closing)
+        depth += (text[i] in "{(") - (text[i] in "})")
         if depth == 0:
             return i + 1
     raise ValueError("a bracket is not closed")
@@ -238,55 +187,27 @@ def end_of(text, start, opening="{", closing="}"):
 def emulated(source):
     """Returns C++ that includes emulator.h, for the CUDA C++ of CUDA_SOURCE."""
     for name, body in BODIES.items():
-        found = list(
-            re.finditer(
-                rf"^(?:template <[^;{{}}]*> )?(?:\[\[maybe_unused\]\] )?(?:__device__|bool) [^;{{}}]*?\b{name}\([^{{;]*?\)\s*{{",
-                source,
-                re.M,
-            )
-        )
+        function = rf"^(?:template <[^;{{}}]*> )?__device__ [^;{{}}]*?\b{name}\([^{{;]*?\)\s*{{"
+        found = list(re.finditer(function, source, re.M))
         assert found, f"CUDA_SOURCE has no function {name}: edit BODIES"
         for match in reversed(found):
             end = end_of(source, match.end() - 1)
-            source = source[: match.end()] + " " + body + " }" + source[end:]
-    for pattern, statement in STATEMENTS.items():
-        source, count = re.subn(pattern, lambda _: statement, source, flags=re.S)  # noqa: B023
-        assert count, f"CUDA_SOURCE does not contain {pattern}: edit STATEMENTS"
+            source = f"{source[: match.end()]} {body} }}{source[end:]}"
+    source = replaced(source, STATEMENTS)
 
-    # Shared memory. A declaration becomes a reference to memory of the current block. The address of a static variable
-    # identifies the declaration.
-    source = re.sub(
-        r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];",
-        r"auto* \2 = reinterpret_cast<\1*>(emulator::current->block->dynamic);", source,
-    )  # fmt: skip
-
-    def declarations(match):
-        text, result = match[1], ""
-        text = re.sub(r"__align__\(\d+\) ", "", text)
-        head = re.match(r"(?:typename )?[\w:]+(?:<(?:[^<>]|<[^<>]*>)*>)? ", text)
-        for declarator in re.split(r",\s*(?![^<\[]*[>\]])", text[head.end() :]):
-            name, dims = re.fullmatch(r"(\w+)((?:\[[^\]]*\])*)", declarator.strip()).groups()
-            result += (
-                f"static const char {name}_declared = 0; using {name}_type = {head[0].strip()}{dims}; "
-                f"auto& {name} = emulator::shared<{name}_type>(&{name}_declared);"
-            )
-        return result
-
-    source = re.sub(r"__shared__ ([^;]+);", declarations, source)
+    # Shared memory. A declaration becomes a reference to memory of the current block.
+    dynamic = r"auto* \2 = reinterpret_cast<\1*>(emulator::current->block->dynamic);"
+    source = re.sub(r"extern __shared__ __align__\(128\) ([\w ]+) (\w+)\[\];", dynamic, source)
+    static = r"__shared__ (?:__align__\(\d+\) )?([^;]+?) (\w+)((?:\[[^\]]*\])*);"
+    source = re.sub(static, r"auto& \2 = emulator::shared<\1\3, __LINE__>();", source)
 
     # Every kernel begins with a call of emulator::begin, whose arguments are its launch bounds.
-    kernel = re.compile(r"__global__ void (?:__launch_bounds__(?=\())?")
-    position = 0
-    while match := kernel.search(source, position):
-        position = match.end()
-        bounds_end = end_of(source, position, "(", ")") if source[position] == "(" else position
-        brace, semicolon = source.find("{", bounds_end), source.find(";", bounds_end)
-        if 0 <= semicolon < brace:
-            continue  # a declaration without a body
-        bounds = source[position:bounds_end]
-        source = f"{source[: brace + 1]} struct Here {{}}; emulator::begin<Here>{bounds};{source[brace + 1 :]}"
-
-    return '#include "emulator.h"\n' + source + WRAPPER
+    for match in reversed(list(re.finditer(r"__global__ void __launch_bounds__(?=\()", source))):
+        end = end_of(source, match.end())
+        brace = source.index("{", end) + 1
+        begin = f" struct Here {{}}; emulator::begin<Here>{source[match.end() : end]};"
+        source = source[:brace] + begin + source[brace:]
+    return f'#include "emulator.h"\n{source}{WRAPPER}'
 
 
 FLAGS = [
@@ -310,7 +231,6 @@ def cuda_include():
 
 
 def can_build():
-    """Returns True if g++ and CUDA's headers are installed."""
     return shutil.which("g++") is not None and cuda_include() is not None
 
 
@@ -328,30 +248,30 @@ def cache(name, *texts):
 
 
 TERMINAL = 2  # where announce() writes; conftest.py opens a file that pytest does not capture
-ANNOUNCED = set()
 
 
+@functools.lru_cache
 def announce(what):
-    """Says once per process that this part is compiled."""
-    if what not in ANNOUNCED:
-        ANNOUNCED.add(what)
-        os.write(TERMINAL, f"\nemulated GPUs: compiling {what} with g++, which takes about a minute\n".encode())
+    os.write(TERMINAL, f"\nemulated GPUs: compiling {what} with g++, which takes about a minute\n".encode())
 
 
-def remembers_failure(build):
-    """Decorates a function that compiles: after an error, later calls raise its first line again."""
-    failed = {}
+def built_once(build):
+    """Decorates a function that compiles: later calls return the same result, or raise the first error again."""
+
+    @functools.lru_cache
+    def attempt(*arguments, **options):
+        try:
+            return build(*arguments, **options), None
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            lines = re.findall(r".*\berror:.*", str(error)) or [str(error)]
+            return None, f"{build.__name__} failed: {lines[0]}"
 
     @functools.wraps(build)
     def wrapper(*arguments, **options):
-        key = repr((arguments, options))
-        if key not in failed:
-            try:
-                return build(*arguments, **options)
-            except (RuntimeError, subprocess.CalledProcessError) as error:
-                lines = re.findall(r".*\berror:.*", str(error)) or [str(error)]
-                failed[key] = f"{build.__name__} failed: {lines[0]}"
-        raise RuntimeError(failed[key])
+        result, error = attempt(*arguments, **options)
+        if error:
+            raise RuntimeError(error)
+        return result
 
     return wrapper
 
@@ -359,10 +279,9 @@ def remembers_failure(build):
 def compile_with_gxx(source, library, *flags):
     """Compiles C++ that includes emulator.h. The library, if it is not None, appears when it is complete."""
     unfinished = library and library.with_suffix(".unfinished")
-    output = ["-o", str(unfinished)] if library else []
+    output = ["-o", unfinished] if library else []
     includes = [f"-I{path}" for path in (HERE, *cuda_include())]
-    command = ["g++", *FLAGS, *flags, *includes, str(source), *output]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(["g++", *FLAGS, *flags, *includes, source, *output], stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
     if library:
@@ -379,36 +298,35 @@ def lock(folder):
 
 
 @functools.lru_cache
-def sources():
-    """Returns CUDA_SOURCE and CPP_SOURCE of layernorm_inline.py, which is executed without loading its kernels."""
-    text = SOURCE.read_text()
+def sources(text=None):
+    """Returns CUDA_SOURCE and CPP_SOURCE of a version of the file, without loading its kernels."""
+    text = text or SOURCE.read_text()
     namespace = {"__name__": "layernorm_sources"}
-    exec(compile(re.sub(r"= _load\(_NAME\)", "= None, ''", text), str(SOURCE), "exec"), namespace)
+    exec(compile(text[: text.index("# 6  Load")], str(SOURCE), "exec"), namespace)
     return namespace["CUDA_SOURCE"], namespace["CPP_SOURCE"]
 
 
 EPILOGUE = ["-DLAYERNORM_HAS_EPILOGUE"]  # the macro of the second library
 
 
-@remembers_failure
+@built_once
 def build_kernels(before_hopper=False, macros=()):
     """Compiles the kernels, for sm_80 or for Hopper and newer, if necessary, and returns the path of the library."""
     text = emulated(sources()[0])
     flags = [*macros, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *FLAGS, *flags)
-    source, library = folder / "kernels.cpp", folder / "emulator.so"
+    library = folder / "emulator.so"
     with lock(folder):
         if not library.exists():
             announce("the kernels")
-            source.write_text(text)
-            compile_with_gxx(source, library, *flags)
+            (folder / "kernels.cpp").write_text(text)
+            compile_with_gxx(folder / "kernels.cpp", library, *flags)
     return library
 
 
 def build_all_kernels():
-    """Compiles all libraries of kernels, one after the other."""
     for before_hopper in (False, True):
-        for macros in ((), EPILOGUE):
+        for macros in ((), tuple(EPILOGUE)):
             build_kernels(before_hopper, macros)
 
 
@@ -493,14 +411,6 @@ bool supports_convolution(DType dtype, bool tf32) {
 """
 
 
-def replaced(text, replacements):
-    """Returns the text with every pattern replaced. Each pattern must occur."""
-    for pattern, replacement in replacements.items():
-        text, count = re.subn(pattern, replacement, text)
-        assert count, f"layernorm_inline.py does not contain {pattern}: edit BINDING or MODULE"
-    return text
-
-
 @functools.lru_cache
 def binding():
     """Returns CPP_SOURCE for CPU tensors, and the folder of the libraries that are compiled from it."""
@@ -516,7 +426,7 @@ def binding_name():
 BINDINGS = {}  # macros -> function emulate_on of the binding that was compiled with them, once it is loaded
 
 
-@remembers_failure
+@built_once
 def load_binding(name):
     """Compiles and loads a library of the binding. Replaces the function _load of layernorm_inline.py."""
     from torch.utils import cpp_extension
@@ -542,8 +452,8 @@ def load_binding(name):
 
 # Pattern in layernorm_inline.py -> its replacement: the loading of libraries, and queries about CUDA tensors.
 MODULE = {
-    r"(def _load\(name\):\n.*\n)": r"\1    return __import__('emulator').load_binding(name)\n",
-    r"\n_NAME = .*": r"\n_NAME = __import__('emulator').binding_name()",
+    r"(def _load\(name\):\n[^\n]*\n)": r"\1    return __import__('emulator').load_binding(name)\n",
+    r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').binding_name()",
     r"\.is_cuda\b": ".is_cpu",
     r"is_autocast_enabled\(\)": "is_autocast_enabled('cpu')",
 }
