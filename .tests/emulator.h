@@ -8,11 +8,9 @@
 // How it exposes bugs:
 //     Races       Random warps skip up to 63 rounds. An asynchronous copy arrives at a random moment; until then, its
 //                 destination is NaN. For a kernel that may start before the previous one has ended, all that the call
-//                 writes is NaN until it has waited, and what it writes there before is lost. So a missing barrier or a
-//                 wrong count gives a wrong result or a deadlock, which is reported.
-//     Memory      Every tensor, and scratch memory, lies between pages that cannot be accessed. Inputs cannot be written.
-//                 Misaligned accesses, indices beyond an array, copies and prefetches that leave a tensor, and blocks
-//                 that exceed the GPU's shared memory end the kernel.
+//                 writes is NaN until it has waited, and what it writes there before is lost. Deadlocks are reported.
+//     Memory      Every tensor lies between pages that cannot be accessed. Inputs are read-only. Misaligned accesses,
+//                 indices beyond an array, and copies or prefetches that leave a tensor end the kernel.
 //     Unset data  Shared memory, scratch memory, outputs, variables, and the memory beside tensors are NaN at first.
 //
 // What it does not model: the order of writes in memory, so that a missing fence is not detected; races between two
@@ -31,7 +29,6 @@
 #include <random>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 #include <sys/mman.h>
@@ -53,7 +50,7 @@ template <typename To, typename From> inline To bits_of(From x) {
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
 struct Gpu {
-  int sms, l2_bytes, shared_bytes, code;
+  int sms, shared_bytes, code;
   bool rejects_cooperative;  // cooperative launches fail
 };
 inline Gpu gpu;
@@ -149,8 +146,7 @@ template <typename T> void guard(T*& p, size_t bytes, const char* name) {
 }
 
 inline void check_units(const void* p, int64_t bytes) {
-  if ((uintptr_t(p) | uintptr_t(bytes)) % 16 != 0 || bytes <= 0)
-    fail("a copy or prefetch must consist of 16-byte units");
+  if (bytes <= 0 || (uintptr_t(p) | bytes) % 16 != 0) fail("a copy or prefetch is not of whole 16-byte units");
 }
 
 inline void check_in_tensor(const void* p, int64_t bytes) {
@@ -163,10 +159,11 @@ inline void check_in_tensor(const void* p, int64_t bytes) {
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kPoisonedBytes = 16 << 10;  // the part of a stack that is filled with NaN: a kernel's variables
 
-// A barrier of all threads of a warp, a block or a grid, without those that have ended, or a named barrier. A thread
-// that waits goes on when the phase has changed.
+// A barrier of all threads of a warp, a block or a grid that have not ended, a named barrier, or an mbarrier.
+// A thread that waits goes on when the phase has changed.
 struct Barrier {
   int arrived = 0, participants = 0;
+  int bytes = 0;  // that an mbarrier still waits for
   unsigned phase = 0;
   bool is_progress = true;  // a new phase counts as progress
 };
@@ -196,12 +193,12 @@ struct Block {
 // An asynchronous copy that has not arrived yet.
 struct Copy {
   void* to;
-  const void* from;  // null: writes zeros
+  const void* from;  // null: zeros arrive
   int bytes;
   uint64_t* barrier;  // the mbarrier that counts its bytes; null for cp.async
 };
 
-// The buffer of __builtin_setjmp: where a fiber, or the scheduler, goes on. Unlike swapcontext, it needs no system call.
+// For __builtin_setjmp: where a fiber, or the scheduler, goes on. Unlike swapcontext, it needs no system call.
 using JumpBuffer = void* [5];
 
 struct Fiber {
@@ -258,9 +255,10 @@ inline void wait_for_change(const unsigned& phase, unsigned seen) {
   current->phase = nullptr;
 }
 
-// Starts the next phase if all participants have arrived.
+// Starts the next phase if all participants and bytes have arrived.
 inline void complete(Barrier& b) {
-  if (b.arrived == 0 || b.arrived < b.participants) return;
+  if (b.arrived > b.participants) fail("a barrier has more arrivals than it was initialized for");
+  if (b.arrived == 0 || b.arrived < b.participants || b.bytes != 0) return;
   b.arrived = 0;
   ++b.phase;
   grid->progress += b.is_progress;
@@ -273,12 +271,6 @@ inline void arrive(Barrier& b, bool waits = true) {
   if (waits) wait_for_change(b.phase, phase);
 }
 
-// Removes a thread that ends.
-inline void leave(Barrier& b) {
-  --b.participants;
-  complete(b);
-}
-
 inline void named_barrier(int name, int threads, bool waits) {
   Barrier& b = current->block->named[name];
   b.participants = threads;
@@ -287,11 +279,16 @@ inline void named_barrier(int name, int threads, bool waits) {
 
 inline Warp& warp() { return current->block->warps[current->linear / 32]; }
 
-// Called before a thread reads mailboxes of other blocks. Lets other threads run. What such a warp does is not progress:
-// otherwise, a deadlock of warps that poll forever would not be detected.
+// Called before a thread reads mailboxes of other blocks. What such a warp does is not progress: otherwise, a deadlock
+// of warps that poll forever would not be detected.
 inline void poll() {
   warp().barrier.is_progress = false;
   yield();
+}
+
+inline void sync_grid() {
+  if (!grid->cooperative) fail("grid.sync() in a launch that is not cooperative");
+  arrive(grid->barrier);
 }
 
 // The bits of a result of arithmetic: on a GPU, every NaN result has the same bits.
@@ -299,66 +296,45 @@ inline uint32_t bits_of_arithmetic(float x) { return std::isnan(x) ? 0x7fffffff 
 
 // ---- mbarriers and asynchronous copies ----
 
-struct MBarrier {
-  int count, pending, bytes;  // arrivals per phase; arrivals and bytes that the current phase still waits for
-  unsigned phase;
-};
-inline std::unordered_map<uint64_t*, MBarrier> mbarriers;
+inline std::map<uint64_t*, Barrier> mbarriers;
 
-inline MBarrier& mbarrier(uint64_t* address) {
+inline Barrier& mbarrier(uint64_t* address) {
   const auto found = mbarriers.find(address);
   if (found == mbarriers.end()) fail("a kernel uses an mbarrier that it has not initialized");
   return found->second;
 }
 
-// Starts the next phase if nothing is pending.
-inline void settle(MBarrier& b) {
-  if (b.pending < 0) fail("an mbarrier has more arrivals than it was initialized for");
-  if (b.pending > 0 || b.bytes != 0) return;
-  b.pending = b.count;
-  ++b.phase;
-  ++grid->progress;
-}
-
 inline void arrive(uint64_t* address, int bytes) {
-  MBarrier& b = mbarrier(address);
+  Barrier& b = mbarrier(address);
   b.bytes += bytes;
-  --b.pending;
-  settle(b);
+  arrive(b, false);
 }
 
 inline void wait(uint64_t* address, int parity) {
-  const MBarrier& b = mbarrier(address);
+  const Barrier& b = mbarrier(address);
   while (int(b.phase & 1) == parity) wait_for_change(b.phase, b.phase);
 }
 
-// Lets a copy arrive.
 inline void perform(const Copy& copy) {
   if (copy.from != nullptr) memcpy(copy.to, copy.from, copy.bytes);
   if (copy.from == nullptr) memset(copy.to, 0, copy.bytes);
   if (copy.barrier != nullptr) {
-    MBarrier& b = mbarrier(copy.barrier);
+    Barrier& b = mbarrier(copy.barrier);
     b.bytes -= copy.bytes;
-    settle(b);
+    complete(b);
   }
   ++grid->progress;
 }
 
-// The destination of a copy is NaN until the copy arrives, or until the thread waits for its copies.
-inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
-  check_units(to, bytes);
-  check_units(from, bytes);
-  check_in_tensor(from, bytes);
-  memset(to, 0xff, bytes);
-  bulk_copies.push_back({to, from, bytes, barrier});
-}
-
-inline void copy_async(void* to, const void* from, bool exists = true) {
-  check_units(to, 16);
-  if (exists) check_units(from, 16);
-  if (exists) check_in_tensor(from, 16);
-  memset(to, 0xff, 16);
-  current->copies.push_back({to, exists ? from : nullptr, 16, nullptr});
+// The destination is NaN until the copy arrives, or until the thread waits for its copies.
+inline void start(const Copy& copy, std::vector<Copy>& copies) {
+  check_units(copy.to, copy.bytes);
+  if (copy.from != nullptr) {
+    check_units(copy.from, copy.bytes);
+    check_in_tensor(copy.from, copy.bytes);
+  }
+  memset(copy.to, 0xff, copy.bytes);
+  copies.push_back(copy);
 }
 
 inline void wait_for_copies() {
@@ -400,9 +376,10 @@ inline void run_fiber() {
     current->error = e.what();
   }
   current->done = true;
-  leave(warp().barrier);
-  leave(current->block->barrier);
-  leave(grid->barrier);
+  for (Barrier* barrier : {&warp().barrier, &current->block->barrier, &grid->barrier}) {
+    --barrier->participants;
+    complete(*barrier);
+  }
   ++grid->progress;
   jump_to(scheduler);
 }
@@ -417,10 +394,9 @@ inline void on_signal(int number, siginfo_t* info, void*) {
     const auto* address = static_cast<const unsigned char*>(info->si_addr);
     current->error = "an access outside of all tensors, or a write to an input";
     for (const auto& tensor : tensors) {
-      const int64_t offset = address - tensor->data, bytes = tensor->bytes;
-      if (offset <= -8192 || offset >= bytes + 8192) continue;
-      const std::string place = std::to_string(offset) + " of " + std::to_string(bytes) + " bytes";
-      current->error += ", near " + tensor->name + ": at offset " + place;
+      const int64_t offset = address - tensor->data;
+      if (std::abs(offset) > int64_t(tensor->bytes) + 8192) continue;
+      current->error += ", at offset " + std::to_string(offset) + " of " + tensor->name;
     }
   } else {  // -fsanitize executes a trap instruction
     current->error = "a misaligned access, or an index beyond the end of an array";
@@ -431,16 +407,15 @@ inline void on_signal(int number, siginfo_t* info, void*) {
 
 // Installs on_signal, and restores the previous handlers at the end.
 struct SignalHandlers {
-  static constexpr int kNumbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
-  struct sigaction before[4];
+  std::map<int, struct sigaction> before;
   SignalHandlers() {
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;  // SA_NODEFER: jump_to does not return from the handler
-    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &action, &before[i]);
+    for (const int number : {SIGSEGV, SIGBUS, SIGILL, SIGTRAP}) sigaction(number, &action, &before[number]);
   }
   ~SignalHandlers() {
-    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &before[i], nullptr);
+    for (const auto& [number, action] : before) sigaction(number, &action, nullptr);
   }
 };
 
@@ -462,8 +437,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
     for (unsigned t = 0; t < threads; ++t) {
       if (stacks.size() == fibers.size()) stacks.emplace_back(new char[kStackBytes]);
       char* stack = stacks[fibers.size()].get();
-      // NaN, so that the use of an uninitialized variable shows in the results. Ordinary numbers could hide it, because
-      // a kernel may multiply the variable by 0.
+      // NaN, because the use of an uninitialized variable is hidden if the kernel multiplies it by 0.
       memset(stack + kStackBytes - kPoisonedBytes, 0xff, kPoisonedBytes);
       Fiber& fiber = fibers.emplace_back();
       left.push_back(&fiber);
@@ -488,21 +462,16 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   int idle = 0;
   std::string error;
   while (!left.empty() && error.empty()) {
-    // Random warps skip some rounds, so that others get ahead of them. All run before a deadlock is reported.
     for (Block& block : blocks) {
       for (Warp& w : block.warps) {
-        if (idle > 100) {
-          w.rounds_to_skip = 0;
-        } else if (w.rounds_to_skip > 0) {
-          --w.rounds_to_skip;
-        } else if (random_numbers() % 64 == 0) {
-          w.rounds_to_skip = random_numbers() % 64;
-        }
+        w.rounds_to_skip = std::max(0, w.rounds_to_skip - 1);
+        if (w.rounds_to_skip == 0 && random_numbers() % 64 == 0) w.rounds_to_skip = random_numbers() % 64;
       }
     }
     std::shuffle(left.begin(), left.end(), random_numbers);
     for (Fiber* fiber : left) {
-      if (fiber->block->warps[fiber->linear / 32].rounds_to_skip > 0) continue;
+      // No warp skips rounds before a deadlock is reported.
+      if (fiber->block->warps[fiber->linear / 32].rounds_to_skip > 0 && idle <= 100) continue;
       if (fiber->phase != nullptr && *fiber->phase == fiber->seen) continue;
       current = fiber;
       resume();
@@ -527,8 +496,8 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   if (error.empty() && !bulk_copies.empty()) error = "a block ended before its copies arrived";
   for (const Block& block : blocks) {
     const unsigned char *end = block.dynamic + running.dynamic_bytes, *last = block.dynamic_lines.back().bytes + kLine;
-    if (std::any_of(end, last, [](unsigned char c) { return c != 0xff; }))
-      error = "a block wrote beyond its shared memory";
+    const bool is_intact = std::all_of(end, last, [](unsigned char c) { return c == 0xff; });
+    if (!is_intact) error = "a block wrote beyond its shared memory";
   }
   bulk_copies.clear();
   mbarriers.clear();
@@ -539,17 +508,13 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
 inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
   const dim3 size = config.gridDim, block = config.blockDim;
   const auto attribute = config.numAttrs > 0 ? config.attrs[0].id : cudaLaunchAttributeIgnore;
-  Grid running = {size,
-                  block,
-                  config.dynamicSmemBytes,
-                  attribute == cudaLaunchAttributeCooperative,
-                  attribute == cudaLaunchAttributeProgrammaticStreamSerialization,
-                  follows_caller,
-                  kernel};
-  if (running.cooperative && (gpu.rejects_cooperative || int(size.x * size.y) > gpu.sms)) {
+  const bool cooperative = attribute == cudaLaunchAttributeCooperative;
+  const bool early = attribute == cudaLaunchAttributeProgrammaticStreamSerialization;
+  Grid running = {size, block, config.dynamicSmemBytes, cooperative, early, follows_caller, kernel};
+  if (cooperative && (gpu.rejects_cooperative || int(size.x * size.y) > gpu.sms)) {
     return last_error = cudaErrorCooperativeLaunchTooLarge;
   }
-  follows_caller = follows_caller && running.early;
+  follows_caller = follows_caller && early;
   if (size.x == 0 || size.y == 0 || size.y > 65535) fail("a grid has no blocks, or too many");
   if (running.dynamic_bytes > size_t(gpu.shared_bytes)) fail("a launch requests too much dynamic shared memory");
   std::vector<uint3> indices;
@@ -558,12 +523,12 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<
   const SignalHandlers handlers;
   if (dry) {
     const auto words = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
-    launches +=
-        words(size) + " blocks of" + words(block) + " threads, " + std::to_string(running.dynamic_bytes) + " B: ";
+    launches += words(size) + " blocks of" + words(block) + " threads, ";
+    launches += std::to_string(running.dynamic_bytes) + " B: ";
     running.block = 1;
     indices.resize(1);
   }
-  const size_t at_once = running.cooperative ? indices.size() : 4;
+  const size_t at_once = cooperative ? indices.size() : 4;
   for (size_t i = 0; i < indices.size(); i += at_once) {
     run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + at_once)});
   }
@@ -589,10 +554,9 @@ struct Kernel {
   std::string name;
   bool ran = false;
 
-  static std::vector<Kernel*>& all() {
-    static std::vector<Kernel*> kernels;
-    return kernels;
-  }
+  static inline Kernel* last = nullptr;
+  Kernel* const previous = std::exchange(last, this);
+
   // printed: the text "... [with Here = emulated::{anonymous}::family::kernel<...>(parameters)::Here]"
   explicit Kernel(const std::string& printed) {
     const size_t from = printed.find("Here = ") + 7;
@@ -600,7 +564,6 @@ struct Kernel {
     for (const std::string scope : {"emulated::", "{anonymous}::", "<unnamed>::"}) {
       for (size_t at; (at = name.find(scope)) != std::string::npos;) name.erase(at, scope.size());
     }
-    all().push_back(this);
   }
 };
 
@@ -722,16 +685,6 @@ inline unsigned __ballot_sync(unsigned, bool x) {
 }
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
-namespace cooperative_groups {
-struct EmulatedGrid {
-  void sync() const {
-    if (!emulator::grid->cooperative) emulator::fail("grid.sync() in a launch that is not cooperative");
-    emulator::arrive(emulator::grid->barrier);
-  }
-};
-inline EmulatedGrid this_grid() { return {}; }
-}  // namespace cooperative_groups
-
 // ---- The CUDA runtime: the functions that host code calls ----
 
 extern "C" {
@@ -740,7 +693,7 @@ cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cuda
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
-           : attribute == cudaDevAttrL2CacheSize       ? emulator::gpu.l2_bytes
+           : attribute == cudaDevAttrL2CacheSize       ? 1 << 20
                                                        : emulator::gpu.shared_bytes;
   return cudaSuccess;
 }

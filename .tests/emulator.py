@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import glob
 import hashlib
 import importlib.util
 import os
@@ -38,15 +37,15 @@ SOURCE = HERE.parent / "layernorm_inline.py"
 BODIES = {
     "keep_pointer": "return pointer;",
     "shared_address": "return static_cast<const unsigned char*>(p) - emulator::current->block->dynamic;",
-    "copy_or_zero": "emulator::copy_async(shared, global, exists);",
-    "copy_async": "emulator::copy_async(shared, global);",
+    "copy_or_zero": "emulator::start({shared, exists ? global : nullptr, 16}, emulator::current->copies);",
+    "copy_async": "emulator::start({shared, global, 16}, emulator::current->copies);",
     "wait_for_copies": "emulator::wait_for_copies();",
-    "barrier_init": "emulator::mbarriers[barrier] = {arrivals, arrivals, 0, 0};",
+    "barrier_init": "emulator::mbarriers[barrier] = {0, arrivals};",
     "barrier_arrive": "emulator::arrive(barrier, 0);",
     "barrier_arrive_with_copies": "emulator::arrive_with_copies(barrier);",
     "barrier_wait": "emulator::wait(barrier, parity);",
     "barrier_arrive_expecting": "emulator::arrive(barrier, bytes);",
-    "bulk_copy": "emulator::bulk_copy(shared, global, bytes, barrier);",
+    "bulk_copy": "emulator::start({shared, global, bytes, barrier}, emulator::bulk_copies);",
     "named_barrier_wait": "emulator::named_barrier(name, 2 * kGroupThreads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, 2 * kGroupThreads, false);",
     "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
@@ -65,21 +64,19 @@ STATEMENTS = {
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
-    r"uint64_t\(__float_as_uint\(pair.y\)\) << 32 \| __float_as_uint\(pair.x\)": (
-        "uint64_t(emulator::bits_of_arithmetic(pair.y)) << 32 | emulator::bits_of_arithmetic(pair.x)"
-    ),
+    r"__float_as_uint\(pair\.(\w)\)": r"emulator::bits_of_arithmetic(pair.\1)",
     r"#include <cooperative_groups.h>": "",
+    r"cooperative_groups::this_grid\(\)\.sync\(\)": "emulator::sync_grid()",
 }
 
 # The functions of the library that Python and the emulated binding call. They run a call in guarded memory.
 WRAPPER = r"""
-namespace ln = TORCH_EXTENSION_NAME;
-
+namespace TORCH_EXTENSION_NAME {
 // Makes a call use guarded memory.
 template <typename Call> static void guard_tensors(Call& call) {
   using emulator::guard;
-  const size_t each = ln::size_of(call.dtype), affine = call.affine_float32 ? 4 : each;
-  if constexpr (std::is_same_v<Call, ln::Convolution>) {
+  const size_t each = size_of(call.dtype), affine = call.affine_float32 ? 4 : each;
+  if constexpr (std::is_same_v<Call, Convolution>) {
     const size_t places = call.batch * call.depth * call.height;
     guard(call.input, places * 32 * 32 * each, "input");
     guard(call.conv_weight, 32 * 64 * 64 * each, "conv_weight");
@@ -94,7 +91,7 @@ template <typename Call> static void guard_tensors(Call& call) {
     guard(call.bias, call.cols * affine, "bias");
     guard(call.mean, of_rows, "mean");
     guard(call.rstd, of_rows, "rstd");
-    if constexpr (std::is_same_v<Call, ln::Forward>) {
+    if constexpr (std::is_same_v<Call, Forward>) {
       guard(call.output, all, "output");
     } else {
       guard(call.grad_output, all, "grad_output");
@@ -108,8 +105,8 @@ template <typename Call> static void guard_tensors(Call& call) {
 static std::string answer;  // holds the text that a function below returned last
 
 // Runs a call, and returns an error message, which is empty if there was no error. The kernels get guarded scratch
-// memory. The binding's `allocate` is called as often and with the same sizes, and its memory is written.
-template <typename Call> static const char* emulate(Call call, const ln::Allocate& allocate) {
+// memory, but the binding's `allocate` is called, too.
+template <typename Call> static const char* emulate(Call call, const Allocate& allocate) {
   using emulator::tensors;
   answer.clear();
   try {
@@ -122,7 +119,7 @@ template <typename Call> static const char* emulate(Call call, const ln::Allocat
       tensors.push_back(std::make_unique<emulator::Guarded>(bytes, nullptr, "scratch"));
       return tensors.back()->data;
     };
-    const cudaError_t error = ln::launch(call, allocate_guarded, nullptr);
+    const cudaError_t error = launch(call, allocate_guarded, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
     for (const auto& tensor : tensors) {
@@ -138,14 +135,14 @@ template <typename Call> static const char* emulate(Call call, const ln::Allocat
 
 extern "C" {
 void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool rejects_cooperative, bool dry) {
-  emulator::gpu = {sms, 1 << 20, shared_bytes, code, rejects_cooperative};
+  emulator::gpu = {sms, shared_bytes, code, rejects_cooperative};
   emulator::random_numbers.seed(seed);
   emulator::dry = dry;
 }
 // Returns the names of all kernels, or of those that ran since the last call of this function, one per line.
 const char* emulated_kernels(bool all) {
   answer.clear();
-  for (emulator::Kernel* kernel : emulator::Kernel::all()) {
+  for (auto* kernel = emulator::Kernel::last; kernel != nullptr; kernel = kernel->previous) {
     if (all || kernel->ran) answer += kernel->name + "\n";
     if (!all) kernel->ran = false;
   }
@@ -156,13 +153,14 @@ const char* emulated_launches() {
   answer = std::exchange(emulator::launches, "");
   return answer.c_str();
 }
-const char* emulate_forward(const ln::Forward* call, const ln::Allocate* allocate) { return emulate(*call, *allocate); }
-const char* emulate_backward(const ln::Backward* call, const ln::Allocate* allocate) { return emulate(*call, *allocate); }
+const char* emulate_forward(const Forward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
+const char* emulate_backward(const Backward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
 #ifdef LAYERNORM_HAS_EPILOGUE
-const char* emulate_convolution(const ln::Convolution* call, const ln::Allocate* allocate) { return emulate(*call, *allocate); }
-bool emulate_supports_convolution(ln::DType dtype, bool tf32) { return ln::supports_convolution(dtype, tf32); }
+const char* emulate_convolution(const Convolution* call, const Allocate* allocate) { return emulate(*call, *allocate); }
+bool emulate_supports_convolution(DType dtype, bool tf32) { return supports_convolution(dtype, tf32); }
 #endif
 }
+}  // namespace TORCH_EXTENSION_NAME
 """
 
 
@@ -211,8 +209,8 @@ def emulated(source):
 
 
 FLAGS = [
-    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-gnu-unique", "-w", "-DTORCH_EXTENSION_NAME=emulated",
-    "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
+    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-gnu-unique", "-w",
+    "-DTORCH_EXTENSION_NAME=emulated", "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
     "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error",
     "-U_FORTIFY_SOURCE",  # it reports jumps between fibers as errors
 ]  # fmt: skip
@@ -221,8 +219,8 @@ FLAGS = [
 def cuda_include():
     """Returns the folders of CUDA's headers, from any toolkit of the machine, or None if there is none."""
     nvcc = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME"), nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))]
-    homes += ["/usr/local/cuda", *glob.glob(sysconfig.get_paths()["purelib"] + "/nvidia/cu[0-9]*")]
+    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+    homes += Path(sysconfig.get_paths()["purelib"]).glob("nvidia/cu[0-9]*")
     for home in filter(None, homes):
         folders = [path.parent for path in Path(home).glob("**/include/cuda_runtime_api.h")]
         if any((folder / "crt/host_defines.h").exists() for folder in folders):  # PyTorch brings the other headers only
@@ -297,6 +295,14 @@ def lock(folder):
         yield
 
 
+def version(name):
+    """Returns the text of layernorm_inline.py in a Git revision, or of another file."""
+    if Path(name).exists():
+        return Path(name).read_text()
+    show = ["git", "-C", HERE.parent, "show", f"{name}:{SOURCE.name}"]
+    return subprocess.run(show, capture_output=True, text=True, check=True).stdout
+
+
 @functools.lru_cache
 def sources(text=None):
     """Returns CUDA_SOURCE and CPP_SOURCE of a version of the file, without loading its kernels."""
@@ -306,7 +312,7 @@ def sources(text=None):
     return namespace["CUDA_SOURCE"], namespace["CPP_SOURCE"]
 
 
-EPILOGUE = ["-DLAYERNORM_HAS_EPILOGUE"]  # the macro of the second library
+EPILOGUE = ("-DLAYERNORM_HAS_EPILOGUE",)  # the macro of the second library
 
 
 @built_once
@@ -326,7 +332,7 @@ def build_kernels(before_hopper=False, macros=()):
 
 def build_all_kernels():
     for before_hopper in (False, True):
-        for macros in ((), tuple(EPILOGUE)):
+        for macros in ((), EPILOGUE):
             build_kernels(before_hopper, macros)
 
 
@@ -342,7 +348,6 @@ BINDING_BEGINS = r"""
 #include <ATen/ops/empty.h>
 #include <c10/core/Device.h>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <dlfcn.h>
 #include <cuda_runtime_api.h>
@@ -368,20 +373,9 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaSuccess; }
 """
 BINDING_ENDS = r"""
-static void* kernels = nullptr;  // the kernels' library: that of the emulated GPU that is current
-// Returns a function of the kernels' library.
-template <typename F>
-F* of_kernels(const char* name) {
-  return reinterpret_cast<F*>(dlsym(kernels, name));
-}
-// Makes a library current. Returns an error message, or null.
-extern "C" const char* emulate_on(const char* library) {
-  static std::map<std::string, void*> libraries;
-  void*& handle = libraries[library];
-  if (handle == nullptr) handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  kernels = handle;
-  return handle == nullptr ? dlerror() : nullptr;
-}
+static void* kernels = nullptr;  // dlopen's handle of the kernels' library: that of the emulated GPU that is current
+extern "C" void emulate_on(void* library) { kernels = library; }
+template <typename F> F* of_kernels(const char* name) { return reinterpret_cast<F*>(dlsym(kernels, name)); }
 
 namespace TORCH_EXTENSION_NAME {
 template <typename Call>
@@ -414,13 +408,8 @@ bool supports_convolution(DType dtype, bool tf32) {
 @functools.lru_cache
 def binding():
     """Returns CPP_SOURCE for CPU tensors, and the folder of the libraries that are compiled from it."""
-    text = BINDING_BEGINS + replaced(sources()[1], BINDING) + BINDING_ENDS
-    text = f'#define LAYERNORM_COMPILED_FOR ""\n{text}'
+    text = '#define LAYERNORM_COMPILED_FOR ""\n' + BINDING_BEGINS + replaced(sources()[1], BINDING) + BINDING_ENDS
     return text, cache("binding", text, torch.__version__)
-
-
-def binding_name():
-    return binding()[1].name
 
 
 BINDINGS = {}  # macros -> function emulate_on of the binding that was compiled with them, once it is loaded
@@ -431,7 +420,7 @@ def load_binding(name):
     """Compiles and loads a library of the binding. Replaces the function _load of layernorm_inline.py."""
     from torch.utils import cpp_extension
 
-    macros = tuple(EPILOGUE if name.endswith("_epilogue") else ())
+    macros = EPILOGUE if name.endswith("_epilogue") else ()
     text, folder = binding()
     folder /= name
     folder.mkdir(exist_ok=True)
@@ -444,16 +433,14 @@ def load_binding(name):
             is_python_module=False,
         )  # fmt: skip
     BINDINGS[macros] = ctypes.CDLL(str(folder / f"{name}.so")).emulate_on
-    BINDINGS[macros].restype = ctypes.c_char_p
-    if CURRENT:
-        switch_to(CURRENT[-1])
+    switch_to_current()
     return getattr(torch.ops, name), None
 
 
 # Pattern in layernorm_inline.py -> its replacement: the loading of libraries, and queries about CUDA tensors.
 MODULE = {
     r"(def _load\(name\):\n[^\n]*\n)": r"\1    return __import__('emulator').load_binding(name)\n",
-    r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').binding_name()",
+    r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').binding()[1].name",
     r"\.is_cuda\b": ".is_cpu",
     r"is_autocast_enabled\(\)": "is_autocast_enabled('cpu')",
 }
@@ -488,23 +475,22 @@ class Gpu(typing.NamedTuple):
 
 
 GPUS = {
-    "hopper": functools.partial(Gpu, "hopper", code=90, shared_bytes=227 << 10),
-    "blackwell": functools.partial(Gpu, "blackwell", code=120, shared_bytes=99 << 10),
-    "ampere": functools.partial(Gpu, "ampere", code=80, shared_bytes=163 << 10),
-    "ada": functools.partial(Gpu, "ada", code=89, shared_bytes=99 << 10),
-    "turing": functools.partial(Gpu, "turing", code=75, shared_bytes=64 << 10),
-    "mps": functools.partial(Gpu, "mps", code=90, shared_bytes=227 << 10, lacks_cooperative_launches=True),
-}
+    name: functools.partial(Gpu, name, code=code, shared_bytes=kb << 10, lacks_cooperative_launches=name == "mps")
+    for name, code, kb in (
+        ("hopper", 90, 227), ("mps", 90, 227), ("blackwell", 120, 99),
+        ("ada", 89, 99), ("ampere", 80, 163), ("turing", 75, 64),
+    )
+}  # fmt: skip
 
 
 @functools.lru_cache
 def libraries_of(sms, code, shared_bytes):
     """Returns {macros: the kernels' library that was compiled with them} for a GPU.
 
-    Every GPU has its own copies of the libraries, because the host code reads the properties of the GPU only once.
+    Every GPU has its own copies of the libraries, because their host code reads the properties of the GPU only once.
     """
     loaded = {}
-    for macros in ((), tuple(EPILOGUE)):
+    for macros in ((), EPILOGUE):
         library = build_kernels(80 <= code < 90, macros)
         copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(library, copy)
@@ -514,14 +500,13 @@ def libraries_of(sms, code, shared_bytes):
     return loaded
 
 
-def switch_to(libraries):
-    """Makes all loaded bindings call these kernels."""
-    for macros, emulate_on in BINDINGS.items():
-        error = emulate_on(libraries[macros]._name.encode())
-        assert error is None, error
-
-
 CURRENT = []  # the libraries of nested on() blocks, innermost last
+
+
+def switch_to_current():
+    for macros, emulate_on in BINDINGS.items():
+        if CURRENT:
+            emulate_on(ctypes.c_void_p(CURRENT[-1][macros]._handle))
 
 
 @contextlib.contextmanager
@@ -532,7 +517,7 @@ def on(gpu, seed=0, dry=False):
     """
     libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes)
     CURRENT.append(libraries)
-    switch_to(libraries)
+    switch_to_current()
     for loaded in libraries.values():
         loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.lacks_cooperative_launches, dry)
         loaded.emulated_kernels(False)
@@ -540,8 +525,7 @@ def on(gpu, seed=0, dry=False):
         yield libraries
     finally:
         CURRENT.pop()
-        if CURRENT:
-            switch_to(CURRENT[-1])
+        switch_to_current()
 
 
 def launches(libraries):

@@ -18,7 +18,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import emulator
+
 MACROS = {"": [], "epilogue": ["-DLAYERNORM_HAS_EPILOGUE"]}  # library -> its compiler flags
 
 
@@ -27,14 +28,6 @@ def cuobjdump():
     triton = importlib.util.find_spec("triton")
     path = triton and Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
     return path if path and path.exists() else None
-
-
-def cuda_source(text):
-    """Returns CUDA_SOURCE of a version of the file, given as text. Does not compile or load the kernels."""
-    end = text.index("# 6  Load")
-    namespace = {"__name__": "version"}
-    exec(compile(text[:end], "layernorm_inline.py", "exec"), namespace)
-    return namespace["CUDA_SOURCE"]
 
 
 def compile_kernels(source, arch, macros, folder):
@@ -75,7 +68,7 @@ def demangled(names):
 def kernels_of(text, arch, macros):
     """Returns {demangled name: (instructions, registers, bytes of local memory)} for a version of the file."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin, usage = compile_kernels(cuda_source(text), arch, macros, folder)
+        cubin, usage = compile_kernels(emulator.sources(text)[0], arch, macros, folder)
         code = instructions(cubin)
     return {short: (code[name], *usage[name]) for name, short in zip(code, demangled(code))}
 
@@ -111,12 +104,7 @@ def main():
     arguments = parser.parse_args()
     if cuobjdump() is None:
         parser.error("cuobjdump was not found: pip install triton")
-    if Path(arguments.revision).exists():
-        before = Path(arguments.revision).read_text()
-    else:
-        show = ["git", "-C", ROOT, "show", f"{arguments.revision}:layernorm_inline.py"]
-        before = subprocess.run(show, capture_output=True, text=True, check=True).stdout
-    versions = [before, (ROOT / "layernorm_inline.py").read_text()]
+    versions = [emulator.version(arguments.revision), emulator.SOURCE.read_text()]
     differ = total = 0
     for arch in arguments.arch:
         for library, macros in MACROS.items():
