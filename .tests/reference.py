@@ -1,11 +1,4 @@
-"""The float64 reference, error bounds, and random inputs that expose bugs.
-
-case = random_case(rows, cols, dtype)       # input, weight, bias, grad_output
-results = run_case(layer_norm, *case)       # output, grad_input, grad_weight, grad_bias
-compare_with_float64([(results, case)])     # asserts that the results are accurate
-assert_close_to_float64(backend, case)      # runs a case in memory that is full of NaN, and compares
-assert_no_worse(result, pytorch, exact)     # for results without an error bound: compares with PyTorch's error
-"""
+"""The float64 reference, error bounds, and random inputs that expose bugs."""
 
 import functools
 import math
@@ -15,29 +8,23 @@ from torch import nn
 
 FIRST_SEED = 0  # conftest.py sets it
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# Which of weight and bias exist: both, one or none, in input's dtype; or "float32": float32 weight and bias for 16-bit
-# input.
+# Which of weight and bias exist, in input's dtype, or in float32 for 16-bit input.
 AFFINE = ["both", "weight", "bias", "none", "float32", "float32 weight", "float32 bias"]
 EPS = 0.1  # large enough, for a variance of 1, that a kernel that ignores eps or uses 1e-5 gives wrong results
 LINE_BYTES = 128  # a cache line; every allocation of GPU memory starts on one
 
 
-# ---- Random inputs ----
-
-
 def placed(values, offset=0, dtype=None):
     """Returns a copy that starts `offset` elements after the beginning of a cache line; None for None.
 
-    The memory before the copy, and after it up to the next 16-byte boundary, is NaN. Kernels may read this memory, but
-    must not use the values.
+    The memory before the copy, and after it up to the next 16-byte boundary, is NaN. Kernels may read it.
     """
     if values is None:
         return None
     dtype = dtype or values.dtype
     count, line, unit = values.numel(), LINE_BYTES // dtype.itemsize, 16 // dtype.itemsize
-    buffer = torch.full(
-        (line + (count + offset + unit - 1) // unit * unit,), math.nan, device=values.device, dtype=dtype
-    )
+    size = line + (count + offset + unit - 1) // unit * unit
+    buffer = torch.full((size,), math.nan, device=values.device, dtype=dtype)
     first = -buffer.data_ptr() % LINE_BYTES // dtype.itemsize + offset
     return buffer[first : first + count].view(values.shape).copy_(values)
 
@@ -45,35 +32,32 @@ def placed(values, offset=0, dtype=None):
 def random_case(
     rows, cols, dtype, affine="both", seed=0, mean=3.0, std=1.0, offsets=(0, 0, 0, 0), emphasized=True, device="cpu"
 ):
-    """Returns random input, weight, bias and grad_output.
+    """Returns random input, weight, bias and grad_output. offsets: elements that each starts after a cache line begins.
 
-    offsets: for each of the four tensors, how many elements after the beginning of a cache line it starts.
-
-    The numbers are chosen so that a bug changes the results measurably. Input has a mean. Weight is around 1, and
-    grad_output is orthogonal neither to 1 nor to the normalized input, so that both means of backward matter.
-    With `emphasized`, single numbers and rows matter, too: in up to eight rows, the last or first number has a fifth of
-    the row's variance, whatever the length of the row; and the last row's part of grad_weight and grad_bias is large
-    enough to be visible among many rows.
+    The numbers are chosen so that a bug changes the results measurably: grad_output is orthogonal neither to 1 nor to
+    the normalized input, so that both means of backward matter. With `emphasized`, so do single numbers and rows: in up
+    to eight rows, the last or first number has a fifth of the row's variance, whatever the length of the row, and the
+    last row's part of grad_weight and grad_bias is visible among many rows.
     """
     generator = torch.Generator(device).manual_seed(FIRST_SEED + seed)
 
-    def normal(n):
-        return torch.randn(n, generator=generator, device=device)
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device=device)
 
-    x = normal(rows * cols).view(rows, cols)
+    x = normal(rows, cols)
     if emphasized:
         most = 32 if dtype == torch.float16 else math.inf
         for row in range(min(8, max(1, rows - 1))):
             x[row, 0 if row % 3 == 1 else -1] = min(0.5 * cols**0.5, most) * (-1) ** row
-    dy = normal(rows * cols).view(rows, cols).mul_(0.5).add_(0.5).add_(x, alpha=0.5)
+    dy = normal(rows, cols).mul_(0.5).add_(0.5).add_(x, alpha=0.5)
     if emphasized:
         dy[-1] *= max(1, min(rows / 4, 4000 if dtype == torch.float16 else math.inf))  # the largest float16 is 65504
     x = placed(x.mul_(std).add_(mean), offsets[0], dtype)
     dy = placed(dy, offsets[3], dtype)
-    affine_dtype = torch.float32 if "float32" in affine else dtype
     weight, bias = normal(cols).mul_(0.5).add_(1), normal(cols)
-    weight = placed(weight, offsets[1], affine_dtype) if affine.split()[-1] in ("both", "weight", "float32") else None
-    bias = placed(bias, offsets[2], affine_dtype) if affine.split()[-1] in ("both", "bias", "float32") else None
+    kind, affine_dtype = affine.split()[-1], torch.float32 if "float32" in affine else dtype
+    weight = placed(weight, offsets[1], affine_dtype) if kind in ("both", "weight", "float32") else None
+    bias = placed(bias, offsets[2], affine_dtype) if kind in ("both", "bias", "float32") else None
     return x, weight, bias, dy
 
 
@@ -88,11 +72,7 @@ def run_case(function, x, weight, bias, dy, eps=EPS, wanted=(1, 1, 1)):
     return [y.detach()] + [None if t is None else t.grad for t in leaves]
 
 
-# PyTorch's functions of the activations.
-ACTIVATIONS = {
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-}
+ACTIVATIONS = {"gelu": nn.functional.gelu, "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh")}
 
 
 def chain(x, normalized_shape, weight, bias, eps, activation=None, scale=1.0):
@@ -102,10 +82,7 @@ def chain(x, normalized_shape, weight, bias, eps, activation=None, scale=1.0):
 
 
 def activated(z, activation):
-    """Returns activation(z) and its derivative, for float64 z.
-
-    PyTorch's gelu is not used because it computes 1 + erf, which cancels for very negative z.
-    """
+    """Returns activation(z) and its derivative. PyTorch's gelu computes 1 + erf, which cancels for very negative z."""
     if activation is None:
         return z, torch.ones_like(z)
     if activation == "gelu":
@@ -117,30 +94,22 @@ def activated(z, activation):
     return z * s, s + z * slope * s * torch.sigmoid(-inner)
 
 
-ROUNDINGS = 64  # a result may contain the error of this many float32 roundings in a row
-
-
 def exact_parts(x, weight, bias, dy, eps, activation=None, scale=1.0):
     """Yields (name, rows, exact, error): float64 results, and the largest error that float32 arithmetic can make.
 
-    Yields output and grad_input for some rows at a time, then grad_weight and grad_bias. `error` has one element per
-    element of `exact`. Below, a rounding of x is the float32 epsilon times |x|. The error of each intermediate result
-    is the sum of:
+    Yields output and grad_input for some rows at a time, then grad_weight and grad_bias. A rounding of x is the float32
+    epsilon times |x|. The error of each intermediate result is the sum of:
 
-        xhat    (normalized input) 64 roundings of xhat and of 1, the row's standard deviation; 16 roundings of the mean
-                divided by the standard deviation
+        xhat    64 roundings of xhat and of 1, the row's standard deviation; 16 of the mean divided by it
         z       (input of the activation) the error of xhat times weight; 64 roundings of z and of bias
-        output  the error of z times 1.13, the largest slope of GELU; for 16-bit GELU, the error of the polynomial that
-                approximates its tail
-        g       (gradient of z) the error of z times 0.8, the largest curvature of GELU, and 64 roundings of
-                grad_output; for 16-bit types with an activation or scale, one rounding of g to 16 bits, which PyTorch's
-                operations have as well
-        sums    the errors of the terms, and 64 roundings of the sum of their absolute values: over each row for
-                grad_input, over each column for grad_weight and grad_bias
+        output  the error of z times 1.13, the largest slope of GELU; for 16-bit GELU, that of its tail's polynomial
+        g       (gradient of z) the error of z times 0.8, the largest curvature of GELU; 64 roundings of grad_output;
+                one rounding to 16 bits, which PyTorch's operations have as well
+        sums    the errors of the terms, and 64 roundings of the sum of their absolute values
     """
     dtype, double = x.dtype, torch.float64
     rounding = torch.finfo(double if dtype == double else torch.float32).eps
-    many, is_half = ROUNDINGS * rounding, dtype.itemsize == 2
+    many, is_half = 64 * rounding, dtype.itemsize == 2
     w = torch.ones((), dtype=double, device=x.device) if weight is None else weight.double()
     b = torch.zeros((), dtype=double, device=x.device) if bias is None else bias.double()
     grad_weight, grad_bias, weight_error, bias_error = x.new_zeros((4, x.shape[1]), dtype=double)
@@ -188,51 +157,47 @@ def compare_with_float64(runs, eps=EPS, activation=None, scale=1.0, luck=NAMES):
     """Asserts that results are accurate. runs: a list of pairs (result of run_case, result of random_case).
 
     First, every element must be within the error of float32 arithmetic (see exact_parts). 16-bit results may be off by
-    half a unit in the last place more, for the final rounding. (The factor is 0.505, because the rounded number already
-    has an error.)
+    half a unit in the last place more. (The factor is 0.505, because the rounded number already has an error.)
 
-    Second, float32 results are compared with PyTorch's, which have the same precision. The largest error of all runs
-    must be at most 1.5 times PyTorch's largest error, plus one unit in the last place of the largest element. If only
-    few numbers determine the error, such as in sums over few rows or in the largest element of `emphasized` input,
-    PyTorch's error may be small by chance. Results that are named in `luck` therefore pass as well if every error is at
-    most an eighth of the first bound. Tests of accuracy pass luck=SUMS, so that this exception does not apply to
-    output.
+    Second, the largest error of all runs must be at most 1.5 times the largest error of PyTorch's float32 results, plus
+    one unit in the last place of the largest element. PyTorch's error may be small by chance if few numbers determine
+    it, as in sums over few rows. Results that are named in `luck` therefore pass as well if every error is at most an
+    eighth of the first bound. Tests of accuracy pass luck=SUMS, so that this exception does not apply to output.
     """
-    largest = {name: [0.0, 0.0, 0.0, True] for name in NAMES}  # error, PyTorch's error, |exact|, within an eighth?
+    largest = {name: [0.0] * 4 for name in NAMES}  # error, its share of the first bound, PyTorch's error, |exact|
     for results, (x, weight, bias, dy) in runs:
-        same_precision = x.dtype == torch.float32
-        actual = from_pytorch = dict(zip(NAMES, results))
-        if same_precision:
-            pytorch = functools.partial(chain, activation=activation, scale=scale)
-            from_pytorch = dict(zip(NAMES, run_case(pytorch, x, weight, bias, dy, eps)))
+        results = pytorch = dict(zip(NAMES, results))
+        if x.dtype == torch.float32:
+            function = functools.partial(chain, activation=activation, scale=scale)
+            pytorch = dict(zip(NAMES, run_case(function, x, weight, bias, dy, eps)))
         for name, rows, exact, error in exact_parts(x, weight, bias, dy, eps, activation, scale):
-            if actual[name] is None:
+            if results[name] is None:
                 continue
-            result = actual[name][rows]
+            result = results[name][rows]
             info = torch.finfo(result.dtype)
             in_range = exact.abs() + error < 0.9 * info.max  # other elements may overflow to infinity
             assert result[in_range].isfinite().all(), f"{name} has elements that are not finite"
-            off, size = (torch.where(in_range, t, 0) for t in ((result.double() - exact).abs(), exact.abs()))
-            allowed = error + info.tiny * info.eps
-            if result.dtype.itemsize == 2:
-                allowed = allowed + 0.505 * info.eps * size
-            if not (off <= allowed).all():
-                worst = (off - allowed).argmax().item()
-                got, right, bound = (t.flatten()[worst].item() for t in (result, exact, allowed.expand_as(off)))
+            off, pytorch_off = (
+                torch.where(in_range, (t.double() - exact).abs(), 0) for t in (result, pytorch[name][rows])
+            )
+            size = torch.where(in_range, exact.abs(), 0)
+            allowed = error + info.tiny * info.eps + 0.505 * info.eps * size * (result.dtype.itemsize == 2)
+            share = off / allowed
+            if not (share <= 1).all():
+                worst = share.argmax().item()
                 row, col = divmod(worst, x.shape[1])
-                place = f"row {row + rows.start}, column {col}" if name in NAMES[:2] else f"column {col}"
+                got, right, bound = (t.flatten()[worst].item() for t in (result, exact, allowed))
                 raise AssertionError(
-                    f"{name}, {place}: got {got:.6e}, expected {right:.6e} with an error of at most {bound:.1e}"
+                    f"{name}, row {row + (rows.start or 0)}, column {col}: "
+                    f"got {got:.6e}, expected {right:.6e} with an error of at most {bound:.1e}"
                 )
-            if same_precision:
-                pytorch_off = torch.where(in_range, (from_pytorch[name][rows].double() - exact).abs(), 0).nan_to_num()
-                new = [t.max().item() for t in (off, pytorch_off, size)]
-                largest[name][:3] = [max(pair) for pair in zip(new, largest[name])]
-                largest[name][3] &= bool((off <= allowed / 8).all())
-    for name, (error, pytorch_error, size, is_within_eighth) in largest.items():
-        unit = torch.finfo(torch.float32).eps * size
-        assert error <= 1.5 * pytorch_error + unit or (is_within_eighth and name in luck), (
-            f"{name}: error {error:.3e}, PyTorch's error {pytorch_error:.3e}, unit in the last place {unit:.1e}"
+            if x.dtype == torch.float32:
+                new = [t.max().item() for t in (off, share, pytorch_off.nan_to_num(), size)]
+                largest[name] = [max(pair) for pair in zip(new, largest[name])]
+    for name, (error, share, pytorch_error, size) in largest.items():
+        bound = 1.5 * pytorch_error + torch.finfo(torch.float32).eps * size
+        assert error <= bound or (share <= 1 / 8 and name in luck), (
+            f"{name}: error {error:.3e}, PyTorch's error {pytorch_error:.3e}, allowed {bound:.3e}"
         )
 
 
@@ -248,9 +213,7 @@ def assert_close_to_float64(backend, *cases, eps=EPS, wanted=(1, 1, 1), luck=NAM
 
 def same_bits(a, b):
     """Returns True if two lists of tensors (or None) are equal bit by bit, including NaNs."""
-    return all(
-        x is y or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b)
-    )
+    return all(x is y or torch.equal(*(t.contiguous().view(torch.uint8) for t in (x, y))) for x, y in zip(a, b))
 
 
 def assert_no_worse(result, pytorch, exact, factor=1.5, rounding=0.0, name=""):
