@@ -66,16 +66,18 @@ constexpr uint16_t kNan = 0xffc0;
 // Bytes of a cache line. The behaviour of kernels may depend on an address modulo this number.
 constexpr uintptr_t kLine = 128;
 
-// Memory for a tensor, full of NaN, at the same position in a cache line as `like`. It lies in pages of its own, whose
-// remaining bytes are NaN. At one of the two ends, chosen at random, less than a line remains. The pages before and
-// after cannot be accessed.
+// Memory for a tensor of a call, at the same position in a cache line: full of NaN, or a copy of an input. It lies in
+// pages of its own, whose remaining bytes are NaN. At one of the two ends, chosen at random, less than a line remains.
+// The pages before and after cannot be accessed.
 struct Guarded {
   const std::string name;
   const size_t bytes;
+  const void* const original;  // null for scratch memory
+  const bool is_input;
   unsigned char* data;
-  void* output = nullptr;  // where the contents are copied to in the end
 
-  Guarded(size_t bytes, const void* like, const char* name) : name(name), bytes(bytes) {
+  Guarded(const char* name, size_t bytes, const void* original, bool is_input)
+      : name(name), bytes(bytes), original(original), is_input(is_input) {
     const size_t page = sysconf(_SC_PAGESIZE);
     inner_bytes_ = (bytes + 2 * kLine + page - 1) / page * page;
     map_bytes_ = inner_bytes_ + 2 * page;
@@ -85,17 +87,14 @@ struct Guarded {
     inner_ = map_ + page;
     mprotect(inner_, inner_bytes_, PROT_READ | PROT_WRITE);
     std::fill_n(reinterpret_cast<uint16_t*>(inner_), inner_bytes_ / 2, kNan);
-    const size_t first = uintptr_t(like) % kLine, slack = (inner_bytes_ - first - bytes) / kLine * kLine;
+    const size_t first = uintptr_t(original) % kLine, slack = (inner_bytes_ - first - bytes) / kLine * kLine;
     data = inner_ + first + (random_numbers() % 2 == 0 ? slack : 0);
+    if (is_input) memcpy(data, original, bytes);
+    if (is_input) mprotect(inner_, inner_bytes_, PROT_READ);
   }
   Guarded(const Guarded&) = delete;
   ~Guarded() { munmap(map_, map_bytes_); }
 
-  bool is_input() const { return is_input_; }
-  void forbid_writes() {
-    is_input_ = true;
-    mprotect(inner_, inner_bytes_, PROT_READ);
-  }
   // Replaces the contents by NaN until show() is called.
   void hide() {
     mprotect(inner_, inner_bytes_, PROT_READ | PROT_WRITE);
@@ -106,15 +105,16 @@ struct Guarded {
     if (hidden_.empty()) return;
     std::copy(hidden_.begin(), hidden_.end(), data);
     hidden_.clear();
-    if (is_input_) forbid_writes();
+    if (is_input) mprotect(inner_, inner_bytes_, PROT_READ);
   }
-  // Fails if a kernel has written to the bytes beside the tensor.
-  void check() const {
+  // Copies an output to the original. Fails if a kernel has written to the bytes beside the tensor.
+  void finish() const {
     for (unsigned char* p = inner_; p < inner_ + inner_bytes_; p += 2) {
       if ((p < data || p >= data + bytes) && *reinterpret_cast<uint16_t*>(p) != kNan) {
         fail("a kernel wrote outside of " + name + ": at offset " + std::to_string(p - data));
       }
     }
+    if (!is_input && original != nullptr) memcpy(const_cast<void*>(original), data, bytes);
   }
   // Returns true if all bytes belong to the tensor, or lie before it in the line in which it starts.
   bool contains(const void* p, int64_t count) const {
@@ -126,23 +126,15 @@ struct Guarded {
   unsigned char *map_, *inner_;
   size_t map_bytes_, inner_bytes_;
   std::vector<unsigned char> hidden_;  // the contents, while they are hidden
-  bool is_input_ = false;
 };
 
 inline std::vector<std::unique_ptr<Guarded>> tensors;  // those of the current call; scratch memory is the last
 
-// Makes the pointer of a call point to guarded memory: to a copy of an input (const T), or to an output full of NaN.
+// Makes the pointer of a call point to guarded memory. T is const for an input.
 template <typename T> void guard(T*& p, size_t bytes, const char* name) {
   if (p == nullptr) return;
-  tensors.push_back(std::make_unique<Guarded>(bytes, p, name));
-  Guarded& tensor = *tensors.back();
-  if constexpr (std::is_const_v<T>) {
-    memcpy(tensor.data, p, bytes);
-    tensor.forbid_writes();
-  } else {
-    tensor.output = p;
-  }
-  p = reinterpret_cast<T*>(tensor.data);
+  tensors.push_back(std::make_unique<Guarded>(name, bytes, p, std::is_const_v<T>));
+  p = reinterpret_cast<T*>(tensors.back()->data);
 }
 
 inline void check_units(const void* p, int64_t bytes) {
@@ -456,7 +448,7 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   running.barrier.participants = int(fibers.size());
   for (auto& tensor : tensors) {
     // An earlier kernel of the call, or of the caller, may still write or read the tensor.
-    if (running.early && (running.after_caller || !tensor->is_input())) tensor->hide();
+    if (running.early && (running.after_caller || !tensor->is_input)) tensor->hide();
   }
   uint64_t progress = ~uint64_t(0);
   int idle = 0;

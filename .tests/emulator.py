@@ -69,7 +69,7 @@ STATEMENTS = {
     r"cooperative_groups::this_grid\(\)\.sync\(\)": "emulator::sync_grid()",
 }
 
-# The functions of the library that Python and the emulated binding call. They run a call in guarded memory.
+# The functions that Python and the emulated binding call. They run a call in guarded memory.
 WRAPPER = r"""
 namespace TORCH_EXTENSION_NAME {
 // Makes a call use guarded memory.
@@ -116,16 +116,13 @@ template <typename Call> static const char* emulate(Call call, const Allocate& a
       memset(allocate(bytes), 0xff, bytes);
       // The previous piece is freed, so that any later access to it ends the kernel.
       if (!tensors.empty() && tensors.back()->name == "scratch") tensors.pop_back();
-      tensors.push_back(std::make_unique<emulator::Guarded>(bytes, nullptr, "scratch"));
+      tensors.push_back(std::make_unique<emulator::Guarded>("scratch", bytes, nullptr, false));
       return tensors.back()->data;
     };
     const cudaError_t error = launch(call, allocate_guarded, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
-    for (const auto& tensor : tensors) {
-      tensor->check();
-      if (tensor->output != nullptr) memcpy(tensor->output, tensor->data, tensor->bytes);
-    }
+    for (const auto& tensor : tensors) tensor->finish();
   } catch (const std::exception& e) {
     answer = e.what();
   }
@@ -245,33 +242,7 @@ def cache(name, *texts):
     return folder
 
 
-TERMINAL = 2  # where announce() writes; conftest.py opens a file that pytest does not capture
-
-
-@functools.lru_cache
-def announce(what):
-    os.write(TERMINAL, f"\nemulated GPUs: compiling {what} with g++, which takes about a minute\n".encode())
-
-
-def built_once(build):
-    """Decorates a function that compiles: later calls return the same result, or raise the first error again."""
-
-    @functools.lru_cache
-    def attempt(*arguments, **options):
-        try:
-            return build(*arguments, **options), None
-        except (RuntimeError, subprocess.CalledProcessError) as error:
-            lines = re.findall(r".*\berror:.*", str(error)) or [str(error)]
-            return None, f"{build.__name__} failed: {lines[0]}"
-
-    @functools.wraps(build)
-    def wrapper(*arguments, **options):
-        result, error = attempt(*arguments, **options)
-        if error:
-            raise RuntimeError(error)
-        return result
-
-    return wrapper
+TERMINAL = 2  # where building() writes; conftest.py opens a file that pytest does not capture
 
 
 def compile_with_gxx(source, library, *flags):
@@ -295,6 +266,25 @@ def lock(folder):
         yield
 
 
+ERRORS = {}  # library -> the error of its build
+
+
+@contextlib.contextmanager
+def building(library):
+    """Lets only one process at a time build the library, and says so. After an error, later calls raise it again."""
+    if library in ERRORS:
+        raise RuntimeError(ERRORS[library])
+    with lock(library.parent):
+        if not library.exists():
+            message = f"\nemulated GPUs: compiling {library.name} with g++, which takes about a minute\n"
+            os.write(TERMINAL, message.encode())
+        try:
+            yield
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            ERRORS[library] = (re.findall(r".*\berror:.*", str(error)) or [str(error)])[0]
+            raise
+
+
 def version(name):
     """Returns the text of layernorm_inline.py in a Git revision, or of another file."""
     if Path(name).exists():
@@ -315,16 +305,15 @@ def sources(text=None):
 EPILOGUE = ("-DLAYERNORM_HAS_EPILOGUE",)  # the macro of the second library
 
 
-@built_once
+@functools.lru_cache
 def build_kernels(before_hopper=False, macros=()):
     """Compiles the kernels, for sm_80 or for Hopper and newer, if necessary, and returns the path of the library."""
     text = emulated(sources()[0])
     flags = [*macros, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *FLAGS, *flags)
-    library = folder / "emulator.so"
-    with lock(folder):
+    library = folder / "kernels.so"
+    with building(library):
         if not library.exists():
-            announce("the kernels")
             (folder / "kernels.cpp").write_text(text)
             compile_with_gxx(folder / "kernels.cpp", library, *flags)
     return library
@@ -339,11 +328,7 @@ def build_all_kernels():
 # ---- The binding, for CPU tensors ----
 
 # Pattern in CPP_SOURCE -> its replacement: names that differ for CPU tensors.
-BINDING = {
-    r"#include <(?:c10|ATen)/cuda/.*?>\n": "",
-    r"c10::kCUDA": "c10::kCPU",
-    r"AutocastCUDA": "AutocastCPU",
-}
+BINDING = {r"#include <(?:c10|ATen)/cuda/.*?>\n": "", r"c10::kCUDA": "c10::kCPU", r"AutocastCUDA": "AutocastCPU"}
 BINDING_BEGINS = r"""
 #include <ATen/ops/empty.h>
 #include <c10/core/Device.h>
@@ -415,24 +400,21 @@ def binding():
 BINDINGS = {}  # macros -> function emulate_on of the binding that was compiled with them, once it is loaded
 
 
-@built_once
 def load_binding(name):
     """Compiles and loads a library of the binding. Replaces the function _load of layernorm_inline.py."""
     from torch.utils import cpp_extension
 
     macros = EPILOGUE if name.endswith("_epilogue") else ()
     text, folder = binding()
-    folder /= name
-    folder.mkdir(exist_ok=True)
-    with lock(folder):
-        if not (folder / f"{name}.so").exists():
-            announce("the binding")
+    library = folder / name / f"{name}.so"
+    library.parent.mkdir(exist_ok=True)
+    with building(library):
         cpp_extension.load_inline(
             name, text, extra_cflags=["-O0", "-w", *macros], extra_ldflags=["-Wl,-Bsymbolic"],
-            extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(folder),
+            extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(library.parent),
             is_python_module=False,
         )  # fmt: skip
-    BINDINGS[macros] = ctypes.CDLL(str(folder / f"{name}.so")).emulate_on
+    BINDINGS[macros] = ctypes.CDLL(str(library)).emulate_on
     switch_to_current()
     return getattr(torch.ops, name), None
 
@@ -485,10 +467,7 @@ GPUS = {
 
 @functools.lru_cache
 def libraries_of(sms, code, shared_bytes):
-    """Returns {macros: the kernels' library that was compiled with them} for a GPU.
-
-    Every GPU has its own copies of the libraries, because their host code reads the properties of the GPU only once.
-    """
+    """Returns {macros: a copy of the kernels' library}. Its host code reads the properties of the GPU only once."""
     loaded = {}
     for macros in ((), EPILOGUE):
         library = build_kernels(80 <= code < 90, macros)
@@ -511,10 +490,7 @@ def switch_to_current():
 
 @contextlib.contextmanager
 def on(gpu, seed=0, dry=False):
-    """Runs the calls inside on this GPU, and yields its libraries.
-
-    seed: of everything that is random, such as the order of threads. dry: kernels return at once, but are recorded.
-    """
+    """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded."""
     libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes)
     CURRENT.append(libraries)
     switch_to_current()
@@ -529,14 +505,11 @@ def on(gpu, seed=0, dry=False):
 
 
 def launches(libraries):
-    """Returns one line per launch since the last call of this function. libraries: from on(..., dry=True)."""
+    """Returns one line per launch since the last call of this function. libraries: of on(..., dry=True)."""
     return [line for loaded in libraries.values() for line in loaded.emulated_launches().decode().splitlines()]
 
 
 def kernels(libraries, every=False):
-    """Returns the names of the kernels that ran since the last call of this function, or of all kernels (every=True).
-
-    A name has the form "family::name<template arguments>". libraries: from on().
-    """
+    """Returns the names of the kernels that ran since the last call, or of all: "family::name<template arguments>"."""
     names = {macros: loaded.emulated_kernels(every).decode().splitlines() for macros, loaded in libraries.items()}
     return {f"{'epilogue::' if macros else ''}{name}" for macros in names for name in names[macros]}

@@ -19,21 +19,17 @@ import emulator
 from cases import CASES, TYPES, Case
 
 
-def calls():
-    """Yields the cases to run."""
-    yield from (case for case in CASES if case.gpu.name != "cuda")
-    gpu = emulator.GPUS["hopper"](2)
-    wave = 2048 * gpu.sms  # 16-byte loads, as in launch_forward
-    for dtype, cols, waves in itertools.product(("fp32", "bf16"), range(8, 2561, 8), (0, 0.8, 4, 10)):
-        loads = cols * TYPES[dtype].itemsize // 16
-        yield Case(gpu, max(3, round(waves * wave / loads)), cols, dtype, "plain")
-
-
 def print_launches(path):
     """Prints one line per launch of a version of the file: case, direction, grid, block, bytes and kernel."""
     emulator.SOURCE = Path(path)
     module = emulator.load_module()
-    for case in calls():
+    cases = [case for case in CASES if case.gpu.name != "cuda"]
+    gpu = emulator.GPUS["hopper"](2)
+    wave = 2048 * gpu.sms  # 16-byte loads, as in launch_forward
+    for dtype, cols, waves in itertools.product(("fp32", "bf16"), range(8, 2561, 8), (0, 0.8, 4, 10)):
+        loads = cols * TYPES[dtype].itemsize // 16
+        cases.append(Case(gpu, max(3, round(waves * wave / loads)), cols, dtype, "plain"))
+    for case in cases:
         *leaves, dy = case.tensors(emphasized=False)
         x, *affine = (t if t is None else t.requires_grad_() for t in leaves)
         with emulator.on(case.gpu, dry=True) as libraries:

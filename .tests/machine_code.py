@@ -4,9 +4,8 @@
     python .tests/machine_code.py HEAD~3 --arch sm_80 sm_90a  against an older commit, for two architectures
     python .tests/machine_code.py other.py                    against another file
 
-Prints every kernel whose instructions, registers or local memory differ, and every kernel that only one version has. A
-renamed kernel is matched by its instructions. The exit status is 0 if all kernels are equal, and 1 otherwise. Needs nvcc,
-and cuobjdump, which is part of Triton.
+Prints every kernel whose instructions, registers or local memory differ, and every kernel that only one version has,
+unless it was renamed. The exit status is 0 if all kernels are equal, and 1 otherwise. Needs nvcc and Triton.
 """
 
 import argparse
@@ -20,21 +19,18 @@ from pathlib import Path
 
 import emulator
 
-MACROS = {"": [], "epilogue": ["-DLAYERNORM_HAS_EPILOGUE"]}  # library -> its compiler flags
+MACROS = {"": (), "epilogue": emulator.EPILOGUE}  # library -> its compiler flags
 
 
 def cuobjdump():
-    """Returns the path of cuobjdump in the Triton package, or None if Triton is not installed."""
+    """Returns the path of cuobjdump, or None if Triton is not installed."""
     triton = importlib.util.find_spec("triton")
     path = triton and Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
     return path if path and path.exists() else None
 
 
 def compile_kernels(source, arch, macros, folder):
-    """Compiles CUDA source in an empty folder. Returns the path of the cubin, and what ptxas reports of its kernels.
-
-    The report is {kernel: (registers, bytes of local memory per thread)}.
-    """
+    """Returns the path of the cubin, and {kernel: (registers, bytes of local memory per thread)}."""
     cu, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
     cu.write_text(source)
     flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", "-Xptxas=-v", *macros]
@@ -48,16 +44,6 @@ def compile_kernels(source, arch, macros, folder):
     return cubin, {name: (int(registers), int(stack)) for name, stack, registers in found}
 
 
-def instructions(cubin):
-    """Returns {kernel: list of its instructions}, without addresses and encodings."""
-    sass = subprocess.run([cuobjdump(), "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    kernels = {}
-    for part in sass.split("Function : ")[1:]:
-        name, _, body = part.partition("\n")
-        kernels[name.strip()] = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?;)", body)
-    return kernels
-
-
 def demangled(names):
     """Returns the C++ names of mangled kernel names, without namespaces that all share and without parameters."""
     done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
@@ -69,28 +55,22 @@ def kernels_of(text, arch, macros):
     """Returns {demangled name: (instructions, registers, bytes of local memory)} for a version of the file."""
     with tempfile.TemporaryDirectory() as folder:
         cubin, usage = compile_kernels(emulator.sources(text)[0], arch, macros, folder)
-        code = instructions(cubin)
-    return {short: (code[name], *usage[name]) for name, short in zip(code, demangled(code))}
+        sass = subprocess.run([cuobjdump(), "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    names, _, bodies = zip(*(part.partition("\n") for part in sass.split("Function : ")[1:]))
+    code = [re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?;)", body) for body in bodies]  # without addresses and encodings
+    names = [name.strip() for name in names]
+    return {short: (lines, *usage[name]) for name, short, lines in zip(names, demangled(names), code)}
 
 
-def pair(old, new):
-    """Yields (name, old kernel, new kernel). A kernel is None if only the other version has it.
-
-    old and new are results of kernels_of. Kernels that have equal code under different names are paired.
-    """
-    renamed = {}
-    for name in sorted({*new} - {*old}):
-        renamed.setdefault(repr(new[name]), []).append(name)
-    for name in sorted({*old} - {*new}):
-        same = renamed.get(repr(old[name]))
-        if same:
-            yield same[0], old[name], new[same.pop(0)]
-        else:
-            yield name, old[name], None
-    for name in (name for names in renamed.values() for name in names):
-        yield name, None, new[name]
-    for name in sorted({*old} & {*new}):
-        yield name, old[name], new[name]
+def differences(old, new):
+    """Yields (name, old kernel, new kernel) for results of kernels_of. A kernel is None if only one version has it."""
+    gone = [old[name] for name in {*old} - {*new}]
+    added = [new[name] for name in {*new} - {*old}]
+    for name in sorted({*old, *new}):
+        a, b = old.get(name), new.get(name)
+        is_renamed = (a is None and b in gone) or (b is None and a in added)
+        if a != b and not is_renamed:
+            yield name, a, b
 
 
 def size(kernel):
@@ -111,9 +91,7 @@ def main():
             with ThreadPoolExecutor(2) as pool:
                 old, new = pool.map(lambda text, a=arch, m=macros: kernels_of(text, a, m), versions)
             total += len(new)
-            for name, a, b in pair(old, new):
-                if a == b:
-                    continue
+            for name, a, b in differences(old, new):
                 differ += 1
                 print(f"{arch} {library} {name}: {size(a)} -> {size(b)}")
     print(f"{differ} kernels differ" if differ else f"all {total} kernels are equal")
