@@ -192,9 +192,10 @@ def emulated(source):
 
     # Shared memory. A declaration becomes a reference to memory of the current block.
     dynamic = r"auto* \2 = reinterpret_cast<\1*>(emulator::current->block->dynamic);"
-    source = re.sub(r"extern __shared__ __align__\(128\) ([\w ]+) (\w+)\[\];", dynamic, source)
+    source = re.sub(r"extern __shared__ __align__\(\d+\) ([\w ]+) (\w+)\[\];", dynamic, source)
     static = r"__shared__ (?:__align__\(\d+\) )?([^;]+?) (\w+)((?:\[[^\]]*\])*);"
     source = re.sub(static, r"auto& \2 = emulator::shared<\1\3, __LINE__>();", source)
+    assert "__shared__" not in source
 
     # Every kernel begins with a call of emulator::begin, whose arguments are its launch bounds.
     for match in reversed(list(re.finditer(r"__global__ void __launch_bounds__(?=\()", source))):
