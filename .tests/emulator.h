@@ -559,16 +559,14 @@ struct Kernel {
   }
 };
 
-// Registers a kernel when the library is loaded. Here is an empty struct that is declared inside the kernel: its name
-// contains the kernel's. Every instantiation of a kernel has its own, even if it is never launched.
-template <typename Here> struct KernelOf {
-  static const char* printed() { return __PRETTY_FUNCTION__; }
-  static inline Kernel kernel{printed()};
-};
+// Registers a kernel when the library is loaded, even if it is never launched. Here is an empty struct that is declared
+// inside the kernel: its name contains the kernel's.
+template <typename Here> const char* printed_name() { return __PRETTY_FUNCTION__; }
+template <typename Here> inline Kernel kernel_of{printed_name<Here>()};
 
 // The first statement of every kernel. The arguments are the kernel's launch bounds.
 template <typename Here> void begin(int max_threads, int = 0) {
-  Kernel& kernel = KernelOf<Here>::kernel;
+  Kernel& kernel = kernel_of<Here>;
   kernel.ran = true;
   grid->name = &kernel.name;
   if (int(grid->block.x * grid->block.y) > max_threads) fail("a block has more threads than its launch bounds allow");
