@@ -65,9 +65,8 @@ __all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # the two sources that are compiled
 
 # 1  Python API ===============================================================
 
-_ACTIVATIONS = {"gelu": ("Gelu", "none"), "gelu_tanh": ("GeluTanh", "tanh")}  # struct in CUDA_SOURCE, PyTorch's name
-_ACTIVATION_NAMES = (None, *_ACTIVATIONS)
-_ACTIVATION_NUMBERS = {name: number for number, name in enumerate(_ACTIVATION_NAMES)}  # C++'s enum class
+_ACTIVATIONS = {None: (0, ""), "gelu": (1, "none"), "gelu_tanh": (2, "tanh")}  # Activation in C++, form of aten::gelu
+_ACTIVATION_NAMES = tuple(_ACTIVATIONS)
 
 _TorchLayerNorm = nn.modules.normalization.LayerNorm  # also if a program assigns another class to nn.LayerNorm
 _TorchConvTranspose3d = nn.modules.conv.ConvTranspose3d
@@ -197,7 +196,7 @@ def layer_norm(
         return _layer_norm_op(input, normalized_shape, weight, bias, eps)
     _load_epilogue()
     op = _epilogue_ops.layer_norm.default
-    return op(input, normalized_shape, weight, bias, eps, _ACTIVATION_NUMBERS[activation], scale)
+    return op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation][0], scale)
 
 
 class LayerNorm(_TorchLayerNorm):
@@ -626,11 +625,7 @@ def _load_epilogue():
 # 3  Interface between the kernels and the binding ============================
 
 # Both sources begin with this text. It has no PyTorch types, because nvcc is slow with PyTorch's headers.
-# LAYERNORM_ACTIVATIONS(EACH) expands to EACH(struct, form of at::gelu) for every entry of _ACTIVATIONS.
-_INTERFACE = (
-    "#define LAYERNORM_ACTIVATIONS(EACH)"
-    + "".join(f' EACH({struct}, "{form}")' for struct, form in _ACTIVATIONS.values())
-    + r"""
+_INTERFACE = r"""
 #include <cstdint>
 #include <functional>
 #include <cuda_runtime_api.h>
@@ -647,8 +642,7 @@ constexpr bool kHasEpilogue = false;
 #endif
 
 enum class DType { Float32, Float16, BFloat16 };
-#define LAYERNORM_STRUCT(Struct, form) Struct,
-enum class Activation { None, LAYERNORM_ACTIVATIONS(LAYERNORM_STRUCT) Count };
+enum class Activation { None, Gelu, GeluTanh };
 
 // output = scale * activation((input - mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance + eps) of the row.
 // Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed.
@@ -699,11 +693,10 @@ cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t s
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream);
 cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream);
 
-bool supports_convolution(DType dtype, bool tf32);
+bool has_convolution_kernel();  // for the current device
 
 }  // namespace TORCH_EXTENSION_NAME
 """
-)
 
 # 4  C++ binding: checks, allocation, autograd, dispatcher registration =======
 
@@ -834,12 +827,14 @@ DType dtype_of(const Tensor& t) {
 }
 
 Activation to_activation(int64_t activation, double scale) {
-  const bool exists = activation >= 0 && activation < static_cast<int64_t>(Activation::Count);
+  const bool exists = activation >= 0 && activation <= static_cast<int64_t>(Activation::GeluTanh);
   TORCH_CHECK(exists && (kHasEpilogue || (activation == 0 && scale == 1)),
               "Expected activation and scale as layernorm_inline.layer_norm passes them, but got activation ",
               std::to_string(activation), " and scale ", std::to_string(scale));
   return static_cast<Activation>(activation);
 }
+
+const char* gelu_form(Activation activation) { return activation == Activation::Gelu ? "none" : "tanh"; }
 
 // The fields that all calls have, of contiguous tensors.
 template <typename Call>
@@ -940,9 +935,6 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
 // ---- PyTorch's operations ----
 // at::layer_norm is not used, because its derivatives from the third on treat mean and rstd as constants.
 
-#define LAYERNORM_FORM(Struct, form) form,
-constexpr const char* kGeluForms[] = {"", LAYERNORM_ACTIVATIONS(LAYERNORM_FORM)};  // by Activation
-
 // Keeps the dtype, because a float32 operand makes arithmetic float32 without a converted copy.
 Tensor as_matrix(const OptionalTensor& t, SymIntArrayRef shape) {
   return is_given(t) ? t->reshape_symint({row_count(*t, shape), element_count(shape)}) : Tensor();
@@ -975,7 +967,8 @@ std::tuple<Tensor, Tensor> composed_normalized(const Tensor& x, const Tensor& st
 Tensor composed_output(const Tensor& xhat, const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, int64_t activation, double scale) {
   Tensor y = apply_affine(as_matrix(xhat, shape), as_float_row(weight, shape), as_float_row(bias, shape));
-  if (to_activation(activation, scale) != Activation::None) y = at::gelu(y, kGeluForms[activation]);
+  const Activation function = to_activation(activation, scale);
+  if (function != Activation::None) y = at::gelu(y, gelu_form(function));
   if (scale != 1) y = y * scale;
   return y.reshape_symint(input.sym_sizes()).to(input.scalar_type());
 }
@@ -990,7 +983,7 @@ Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymI
   if (kHasEpilogue) {
     const Activation function = to_activation(activation, scale);
     dy = scale == 1 ? dy.to(at::kFloat) : dy.to(at::kFloat) * scale;
-    if (function != Activation::None) dy = at::gelu_backward(dy, apply_affine(xhat, w, b), kGeluForms[activation]);
+    if (function != Activation::None) dy = at::gelu_backward(dy, apply_affine(xhat, w, b), gelu_form(function));
   }
   Gradients gradients;
   auto& [dx, dw, db] = gradients;
@@ -1108,7 +1101,7 @@ variable_list double_backward(const variable_list& grads, const Tensors& saved, 
     if (grad_mask[0]) add(grad_dy, apply_weight(projected, w));
     if (grad_mask[2] && w.defined()) grad_w = (projected * dy).sum(0);
     if (grad_mask[1]) {
-      const Tensor wdy = apply_weight(dy, w), mean_wdy_xhat = row_mean(wdy * xhat);
+      const Tensor wdy = apply_weight(dy, w).to(at::kFloat), mean_wdy_xhat = row_mean(wdy * xhat);
       add(v, (g_dx * mean_wdy_xhat + wdy * mean_g_xhat) * -rstd);
       const Tensor covariance = row_mean(g_dx * wdy) - row_mean(g_dx) * row_mean(wdy) - mean_g_xhat * mean_wdy_xhat;
       grad_x = at::addcmul(project(v, row_mean(v * xhat)), xhat, covariance * rstd * rstd, -1);
@@ -1246,13 +1239,11 @@ template <typename Op> bool tf32_allowed(bool (at::Context::*getter)(c10::option
   return (at::globalContext().*getter)(Op::CONV);
 }
 
-// Only cuDNN uses TF32.
-bool uses_tf32() { return at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN); }
-
 bool supports_convolution(const Tensor& input) {
   if (input.is_meta() || c10::cuda::device_count() == 0) return true;  // meta and fake tensors have no GPU
   const c10::cuda::CUDAGuard guard(input.device());
-  return supports_convolution(dtype_of(input), uses_tf32());
+  const bool uses_tf32 = at::globalContext().userEnabledCuDNN() && tf32_allowed(&at::Context::allowTF32CuDNN);
+  return (uses_tf32 || input.scalar_type() != at::kFloat) && has_convolution_kernel();
 }
 
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
@@ -1576,7 +1567,7 @@ template <int V> __device__ Vec<float, V> rounded_product(Vec<float, V> a, const
   return a;
 }
 
-// opaque and keep_pointer only make the compiler compute the value once, and not early.
+// opaque and keep_pointer make the compiler compute the value once, and not early.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -1631,7 +1622,7 @@ template <typename T, int V> __device__ Pack<T, V> load(const T* p, uint64_t pol
 constexpr int kLineBytes = 128;   // of a cache line
 constexpr int kSectorBytes = 32;  // the part of a cache line that is read from memory by itself
 
-// Needs sm_90. global and bytes must be multiples of 16. ptxas 13.0 miscompiled a call inside an `if`.
+// Needs sm_90. global and bytes must be multiples of 16. ptxas 13.0 miscompiled one call: check new ones.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
                : "memory");
@@ -2031,6 +2022,14 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
+template <typename F> cudaError_t with_element(DType dtype, F f) {
+  switch (dtype) {
+    case DType::Float16: return f(__half());
+    case DType::BFloat16: return f(__nv_bfloat16());
+    default: return f(float());
+  }
+}
+
 // Allows all shared memory: between this and the launch, another thread could lower a limit for one call.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   thread_local std::set<std::pair<const Device*, const void*>> allowed;  // needs no lock
@@ -2124,7 +2123,7 @@ __device__ inline float normal_tail_5_digits(float t) {
                               -0.458833878f, -1.15109677f, -1.00000961f));
 }
 
-// For 16-bit output: 2.1e-4 for t <= 4.3, where float16 ends.
+// For 16-bit output: 2.1e-4 for t <= 4.3. Beyond, gelu(-t) is smaller than 4e-5.
 __device__ inline float normal_tail_16_bits(float t) {
   return fast_exp2(
       polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f, -1.00029845f));
@@ -2135,8 +2134,6 @@ __device__ inline float gelu_of_tail(float z, float tail) {
   const float step = z > 0;
   return z * fabsf(step - tail);
 }
-
-// One struct per line of _ACTIVATIONS.
 
 template <typename T> struct Gelu {
   static __device__ float value(float z) {
@@ -2173,9 +2170,8 @@ template <typename T> struct GeluTanh {
 };
 
 template <typename T, typename F> __device__ void with_activation(Activation activation, F f) {
-#define LAYERNORM_CALL(Struct, form) \
-  if (activation == Activation::Struct) return f(Struct<T>());
-  LAYERNORM_ACTIVATIONS(LAYERNORM_CALL)
+  if (activation == Activation::Gelu) return f(Gelu<T>());
+  if (activation == Activation::GeluTanh) return f(GeluTanh<T>());
 }
 
 // From a visible activation, the compiler would move the branches out of all loops, into four times as much code.
@@ -4342,15 +4338,8 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
 
 // ---- Host side ----
 
-// Only code for sm_90a has these launch bounds; PTX of sm_90 has not.
-bool supports(DType dtype, bool tf32) {
-  cudaFuncAttributes attributes = {};
-  cudaFuncGetAttributes(&attributes, conv_transpose_layer_norm_gelu<float>);
-  return attributes.maxThreadsPerBlock == kThreads && (dtype != DType::Float32 || tf32);
-}
-
 cudaError_t launch(const Convolution& call, const LaunchContext& context) {
-  const auto launch_as = [&](auto element) {
+  return with_element(call.dtype, [&](auto element) {
     using T = decltype(element);
     using L = Layout<T>;
     constexpr int kFragments = 4 * L::kFragments;                 // of all four parities of d and h
@@ -4361,12 +4350,7 @@ cudaError_t launch(const Convolution& call, const LaunchContext& context) {
     const int blocks = std::max(1, context.device.sms / 4) * 4;  // the same number for each parity of d and h
     return launch_kernel(conv_transpose_layer_norm_gelu<T>, {blocks, kThreads, kPlain, L::kBytes}, context, call,
                          reinterpret_cast<const Unit*>(arranged));
-  };
-  switch (call.dtype) {
-    case DType::Float16: return launch_as(__half());
-    case DType::BFloat16: return launch_as(__nv_bfloat16());
-    default: return launch_as(float());
-  }
+  });
 }
 
 }  // namespace convolution
@@ -4425,20 +4409,15 @@ template <typename T, int V> cudaError_t dispatch(const Backward& call, const La
   return two_pass::launch<T, V>(call, context);
 }
 
-// `tensors` are all whose packs kernels load or store. Absent ones are null, and count as aligned.
+// `tensors` are all whose packs kernels load or store, but for new ones, which are aligned. Absent ones are null, and count as aligned.
 template <typename Call>
 cudaError_t dispatch(const Call& call, const LaunchContext& context, std::initializer_list<const void*> tensors) {
   uintptr_t address_bits = uintptr_t(call.cols) * size_of(call.dtype);
   for (const void* p : tensors) address_bits |= reinterpret_cast<uintptr_t>(p);
-  const auto dispatch_as = [&](auto element) {
+  return with_element(call.dtype, [&](auto element) {
     using T = decltype(element);
     return address_bits % 16 == 0 ? dispatch<T, 16 / sizeof(T)>(call, context) : dispatch<T, 1>(call, context);
-  };
-  switch (call.dtype) {
-    case DType::Float16: return dispatch_as(__half());
-    case DType::BFloat16: return dispatch_as(__nv_bfloat16());
-    default: return dispatch_as(float());
-  }
+  });
 }
 
 }  // namespace
@@ -4461,7 +4440,13 @@ cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream
   return convolution::launch(call, {current_device(), allocate, stream});
 }
 
-bool supports_convolution(DType dtype, bool tf32) { return convolution::supports(dtype, tf32); }
+// Only code for sm_90a has these launch bounds; PTX of sm_90 has not.
+bool has_convolution_kernel() {
+  cudaFuncAttributes attributes = {};
+  cudaFuncGetAttributes(&attributes, convolution::conv_transpose_layer_norm_gelu<float>);
+  cudaGetLastError();  // of a GPU for which there is no code
+  return attributes.maxThreadsPerBlock == convolution::kThreads;
+}
 #endif
 
 }  // namespace TORCH_EXTENSION_NAME

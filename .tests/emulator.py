@@ -57,7 +57,7 @@ BODIES = {
 STATEMENTS = {
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
     r'asm volatile\("(?:wgmma\.(?:fence|commit)|setmaxnreg|fence\.|griddepcontrol\.launch|" : "\+f").*?\);': ";",
-    r"attributes\.maxThreadsPerBlock": "(emulator::gpu.code == 90 ? kThreads : 32)",
+    r"attributes\.maxThreadsPerBlock": "(emulator::gpu.code == 90 ? convolution::kThreads : 32)",
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
     r'asm volatile\("prefetch\.global\.L2.*?"l"\((.*?)\)\);': r"emulator::check_in_tensor(\1, 1);",
@@ -154,7 +154,7 @@ const char* emulate_forward(const Forward* call, const Allocate* allocate) { ret
 const char* emulate_backward(const Backward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
 #ifdef LAYERNORM_HAS_EPILOGUE
 const char* emulate_convolution(const Convolution* call, const Allocate* allocate) { return emulate(*call, *allocate); }
-bool emulate_supports_convolution(DType dtype, bool tf32) { return supports_convolution(dtype, tf32); }
+bool emulate_has_convolution_kernel() { return has_convolution_kernel(); }
 #endif
 }
 }  // namespace TORCH_EXTENSION_NAME
@@ -383,9 +383,9 @@ cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t 
 cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream) {
   return emulate("emulate_convolution", call, allocate, stream);
 }
-bool supports_convolution(DType dtype, bool tf32) {
+bool has_convolution_kernel() {
   TORCH_CHECK(guards > 0, "the device of the tensors is not current");
-  return of_kernels<bool(DType, bool)>("emulate_supports_convolution")(dtype, tf32);
+  return of_kernels<bool()>("emulate_has_convolution_kernel")();
 }
 }  // namespace TORCH_EXTENSION_NAME
 """

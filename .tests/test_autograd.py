@@ -68,6 +68,19 @@ def test_second_derivatives_are_those_of_the_formula(backend, shape, affine):
     assert_derivatives(function, inputs, 2)
 
 
+def test_second_derivatives_of_large_float16_gradients_are_finite(backend):
+    """The products of two float16 gradients, up to 1e6 here, are computed in float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy, g = (torch.randn(4, 64, generator=generator) * scale for scale in (1000, 1000, 1000))
+    results = []
+    for dtype, layer_norm in ((torch.float16, backend.layer_norm), (torch.float64, torch.nn.functional.layer_norm)):
+        leaf, grad_output, direction = (t.half().to(backend.device, dtype) for t in (x, dy, g))
+        leaf.requires_grad_()
+        (grad,) = torch.autograd.grad(layer_norm(leaf, (64,)), leaf, grad_output, create_graph=True)
+        results += torch.autograd.grad(grad, leaf, direction)
+    torch.testing.assert_close(results[0].double(), results[1], rtol=1e-2, atol=1e-3 * results[1].abs().max().item())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
 def test_third_derivatives_are_those_of_the_formula(backend, activation):
@@ -76,7 +89,7 @@ def test_third_derivatives_are_those_of_the_formula(backend, activation):
     op = backend.epilogue_ops.layer_norm.default
 
     def function(x, weight, bias):  # the input of the op depends on another argument, weight
-        return op(x * weight, [5], weight, bias, EPS, backend.module._ACTIVATION_NUMBERS[activation], 1.5)
+        return op(x * weight, [5], weight, bias, EPS, backend.module._ACTIVATIONS[activation][0], 1.5)
 
     def exact(x, weight, bias):
         return formula(x * weight, weight, bias, activation, 1.5)
@@ -255,7 +268,7 @@ def test_vmap_is_as_accurate_as_pytorch(backend, x, weight, bias, in_dims, activ
 
     def layernorm_inline(*tensors):
         x, weight, bias = with_none(tensors)
-        return op(x, normalized_shape, weight, bias, EPS, backend.module._ACTIVATION_NUMBERS[activation], scale)
+        return op(x, normalized_shape, weight, bias, EPS, backend.module._ACTIVATIONS[activation][0], scale)
 
     def pytorch(*tensors):
         x, weight, bias = with_none(tensors)
