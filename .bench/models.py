@@ -85,14 +85,15 @@ def pair_stack(n, device="cuda"):
     return model, lambda model: model(z.detach().requires_grad_()).float().square().mean()
 
 
-def gpt_2(batch=8, length=1024, device="cuda", **config):
+def gpt_2(batch=8, length=1024, device="cuda", dtype=torch.float32, **config):
+    """Returns GPT-2 with parameters of `dtype`, which runs under bf16 autocast if that is float32."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **config)).to(device).train()
+    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **config)).to(device, dtype).train()
     ids = torch.randint(model.config.vocab_size, (batch, length), device=device)
 
     def loss(model):
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.float32):
             return model(input_ids=ids, labels=ids).loss
 
     return model, loss
@@ -116,14 +117,7 @@ REAL_MODELS = {
     "pair stack 256 x 256 x 128, bf16": ("torch", functools.partial(pair_stack, 256)),
     "pair stack 512 x 512 x 128, bf16": ("torch", functools.partial(pair_stack, 512)),
     "GPT-2 124M 8 x 1024, autocast": ("transformers", gpt_2),
-    "GPT-2 of width 1280, 8 layers, autocast": (
-        "transformers",
-        functools.partial(gpt_2, n_embd=1280, n_layer=8, n_head=20),
-    ),
-    "GPT-2 of width 2048, 5 layers, autocast": (
-        "transformers",
-        functools.partial(gpt_2, n_embd=2048, n_layer=5, n_head=16),
-    ),
+    "GPT-2 124M 8 x 1024, bf16": ("transformers", functools.partial(gpt_2, dtype=torch.bfloat16)),
     "GPT-2 of width 4096, 2 layers, autocast": (
         "transformers",
         functools.partial(gpt_2, n_embd=4096, n_layer=2, n_head=32),

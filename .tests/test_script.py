@@ -282,9 +282,9 @@ def test_tables_of_the_readme(monkeypatch):
     assert "| NVIDIA H200, ms | nn.LayerNorm | torch.compile | layernorm_inline | times as fast as each |" in lines
     assert "| forward, 32768 x 2041, bf16 | 4.00 | 2.00 | **1.25** | 3.20, 1.60 |" in lines
     assert any(line.endswith("| 8.00 | 0.500 | **0.250** | 32.0, 2.00 |") and "level 1, 40" in line for line in lines)
-    assert any(line.endswith("| 4.00 | 1.50 | **3.00** eager, **2.00** compiled | 1.33, 0.750 |") for line in lines)
+    assert any(line.endswith("| 4.00 | - | **3.00** | 1.33 |") for line in lines)
     assert "| backward, 8192 x 768, bf16 | 1.25 | 3.20 | 1.60 | 1.25 | 3.20 | 1.60 |" in lines
-    assert "| problem 34 | 0.250 | 32.0 | 2.00 | 0.250 | 32.0 | 2.00 |" in lines
+    assert lines[-7] == "On an H100, it is 32.0 and 32.0 times as fast"
     assert lines[-5].startswith("a training step is 1.33 times as fast (GPT-2")
     assert lines[-3] == "a compiled training step is 0.75 times as fast"
     assert lines[-1] == "1.20 times as fast in forward, 1.20 in backward"
