@@ -8,6 +8,7 @@
     replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
 CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels, forward and backward, or raise an error.
+Under torch.compile, short rows are left to PyTorch (see layer_norm).
 Gradients can be differentiated again, and work with torch.func and in forward mode. For KernelBench, ModelNew is level
 1 problem 40, and ConvTranspose3dLayerNormGELUScaling is level 2 problem 34.
 
@@ -244,21 +245,18 @@ def replace_layer_norm(
     skipped: Counter = Counter()
     for norm in norms:
         cls = type(norm)
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if issubclass(cls, LayerNorm):
-            continue
-        if "forward" in vars(norm) or (cls is not _TorchLayerNorm and name.startswith("torch.")):
-            skipped["modules whose class or forward was already replaced; call replace_layer_norm first", name] += 1
-        elif cls in classes:
+        is_replaced = "forward" in vars(norm) or (cls is not _TorchLayerNorm and cls.__module__.startswith("torch."))
+        if cls in classes and not is_replaced:
             norm.__class__ = LayerNorm
-        else:
-            why = "classes that are not in types; list those whose forward computes the same function"
-            skipped[why, name] += 1
-    report = [f"skipped {why}: {name} ({count})" for (why, name), count in skipped.items()]
+        elif not issubclass(cls, LayerNorm):
+            skipped[f"{cls.__module__}.{cls.__qualname__}"] += 1
     if not norms:
-        report = [f"found no nn.LayerNorm in {type(module).__name__}"]
-    if report:
-        warnings.warn(f"replace_layer_norm {'. It '.join(report)}.", stacklevel=2)
+        warnings.warn(f"replace_layer_norm found no nn.LayerNorm in {type(module).__name__}.", stacklevel=2)
+    if skipped:
+        names = ", ".join(f"{name} ({count})" for name, count in skipped.items())
+        advice = "name classes whose forward computes the same function in types"
+        advice += ", and convert a model before other code replaces the class or forward of its norms"
+        warnings.warn(f"replace_layer_norm skipped {names}: {advice}.", stacklevel=2)
     return module
 
 
@@ -281,7 +279,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
 
     One kernel computes the model for 32 input and 64 output channels, kernel 4, stride 2, padding 1 and input width 32,
     if x and the parameters are CUDA tensors of one dtype, autocast is off, the two modules have neither hooks nor
-    patches, and the GPU has the shared memory. It multiplies float32 in TF32 if PyTorch allows that for convolutions.
+    patches, and the library has code for sm_90a. It multiplies float32 in TF32 if PyTorch allows that for convolutions.
     Otherwise PyTorch computes the convolution, and layer_norm the rest.
     Example: y = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1)(torch.randn(1, 32, 8, 8, 32))
     """
@@ -401,7 +399,7 @@ def _gpus():
                     capabilities.append((major.value, minor.value))
             nvml.nvmlShutdown()
             return capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []
-    # The driver lacks NVML, as on Jetson.
+    # The driver lacks NVML, as on Jetson. This initializes CUDA.
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return [torch.cuda.get_device_capability(device) for device in devices]
 
@@ -459,9 +457,9 @@ def _compile(name, folder, codes):
     if not supported:
         problem = f"the nvcc of CUDA {release} does not support {', '.join(codes)}: install a newer one"
         raise RuntimeError(f"layernorm_inline: {problem}. nvcc --list-gpu-code printed: {listed}")
-    is_second = name.endswith("_epilogue")
-    kernels = "CUDA kernels for activations and scale" if is_second else "CUDA kernels"
-    macros = ["-DLAYERNORM_HAS_EPILOGUE"] if is_second else []
+    has_epilogue = name.endswith("_epilogue")
+    kernels = "CUDA kernels for activations and scale" if has_epilogue else "CUDA kernels"
+    macros = ["-DLAYERNORM_HAS_EPILOGUE"] if has_epilogue else []
     compiled_for = ", ".join(supported)
     message = f"compiling {kernels} for {compiled_for}, about {10 + 10 * len(supported)} s, only this once"
     print(f"layernorm_inline: {message}", file=sys.stderr)
@@ -580,8 +578,7 @@ def _load(name):
     # One lock for all copies of this file in the process, because a build changes environment variables.
     with vars(sys).setdefault("_layernorm_inline_lock", _thread.allocate_lock()):
         ops = getattr(torch.ops, name)
-        # This op is defined last, so the library is completely loaded, perhaps by another copy of this file.
-        if hasattr(ops, "layer_norm"):
+        if hasattr(ops, "layer_norm"):  # another copy of this file has loaded the library
             return ops, None
         built = f"PyTorch {torch.__version__} is built"
         if torch.version.cuda is None:
@@ -591,12 +588,11 @@ def _load(name):
             return None, f"{why}; install a newer PyTorch"
         architectures = _architectures()
         if not architectures:
-            why = "there was no GPU when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
+            why = "there was no usable GPU when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
             return None, f"{why}; import it on a machine with a GPU, or set TORCH_CUDA_ARCH_LIST first"
         codes = _codes(architectures)
         if not codes:
-            found = ", ".join(architectures)
-            return None, f"compute capability 7.5 is the oldest supported, and only {found} was found"
+            return None, f"compute capability 7.5 is the oldest supported, not {', '.join(architectures)}"
         cache = _cache(name)
         path = _find_library(cache, codes)
         if path is not None:
@@ -616,10 +612,12 @@ def _load(name):
 @_called_by_dynamo
 def _load_epilogue():
     """Loads the second library, if the import has loaded the first one."""
-    if _ops is not None and not hasattr(_epilogue_ops, "layer_norm"):
+    global _is_epilogue_loaded
+    if _ops is not None and not _is_epilogue_loaded:
         _, why_not = _load(_epilogue_ops.name)
         if why_not is not None:
             raise RuntimeError(f"layernorm_inline: the kernels for activations and scale were not compiled: {why_not}.")
+        _is_epilogue_loaded = True
 
 
 # 3  Interface between the kernels and the binding ============================
@@ -867,7 +865,8 @@ template <typename Call> void launch_call(const Call& call, const Tensor& input)
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, input.device().index());
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
                 std::to_string(major) + "." + std::to_string(minor),
-                ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR);
+                ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
+                ". If it is 7.5 or newer, install an nvcc that supports it, and clear TORCH_EXTENSIONS_DIR");
   }
   C10_CUDA_CHECK(error);
 }
@@ -1360,7 +1359,6 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
     m.impl("conv_transpose3d_layer_norm_gelu", dispatch(device, convolution));
   }
 #endif
-  // Defined last: Python takes this op as a sign that the library is loaded, while another thread may be loading it.
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
       " int activation=0, float scale=1.0) -> Tensor",
@@ -1638,11 +1636,11 @@ __device__ inline bool is_prefetching_thread() {
 // global and bytes must be multiples of 16. Before sm_90, every thread prefetches a part, and the policy is evict_last.
 __device__ inline void prefetch_range(const void* global, int bytes, uint64_t policy,
                                       int thread = threadIdx.y * blockDim.x + threadIdx.x,
-                                      int threads = blockDim.x * blockDim.y, int step = kSectorBytes) {
+                                      int threads = blockDim.x * blockDim.y) {
   if constexpr (kArch.has_bulk_copy) {
     prefetch_to_l2(global, bytes, policy);
   } else if constexpr (kArch.has_async_copy) {
-    for (int offset = thread * step; offset < bytes; offset += threads * step) {
+    for (int offset = thread * kSectorBytes; offset < bytes; offset += threads * kSectorBytes) {
       asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(static_cast<const char*>(global) + offset));
     }
   }
@@ -1704,22 +1702,22 @@ template <typename T, int V> struct Unaligned {
   }
 };
 
-// Calls f with std::true_type if weight and bias both exist and are of dtype T, which f need not test at each load, and
+// Calls f with std::true_type if weight and bias both exist and have 16 bits, which f need not test at each load, and
 // otherwise with std::false_type. EARLY: they are loaded already.
-template <typename T, bool EARLY = false, typename F> __device__ void with_same_dtype(const Forward& call, F f) {
+template <typename T, bool EARLY = false, typename F> __device__ void with_16_bit_affine(const Forward& call, F f) {
   // A lambda, because three kernels spill with the condition inside the `if` (nvcc 13.0).
-  const auto has_same_dtype = [&] { return call.weight != nullptr && call.bias != nullptr && !call.affine_float32; };
+  const auto is_16_bit_affine = [&] { return call.weight != nullptr && call.bias != nullptr && !call.affine_float32; };
   if constexpr (sizeof(T) == 2 && !EARLY) {
-    if (has_same_dtype()) return f(std::true_type());
+    if (is_16_bit_affine()) return f(std::true_type());
   }
   f(std::false_type());
 }
 
-// SAME_DTYPE is the argument of with_same_dtype's f. Packs of an unaligned row start at column `begin`, where output is
-// aligned. If only input is unaligned, weight and bias are aligned there, too.
-template <typename T, int V, bool UNALIGNED, bool SAME_DTYPE>
+// Packs of an unaligned row start at column `begin`, where output is aligned. If only input is unaligned, weight and
+// bias are aligned there, too.
+template <typename T, int V, bool UNALIGNED, bool AFFINE_16_BITS>
 __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
-  if constexpr (SAME_DTYPE) {
+  if constexpr (AFFINE_16_BITS) {
     const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
     const auto address_bits = reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin);
     if (UNALIGNED && V > 1 && address_bits % 16 != 0) {
@@ -1990,7 +1988,6 @@ __device__ inline void save_statistics(const Forward& call, int64_t row, float m
 //   3. Before that, a thread writes no global memory, and reads only what was complete when the previous kernel began.
 //   4. CUDA graphs support this from CUDA 12.3 on. Otherwise, and before sm_90, such launches are plain.
 // Cooperative launches:
-
 //   5. A kernel whose blocks wait for one another is kCooperative, and has at most one block per SM.
 //   6. Such a launch fails if its blocks do not fit the process's SMs (MPS, MIG), or the GPU does not support it.
 //   7. It is the first launch of a call, so that another kernel family can then run the whole call.
@@ -2301,7 +2298,6 @@ __device__ inline void prefetch_later_rows(const PrefetchWindow& window, uint64_
 }
 
 template <typename T> __device__ void prefetch_affine(const Forward& call) {
-  if constexpr (!kArch.has_async_copy) return;
   const int bytes = int(call.cols) * int(call.affine_float32 ? sizeof(float) : sizeof(T));
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int threads = blockDim.x * blockDim.y;
@@ -2510,8 +2506,8 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   }
 
   // Write. All rows of the thread share one load of weight and bias.
-  with_same_dtype<T, kEarly>(call, [&](auto same_dtype) {
-    constexpr bool kSameDtype = same_dtype.value;
+  with_16_bit_affine<T, kEarly>(call, [&](auto affine_16_bits) {
+    constexpr bool kSameDtype = affine_16_bits.value;
     const auto write = [&](int offset, const auto& elements, auto w, auto b) {
       constexpr int N = decltype(w)::kSize;
       if constexpr (!kEarly) load_affine_pair<T, N, kHasEdges, kSameDtype>(w, b, call, first + offset, begin);
@@ -2642,11 +2638,11 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   const float per_col = 1.0f / cols;
   const uint64_t policy = l2_policy(priority);
 
-  // Find the thread's rows: row + r * next_row for r < ROWS, and row_stride further in each iteration.
+  // Find the thread's rows: row + r * row_distance for r < ROWS, and row_stride further in each iteration.
   const int first_row = threadIdx.y * kSpacing;
-  const int next_row = blockDim.y * kSpacing;
+  const int row_distance = blockDim.y * kSpacing;
   const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS;
-  int64_t row = int64_t(blockIdx.x / kSpacing) * ROWS * next_row + blockIdx.x % kSpacing + first_row;
+  int64_t row = int64_t(blockIdx.x / kSpacing) * ROWS * row_distance + blockIdx.x % kSpacing + first_row;
 
   // Find the thread's columns, and load their weight.
   const int mid_word = kLoadsWords ? row * cols % 2 : 0;  // 1 if rows begin in mid-word
@@ -2692,11 +2688,11 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   const auto start_loads = [&](int64_t row) {
     const int64_t offset = row * cols + packs[0].col;
     UNROLL(r, ROWS) {
-      if (row + r * next_row >= call.rows) continue;
-      next_mean[r] = call.mean[row + r * next_row];
-      next_rstd[r] = call.rstd[row + r * next_row];
-      const T* x = keep_pointer(static_cast<const T*>(call.input) + offset + r * (next_row * cols));
-      const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + offset + r * (next_row * cols));
+      if (row + r * row_distance >= call.rows) continue;
+      next_mean[r] = call.mean[row + r * row_distance];
+      next_rstd[r] = call.rstd[row + r * row_distance];
+      const T* x = keep_pointer(static_cast<const T*>(call.input) + offset + r * (row_distance * cols));
+      const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + offset + r * (row_distance * cols));
       // Alternating between both tensors is slower.
       each_pack([&](auto& pack) { pack.next_x[r] = load<T, decltype(pack.weight)::kSize>(x + pack.offset, policy); });
       each_pack([&](auto& pack) { pack.next_dy[r] = load<T, decltype(pack.weight)::kSize>(dy + pack.offset, policy); });
@@ -2720,7 +2716,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
     float rstd[ROWS];
     UNROLL(r, ROWS) {
       rstd[r] = next_rstd[r];
-      if (row + r * next_row >= call.rows) continue;
+      if (row + r * row_distance >= call.rows) continue;
       const auto add = [&](auto& pack) {
         constexpr int N = decltype(pack.weight)::kSize;
         pack.dy[r] = pack.next_dy[r];
@@ -2750,9 +2746,9 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
     parity ^= 1;
     T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + packs[0].col);
     UNROLL(r, ROWS) {
-      if (row + r * next_row >= call.rows) continue;
+      if (row + r * row_distance >= call.rows) continue;
       const GradMeans means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
-      T* to = keep_pointer(grad_input + r * (next_row * cols));
+      T* to = keep_pointer(grad_input + r * (row_distance * cols));
       each_pack([&](auto& pack) {
         constexpr bool kFused = sizeof(T) == 2 && decltype(pack.weight)::kSize > 1;
         const auto dx = grad_input_of<kFused>(pack.weight, widened(pack.dy[r]), pack.xhat[r], means, rstd[r]);
@@ -3276,7 +3272,6 @@ constexpr int kBackwardDelay = 3;
 constexpr int kDelayAlone = 2;               // of a block that has whole rows
 constexpr int kManyBlocks = 100;             // per row: the exchange is slow
 constexpr int kBackwardPrefetchBlocks = 16;  // per row; with fewer, stages are free soon
-constexpr int kPrefetchStep = 64;            // bytes between two prefetches without bulk copies
 constexpr int64_t kMinSharedColumns = 2048;  // of a slice, if more blocks than necessary share a row
 
 struct Plan {
@@ -3363,7 +3358,7 @@ template <typename Block> __device__ void load_slices(const Block& block, int th
     UNROLL(t, kTensors) {
       copies[t] = block.copy_of(stage.index, t, row);
       const auto [shared, global, bytes] = copies[t];
-      if (prefetches) prefetch_range(global, bytes, policy, thread, kLoaderThreads, kPrefetchStep);
+      if (prefetches) prefetch_range(global, bytes, policy, thread, kLoaderThreads);
     }
     RowStats stats;
     if constexpr (!Block::kForward) stats = {block.call.mean[row], block.call.rstd[row]};
@@ -3412,11 +3407,11 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
   Vec<float, V> grad_weight[kPacks] = {}, grad_bias[kPacks] = {};
   float count = 0;  // of the part's columns
   if constexpr (kForward) {
-    with_same_dtype<T>(call, [&](auto same_dtype) {
+    with_16_bit_affine<T>(call, [&](auto affine_16_bits) {
       UNROLL(p, kPacks) {
         // A thread without pack p loads the slice's last one: with a condition, the loads would wait for one another.
         const int col = block.first_col + min(block.column(p), block.columns - V);
-        load_affine_pair<T, V, false, decltype(same_dtype)::value>(weight[p], bias[p], call, col, 0);
+        load_affine_pair<T, V, false, decltype(affine_16_bits)::value>(weight[p], bias[p], call, col, 0);
       }
     });
     UNROLL(p, kPacks) count += block.has(p) ? V : 0;
@@ -3665,9 +3660,9 @@ template <typename T, typename Call> Plan choose_plan(const Call& call, const De
 
   // As many rows as the exchange takes. One stage is being measured, and another loaded, unless the exchange is slower.
   const bool has_many_blocks = plan.blocks_per_row >= kManyBlocks;
-  const int exchange = (kForward ? kForwardDelay : kBackwardDelay) + has_many_blocks;
-  const int others = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
-  plan.delay = std::min(plan.stages - others, plan.blocks_per_row == 1 ? kDelayAlone : exchange);
+  const int exchange_rows = (kForward ? kForwardDelay : kBackwardDelay) + has_many_blocks;
+  const int reserved_stages = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
+  plan.delay = std::min(plan.stages - reserved_stages, plan.blocks_per_row == 1 ? kDelayAlone : exchange_rows);
   return plan;
 }
 
@@ -4387,8 +4382,7 @@ template <typename T, int V> cudaError_t dispatch(const Forward& call, const Lau
     if (pipelined::supports<T>(call, context.device)) {
       if (const cudaError_t error = pipelined::launch<T>(call, context); !cannot_cooperate(error)) return error;
     }
-    const grid_resident::Plan plan = grid_resident::choose_plan<T>(call, context.device);
-    if (plan.blocks_per_row > 0) {
+    if (const auto plan = grid_resident::choose_plan<T>(call, context.device); plan.blocks_per_row > 0) {
       if (const cudaError_t error = grid_resident::launch<T>(call, plan, context); !cannot_cooperate(error))
         return error;
     }
@@ -4409,7 +4403,7 @@ template <typename T, int V> cudaError_t dispatch(const Backward& call, const La
   return two_pass::launch<T, V>(call, context);
 }
 
-// `tensors` are all whose packs kernels load or store, but for new ones, which are aligned. Absent ones are null, and count as aligned.
+// `tensors` are those of the caller whose packs kernels load or store. Absent ones are null, and count as aligned.
 template <typename Call>
 cudaError_t dispatch(const Call& call, const LaunchContext& context, std::initializer_list<const void*> tensors) {
   uintptr_t address_bits = uintptr_t(call.cols) * size_of(call.dtype);
@@ -4459,5 +4453,6 @@ bool has_convolution_kernel() {
 _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
 
 _epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # has no ops before _load_epilogue
+_is_epilogue_loaded = False
 _ops, _why_not = _load(_NAME)  # _why_not is the reason if _ops is None
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, for speed
