@@ -1,9 +1,9 @@
 """The cases that the tests run, and the kernel family that must handle each of them.
 
-On the GPU of the machine and on emulated Hopper GPUs, the cases are every shape with every dtype, plain and in one other
-form; for every pair of kernel families, one for forward and one for backward, also every form, every tensor that does
-not start on a 16-byte boundary, and every kind of weight and bias. If several cases cover the same, only the smallest
-is kept.
+On the GPU of the machine and on emulated Hopper GPUs, the cases are every shape with every dtype, plain and in one
+other form. For every pair of kernel families, one for forward and one for backward, they are also every form, every
+tensor that does not start on a 16-byte boundary, and every kind of weight and bias. If several cases cover the same,
+only the smallest is kept.
 """
 
 import typing

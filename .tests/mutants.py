@@ -1,9 +1,9 @@
-"""Checks that the tests detect bugs: puts one bug at a time into layernorm_inline.py, and runs the tests that must fail.
+"""Checks that the tests detect bugs: puts one at a time into layernorm_inline.py, and runs the tests that must fail.
 
     python .tests/mutants.py                  all mutants, on all GPUs of this machine
     python .tests/mutants.py --only TEXT...   only mutants whose names contain one of the texts
     python .tests/mutants.py --cpu            kernels and binding on emulated GPUs, as on a machine without a GPU
-    python .tests/mutants.py --check          builds nothing: checks that every bug can be applied and that its tests exist
+    python .tests/mutants.py --check          builds nothing: checks that every bug can be applied and has tests
 
 The same tests also run without a bug, and must pass. The exit status is 0 if every mutant was killed, that is, a test
 failed, or survived for a reason that the table gives. Without a GPU, it is 1 for mutants that need one ("not tried").
@@ -329,7 +329,7 @@ def run(command, folder, gpus):
 
 
 def verdict(status, output):
-    """Returns ("killed", failed test), ("survived", "") or ("not tried", reason) for pytest's exit status and output."""
+    """Returns ("killed", failed test), ("survived", "") or ("not tried", reason)."""
     test = r"\S+::(\w+(?:\[.*?\])?)"
     failed = re.search(rf"^(?:FAILED|ERROR) {test}(?: - (.*))?", output, re.M)
     started = re.findall(rf"^{test} (PASSED|SKIPPED)?", output, re.M)
@@ -362,7 +362,7 @@ class Runner:
         shutil.copytree(ROOT, self.unchanged, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
 
     def folder(self, name, text):
-        """Returns a copy of the unchanged project, with its libraries, in which layernorm_inline.py is the given text."""
+        """Returns a copy of the project and its libraries, in which layernorm_inline.py is the given text."""
         folder = self.work / re.sub(r"\W+", "_", name)
         shutil.copytree(self.unchanged, folder)
         (folder / SOURCE).write_text(text)

@@ -1,4 +1,4 @@
-"""Tests of autograd: higher derivatives, vmap, torch.func, forward mode, autocast, and the node in the autograd graph."""
+"""Tests of autograd: higher derivatives, vmap, torch.func, forward mode, autocast, and the node of the graph."""
 
 import concurrent.futures
 import copy

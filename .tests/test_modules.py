@@ -1,4 +1,4 @@
-"""Tests of LayerNorm, ModelNew and replace_layer_norm, together with torch.nn, TorchScript, torch.fx and real models."""
+"""Tests of LayerNorm, ModelNew and replace_layer_norm, with torch.nn, TorchScript, torch.fx and real models."""
 
 import copy
 import inspect
@@ -99,7 +99,7 @@ def test_replace_layer_norm_converts_modules_in_place(backend):
 
 
 def test_replace_layer_norm_warns_about_skipped_modules(backend):
-    """PyTorch gives a parametrized module a generated class, and accelerate's hooks set the module's attribute forward."""
+    """PyTorch gives a parametrized module a generated class, and accelerate sets the attribute forward."""
     parametrized, patched = nn.LayerNorm(3).to(backend.device), nn.LayerNorm(3).to(backend.device)
     x = torch.randn(2, 3, device=backend.device)
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
