@@ -7,7 +7,6 @@ script. Most tests that compile use two tiny sources (TINY).
 import concurrent.futures
 import contextlib
 import ctypes
-import errno
 import fcntl
 import importlib.util
 import logging
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,9 +96,7 @@ def raises_for_folder(folder, why="must (not lie in|be)"):
     *(("13.0", [], names, "sm_90a") for names in ("9.0", "9.0a", "9.0 ", " 9.0", ";9.0;", "9.0; ")),
     ("13.0", [], "10.0a;10.3a 12.0a", "sm_100 sm_103 sm_120"),
     ("13.0", [], "8.0 8.6;9.0+PTX", "sm_80 sm_86 compute_90 sm_90a"),
-    ("13.0", [], "Turing;Ada", "compute_75 sm_75 compute_89 sm_89"),
     ("13.0", [], "Volta 7.0+PTX 8.0", "sm_80"),
-    ("11.8", [], "8.0;9.0+PTX", "compute_80 sm_80"),
 ])  # fmt: skip
 def test_codes_follow_from_gpus_and_arch_list(monkeypatch, cuda, gpus, arch_list, expected):
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -145,7 +141,6 @@ def test_a_traced_program_loads_with_a_library_for_other_architectures(tmp_path)
 
 @pytest.mark.parametrize("arch_list,loaded", [("8.0;9.0", True), ("9.0+PTX", True), ("8.0+PTX", False)])
 def test_a_library_of_a_container_image_is_loaded_on_its_gpus(builds, monkeypatch, arch_list, loaded):
-    """A library that was compiled without a GPU, for TORCH_CUDA_ARCH_LIST, is later loaded on a GPU of that list."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
     _load()
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
@@ -156,11 +151,6 @@ def test_a_library_of_a_container_image_is_loaded_on_its_gpus(builds, monkeypatc
     assert builds.loaded[1] == builds.loaded[3] != builds.loaded[2], "a larger library is used only if it is needed"
 
 
-def set_value(reference, value):
-    reference._obj.value = value
-    return 0
-
-
 @pytest.mark.parametrize("visible,driver,init,expected", [
     (None, 13000, 0, [(8, 0), (10, 0)]),  # this process is not allowed to use GPU 1
     (None, 12080, 0, []),  # PyTorch's CUDA 13 needs a newer driver
@@ -169,6 +159,10 @@ def set_value(reference, value):
     *((some, 13000, 0, [(8, 0), (10, 0)]) for some in ("1", "0,2", " 2", "GPU-12ab", "MIG-12ab")),
 ])  # fmt: skip
 def test_gpus_are_found_without_initializing_cuda(monkeypatch, visible, driver, init, expected):
+    def set_value(reference, value):
+        reference._obj.value = value
+        return 0
+
     nvml = SimpleNamespace(
         nvmlInit_v2=lambda: init,
         nvmlShutdown=lambda: 0,
@@ -181,35 +175,30 @@ def test_gpus_are_found_without_initializing_cuda(monkeypatch, visible, driver, 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, result in (("is_available", True), ("device_count", 1), ("get_device_capability", (7, 5))):
         monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert layernorm_inline._gpus() == expected
-
-
-FORK = """
-    torch.zeros(1, device="cuda")
-    if child := os.fork():
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-IS_NOT_INITIALIZED = """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    assert not torch.cuda.is_initialized() and not torch.cuda.is_available()
-"""
 
 
 @pytest.mark.full
 @needs_gpu
-@pytest.mark.parametrize("before,after", [("", IS_NOT_INITIALIZED), (FORK, "")], ids=["import", "forked child"])
-def test_the_import_does_not_initialize_cuda(tmp_path, before, after):
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_the_import_does_not_initialize_cuda(tmp_path, is_forked):
     write_copy(tmp_path)
-    code = """
+    code = f"""
+        import os, sys, torch
+        if {is_forked}:
+            torch.zeros(1, device="cuda")
+            if child := os.fork():
+                sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         import layernorm_inline
         assert layernorm_inline.LayerNorm(4)(torch.ones(2, 4)).shape == (2, 4)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        assert {is_forked} or not (torch.cuda.is_initialized() or torch.cuda.is_available())
     """
-    text = "import os, sys, torch\n" + "".join(map(textwrap.dedent, (before, code, after)))
     for _ in range(2):  # the first import compiles
-        done = import_in_subprocess(tmp_path, text, PYTHONPATH="")
+        done = import_in_subprocess(tmp_path, code, PYTHONPATH="")
         assert done.returncode == 0, done.stderr
 
 
@@ -327,30 +316,28 @@ def test_the_error_of_a_library_that_can_neither_be_loaded_nor_replaced(builds, 
     _load()
     monkeypatch.setattr(torch.ops, "load_library", Mock(side_effect=OSError("invalid ELF header")))
     for function in ("unlink", "open"):
-        monkeypatch.setattr(os, function, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        monkeypatch.setattr(os, function, Mock(side_effect=OSError("Read-only file system")))
     with raises_for_folder(builds.folder, "must be a folder that you can write and lock: .*Read-only file system"):
         _load()
     assert "invalid ELF header" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [None, BlockingIOError(), OSError(errno.ENOLCK, "No locks available")], ids=str)
-def test_the_lock_of_another_process_is_waited_for(builds, monkeypatch, capsys, error):
+@pytest.mark.parametrize("is_held", [False, True])
+def test_the_lock_of_another_process_is_waited_for(builds, monkeypatch, capsys, is_held):
     calls = []
 
     def flock(file, operation):
         calls.append(operation)
         mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
         assert mode == os.O_WRONLY, "on NFS, only a file that is open for writing can be locked"
-        if error and operation & fcntl.LOCK_NB:
-            raise error
+        if is_held and operation & fcntl.LOCK_NB:
+            raise BlockingIOError
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    expected = raises_for_folder(builds.folder, "must be a folder that you can write and lock: .*No locks available")
-    with expected if type(error) is OSError else contextlib.nullcontext():
-        _load()
-    waited = capsys.readouterr().err.count(f"waiting for another process, which compiles in {builds.folder}\n")
-    assert calls[0] & fcntl.LOCK_EX
-    assert waited == calls.count(fcntl.LOCK_EX) == (type(error) is BlockingIOError)
+    _load()
+    assert calls == [fcntl.LOCK_EX | fcntl.LOCK_NB, *[fcntl.LOCK_EX] * is_held, fcntl.LOCK_UN]
+    message = f"waiting for another process, which compiles in {builds.folder}\n"
+    assert (message in capsys.readouterr().err) == is_held
 
 
 # ---- Toolkits and compilers ----
@@ -373,7 +360,8 @@ def toolkit(tmp_path, monkeypatch):
 
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda p: not str(p).startswith("/usr/local/cuda") and exists(p))
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path / "toolkit"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "toolkit")  # becomes absolute: compilers run in another folder
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
     return make
 
@@ -412,15 +400,6 @@ def test_a_toolkit_must_match_pytorch(monkeypatch, toolkit, cuda, release, folde
     else:
         with pytest.raises(RuntimeError, match=message):
             layernorm_inline._find_cuda_home()
-
-
-def test_a_relative_cuda_home_becomes_absolute(monkeypatch, tmp_path, toolkit):
-    """The compilers run in another folder."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    home = toolkit("13.0")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "toolkit")
-    assert layernorm_inline._find_cuda_home() == (home, "13.0")
 
 
 def test_an_error_of_nvcc_reaches_the_user(monkeypatch, tmp_path, toolkit):
@@ -525,8 +504,7 @@ def test_one_of_many_processes_builds(tmp_path):
         results = list(pool.map(lambda _: import_in_subprocess(tmp_path, code), range(8)))
     messages = "".join(done.stderr for done in results)
     assert not any(done.returncode for done in results), messages
-    for what in ("CUDA kernels for sm", "CUDA kernels for activations and scale for"):
-        assert messages.count(f"compiling {what}") == 1
+    assert messages.count("compiling CUDA kernels for sm") == messages.count("compiling CUDA kernels for act") == 1
     assert messages.count("compiling") == 2 and messages.count("waiting for another process") <= 14
     done = import_in_subprocess(tmp_path, f"import torch, time; t = time.time(); {code}; print(time.time() - t)")
     assert (done.returncode, done.stderr) == (0, "")
@@ -582,18 +560,16 @@ def test_the_error_on_a_gpu_that_nothing_was_compiled_for(tmp_path):
     major, minor = torch.cuda.get_device_capability()
     other = "sm_80" if major == 7 else "sm_75"
     write_copy(tmp_path, old="codes = _codes(architectures)", new=f"codes = [{other!r}]")
-    code = """
-        import torch, layernorm_inline
+    why = f"its compute capability is {major}.{minor}, and the kernels were compiled for {other}"
+    code = f"""
+        import pytest, torch, layernorm_inline
         x = torch.ones(2, 4, device="cuda", requires_grad=True)
-        try:
+        with pytest.raises(RuntimeError, match="cannot run on cuda:0: {why}"):
             layernorm_inline.layer_norm(x, (4,))
-        except RuntimeError as error:
-            print(error)
         assert (x + 1).sum().item() == 16
     """
     done = import_in_subprocess(tmp_path, code)
-    why = f"its compute capability is {major}.{minor}, and the kernels were compiled for {other}"
-    assert done.returncode == 0 and f"cannot run on cuda:0: {why}" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.full
@@ -609,7 +585,6 @@ def test_the_import_works_if_there_is_nothing_to_compile_for(tmp_path, cuda, arc
         torch.version.cuda = {cuda}
         import layernorm_inline
         assert layernorm_inline._ops is None
-        assert layernorm_inline.ModelNew(4)(torch.randn(2, 4)).shape == (2, 4)
         assert layernorm_inline.layer_norm(torch.randn(2, 4), (4,), activation="gelu", scale=2).shape == (2, 4)
         model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(1, 4, 1, 1, 0)
         assert model(torch.randn(1, 1, 2, 3, 4)).shape == (1, 4, 2, 3, 4)
