@@ -16,14 +16,11 @@ from processes import ROOT, environment_with, package, run
 import test_layernorm_inline as companion
 
 sys.path.append(str(ROOT / ".bench"))
-ddp, libraries, models, results, sweep = (
-    importlib.import_module(name) for name in ("ddp", "libraries", "models", "results", "sweep")
-)
+libraries, models, results, sweep = map(importlib.import_module, ("libraries", "models", "results", "sweep"))
 
 
 def run_script(*arguments, script="test_layernorm_inline.py"):
-    environment = environment_with(CUDA_VISIBLE_DEVICES="")
-    return run([sys.executable, str(ROOT / script), *arguments], env=environment)
+    return run([sys.executable, str(ROOT / script), *arguments], env=environment_with(CUDA_VISIBLE_DEVICES=""))
 
 
 # ---- Modules that are wrong ----
@@ -46,7 +43,7 @@ def without_eps(module, x, right):
 WRONG = {  # name -> forward(module, x, right), where right(x) is the right output
     "output": lambda module, x, right: right(x) + 1e-4,
     "in training": lambda module, x, right: right(x) * (1 + 1e-3 * torch.is_grad_enabled()),
-    "remembered": lambda module, x, right: vars(module).setdefault("first", right(x)).detach() + 0 * right(x),
+    "remembered": lambda m, x, right: vars(m).setdefault("y", right(x).detach()) + right(x) - right(x).detach(),
     "no bias": lambda module, x, right: right(x) - module.bias,
     "no eps": without_eps,
     "small numbers only": lambda module, x, right: right(x.clamp(-1, 1)),
@@ -79,14 +76,8 @@ def test_a_wrong_module_fails(problem, name, monkeypatch, capsys):
 @pytest.fixture
 def timed(monkeypatch):
     """Makes the script believe that the CPU is a GPU, on which everything takes the returned times (ms)."""
-    times = {
-        "original": 8.0,
-        "new": 0.5,
-        "copy": 0.25,
-        "default": 1.0,
-        "max-autotune-no-cudagraphs": 0.75,
-        "compile": 2,
-    }
+    times = dict(original=8.0, new=0.5, copy=0.25, default=1.0, compile=2.0)
+    times["max-autotune-no-cudagraphs"] = 0.75
     small = list(companion.settings_40("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
@@ -149,9 +140,9 @@ def test_the_script_without_a_gpu(arguments):
     assert done.stdout.startswith("Nothing was timed") and "for 6 inputs" in done.stdout
 
 
-@pytest.mark.parametrize("message,status", [
-    ("Found no NVIDIA driver on your system.", 0), ("No CUDA GPUs are available", 0), ("driver is too old", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "message,status", [("Found no NVIDIA driver", 0), ("No CUDA GPUs are available", 0), ("The driver is too old", 1)]
+)
 def test_a_driver_that_does_not_work(message, status, monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -201,15 +192,9 @@ def test_plot_of_a_table(tmp_path):
 
 def test_results_are_written(tmp_path):
     file = tmp_path / "RESULTS.md"
-    for heading, text in (
-        ("Sweep", "former"),
-        ("Models", "kept"),
-        ("Sweep", sweep.as_markdown(TABLE, ["Host: 1 us."])),
-    ):
+    for heading, text in (("Sweep", "former"), ("Models", "kept"), ("Sweep", "new")):
         results.write_section(heading, text, file)
-    text = file.read_text()
-    assert re.findall(r"^## (\w+)", text, re.M) == ["Sweep", "Models"]
-    assert "former" not in text and "kept" in text and "Host: 1 us." in text
+    assert file.read_text() == results.TITLE + "\n## Sweep\n\nnew\n\n## Models\n\nkept\n"
 
 
 def test_tables_of_the_readme(monkeypatch):
@@ -219,10 +204,7 @@ def test_tables_of_the_readme(monkeypatch):
     monkeypatch.setattr(sweep, "settings_34", lambda device: [])
     text = (ROOT / ".bench" / "RESULTS.md").read_text()
     for written, row in (
-        (
-            sweep.as_markdown(TABLE, []),
-            "| forward | 65536 x 1024 | fp32 | 1.0000 | 4.0000 | 2.0000 | 1.1000 | 0.250 | 0.500 | 0.909 |",
-        ),
+        (sweep.as_markdown(TABLE, []), "| fp32 | 1.0000 | 4.0000 | 2.0000 | 1.1000 | 0.250 | 0.500 | 0.909 |"),
         (sweep.problems_as_markdown(), "| problem 40, float32 | 8.0000 | 0.5000 | 0.2500 |"),
         (libraries.as_markdown([{**TABLE[0], "Liger": 1.5}], "0.8.5"), "| fp32 | 4.0000 | 2.0000 | 1.5000 | 1.1000 |"),
         (results.markdown_table(models.COLUMNS, []), "| model |"),
@@ -237,7 +219,7 @@ def test_tables_of_the_readme(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-def test_the_sweep_on_a_gpu(backend, monkeypatch, tmp_path, capsys):
+def test_the_sweep_on_a_gpu(backend, monkeypatch, tmp_path):
     shapes = dict(FORWARD="fp32 bf16", UNALIGNED="bf16", BACKWARD="fp32", TRAINING="bf16", GELU="fp16")
     for name, dtypes in shapes.items():
         monkeypatch.setattr(sweep, name, [(64, 256, dtypes)])
@@ -245,11 +227,10 @@ def test_the_sweep_on_a_gpu(backend, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(results.write_section, "__defaults__", (tmp_path / "RESULTS.md",))
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--json", str(tmp_path / "table.json")])
     assert sweep.main() == 0
-    assert len(re.findall(r"64 x 256 ", capsys.readouterr().out)) == 7
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert len(rows) == 7 and all(row[k] > 0 for row in rows for k in ("floor", "eager", "compile", "new"))
-    assert (tmp_path / "RESULTS.md").read_text().count("| 64 x 256 |") == 7
-    assert "the problems" in (tmp_path / "RESULTS.md").read_text()
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.count("| 64 x 256 |") == 7 and "the problems" in text and "Host time of a call" in text
 
 
 @pytest.mark.full
@@ -265,7 +246,6 @@ def test_one_shape_against_another_version(backend, monkeypatch, capsys):
 
 @pytest.mark.full
 def test_two_processes_time_a_training_step(tmp_path):
-    """Without GPUs, .bench/ddp.py runs with PyTorch's operations and gloo, and prints a table with every mode."""
     (tmp_path / "small.py").write_text(
         "import ddp, os, sys\n"
         "ddp.main('cpu', columns=(64, 96), elements=1 << 12)\n"
