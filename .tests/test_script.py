@@ -286,7 +286,7 @@ def test_the_commands_of_the_readme_are_there():
 @pytest.mark.full
 def test_a_test_that_hangs_fails_alone(tmp_path):
     (tmp_path / "test_it.py").write_text(
-        "import time\nfrom conftest import terminal, time_limit\n"
+        "import time\nfrom conftest import time_limit\n"
         "def test_hangs():\n    time.sleep(600)\ndef test_goes_on():\n    pass\n"
     )
     environment = environment_with(TEST_TIME_LIMIT="2", PYTEST_ADDOPTS="", PYTHONPATH=f"{ROOT / '.tests'}:{ROOT}")
