@@ -27,6 +27,7 @@ import machine_code
 import pytest
 import torch
 from processes import SOURCE, import_in_subprocess
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import cpp_extension
 
 import layernorm_inline
@@ -58,10 +59,7 @@ def write_copy(folder, name="layernorm_inline", old="_NAME = ", new=TINY):
 
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
-    """Replaces the compiler by one that writes a file, and hides all GPUs, so that _load() works everywhere.
-
-    Returns a log: the name and codes of each build (`built`), the path of each loaded library (`loaded`), and folders.
-    """
+    """Replaces the compiler by one that writes a file, and hides all GPUs. Returns what is built and loaded."""
     log = SimpleNamespace(built=[], loaded=[], cache=tmp_path / "cache", folder=tmp_path / "cache" / NAME)
 
     def compile_(name, folder, codes):
@@ -90,7 +88,6 @@ def raises_for_folder(folder, why="must (not lie in|be)"):
     ("12.8", [(12, 0), (10, 3)], "", "sm_103 sm_120"),
     ("11.8", [(7, 5), (8, 9), (9, 0)], "", "sm_75 compute_80 sm_89"),
     ("12.8", [(7, 0), (9, 0)], "", "sm_90a"),  # older than Turing
-    ("12.8", [(7, 0)], "8.0", ""),
     *(("13.0", [(9, 0)], names, "sm_90a") for names in ("8.0+PTX", "native", "nonsense")),
     *(("13.0", [], nothing, "") for nothing in ("", " ", ";", "native", "native;", "7.0")),
     *(("13.0", [], names, "sm_90a") for names in ("9.0", "9.0a", "9.0 ", " 9.0", ";9.0;", "9.0; ")),
@@ -115,13 +112,12 @@ def test_one_namespace_of_ops_for_all_libraries(builds, monkeypatch):
         (torch, "compiled_with_cxx11_abi", lambda: None),
         (layernorm_inline, "_CUDA_FLAGS", ["-O0"]),
         (layernorm_inline, "_CPP_FLAGS", ["-O0"]),
-        (os, "environ", {**os.environ, "TORCH_CUDA_ARCH_LIST": "8.0"}),
         (os, "environ", {**os.environ, "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, value)
             _load()
-    assert len(builds.built) == len(set(builds.loaded)) == 9, "each setting needs its own library"
+    assert len(builds.built) == len(set(builds.loaded)) == 8, "each setting needs its own library"
     assert {name for name, _ in builds.built} == {NAME}, "the namespace of the ops must be the same"
 
 
@@ -455,30 +451,22 @@ def test_the_second_library_has_the_same_source_and_a_macro(monkeypatch, tmp_pat
 
 
 @needs_compiler
-@pytest.mark.parametrize("break_build,message", [
-    ("", "Error building extension.*\nnvcc says no\n"),
-    ("import shutil, sys, sysconfig; sys.modules['ninja'] = None; sysconfig.get_path = lambda *_, **__: '/none'; os.environ.update(CXX=shutil.which('c++'), PATH='')", "Ninja is required"),
-    # A write beyond this file size fails, as on a full disk.
-    ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, resource.RLIM_INFINITY))", "File too large"),
-], ids=["compiler", "no ninja", "disk full"])  # fmt: skip
-def test_an_error_of_the_build_reaches_the_user_at_each_import(tmp_path, toolkit, break_build, message):
+def test_an_error_of_the_build_reaches_the_user_at_each_import(tmp_path, toolkit):
     code = f"""
-        import os, signal, torch
+        import os, torch
         from torch.utils import cpp_extension
         cpp_extension.CUDA_HOME, torch.version.cuda = {toolkit("13.0")!r}, "13.0"
-        {break_build}
         before = dict(os.environ), cpp_extension.CUDA_HOME
         for _ in "12":
             try:
                 import layernorm_inline
-            except (RuntimeError, OSError) as error:
+            except RuntimeError as error:
                 print("the error", error)
         assert before == (dict(os.environ), cpp_extension.CUDA_HOME)
     """
     done = import_in_subprocess(tmp_path, code, **FOR_9_0)
-    errors = done.stdout.split("the error")[1:]
-    assert done.returncode == 0 and len(errors) == 2, done.stdout + done.stderr
-    assert all(re.search(message, error, re.S) for error in errors), errors
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("the error Error building extension.*?\nnvcc says no\n", done.stdout, re.S)) == 2, done.stdout
     assert not list(tmp_path.glob("cache/*/*.so"))
 
 
@@ -532,23 +520,21 @@ def test_threads_import_copies_of_the_file(tmp_path):
     """Equal copies share a library, which is compiled once. A copy with other sources has another one."""
     folder = tmp_path / "näm e"
     folder.mkdir()
-    names = ["first", "second", "third", "changed"]
-    for name in names:
-        write_copy(folder, name, new=TINY.replace("kernel", "changed") if name == "changed" else TINY)
-    code = f"""
+    for name in ("first", "second", "third"):
+        write_copy(folder, name)
+    write_copy(folder, "changed", new=TINY.replace("kernel", "changed"))
+    code = """
         import importlib, logging, os, sys, threading, torch
-        before = sys.stdout, sys.stderr, logging.root.manager.disable, dict(os.environ)
-        ops, barrier = {{}}, threading.Barrier(4)
-        def work(name):
+        from concurrent.futures import ThreadPoolExecutor
+        barrier = threading.Barrier(4)
+        def load(name):
             barrier.wait()
-            ops[name] = importlib.import_module(name)._ops
-        threads = [threading.Thread(target=work, args=(name,)) for name in {names}]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-        changed = ops.pop("changed")
-        assert changed is not None and len(ops) == 3
-        assert all(o is ops["first"] is not None and o is not changed for o in ops.values())
+            return importlib.import_module(name)._ops
+        before = sys.stdout, sys.stderr, logging.root.manager.disable, dict(os.environ)
+        with ThreadPoolExecutor(4) as pool:
+            first, second, third, changed = pool.map(load, ("first", "second", "third", "changed"))
         assert before == (sys.stdout, sys.stderr, logging.root.manager.disable, dict(os.environ))
+        assert first is second is third is not changed and None not in (first, changed)
     """
     done = import_in_subprocess(folder, code)
     assert done.returncode == 0 and done.stderr.count("compiling") == 2, done.stderr
@@ -572,31 +558,21 @@ def test_the_error_on_a_gpu_that_nothing_was_compiled_for(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("cuda,arch_list,why", [
-    ("torch.version.cuda", " ", "(there was no GPU|PyTorch)"),
-    ("None", None, "PyTorch .* without CUDA"),
-    ("'11.7'", "9.0", "PyTorch .* is built with CUDA 11.7, and 11.8 is the oldest supported"),
-    ("'13.0'", "7.0+PTX", "compute capability 7.5 is the oldest supported, and only compute_70, sm_70 was found"),
+    ("13.0", " ", "there was no GPU"),
+    (None, "9.0", "PyTorch .* without CUDA"),
+    ("11.7", "9.0", "PyTorch .* is built with CUDA 11.7, and 11.8 is the oldest supported"),
+    ("13.0", "7.0+PTX", "compute capability 7.5 is the oldest supported, and only compute_70, sm_70 was found"),
 ])  # fmt: skip
-def test_the_import_works_if_there_is_nothing_to_compile_for(tmp_path, cuda, arch_list, why):
-    code = f"""
-        import torch
-        torch.version.cuda = {cuda}
-        import layernorm_inline
-        assert layernorm_inline._ops is None
-        assert layernorm_inline.layer_norm(torch.randn(2, 4), (4,), activation="gelu", scale=2).shape == (2, 4)
-        model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(1, 4, 1, 1, 0)
-        assert model(torch.randn(1, 1, 2, 3, 4)).shape == (1, 4, 2, 3, 4)
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        with FakeTensorMode():
-            layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
-    """
-    done = import_in_subprocess(tmp_path, code, **{**FOR_9_0, "TORCH_CUDA_ARCH_LIST": arch_list})
-    if "Found no NVIDIA driver" in done.stderr or "Torch not compiled with CUDA" in done.stderr:
-        pytest.skip("this PyTorch cannot make fake CUDA tensors without a GPU")
-    assert re.search(f"RuntimeError: layernorm_inline: cannot run on cuda:0: {why}", done.stderr), done.stderr
-    assert done.returncode == 1 and not (tmp_path / "cache").exists()
+def test_a_cuda_tensor_raises_if_there_was_nothing_to_compile_for(builds, monkeypatch, cuda, arch_list, why):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    op, why_not = _load()
+    monkeypatch.setattr(layernorm_inline, "_layer_norm_op", op)
+    monkeypatch.setattr(layernorm_inline, "_why_not", why_not)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=f"layernorm_inline: cannot run on cuda:0: {why}"):
+        layernorm_inline.layer_norm(torch.empty(2, 4, device="cuda"), (4,))
+    assert not builds.cache.exists()
 
 
 # ---- Unusual environments ----
@@ -612,12 +588,13 @@ def test_a_process_compiles_whose_output_cannot_be_flushed(tmp_path, monkeypatch
     assert getattr(sys, stream) is value and compiled["name"] == NAME
 
 
-@pytest.mark.parametrize("foreign", [False, True])
-def test_ninja_is_found_beside_python_and_where_pip_has_put_it(tmp_path, monkeypatch, compiled, foreign):
+@pytest.mark.parametrize("ninja", [SimpleNamespace(BIN_DIR="/where/ninja/is"), SimpleNamespace(), None])
+def test_ninja_is_found_beside_python_and_where_pip_has_put_it(tmp_path, monkeypatch, compiled, ninja):
     """A package of the same name without BIN_DIR, such as django-ninja, does not matter."""
-    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(**({} if foreign else {"BIN_DIR": "/where/ninja/is"})))
+    monkeypatch.setitem(sys.modules, "ninja", ninja)
     layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
-    assert sysconfig.get_path("scripts") in compiled["path"] and ("/where/ninja/is" in compiled["path"]) != foreign
+    assert sysconfig.get_path("scripts") in compiled["path"]
+    assert ("/where/ninja/is" in compiled["path"]) == hasattr(ninja, "BIN_DIR")
     assert "/where/ninja/is" not in os.environ["PATH"]
 
 
