@@ -54,35 +54,24 @@ class Backend:
         """Skips the test if nbytes of GPU memory are not free. Waits for other tests for up to a minute."""
         if not self.is_cuda:
             return
+        # Half a GB for each other process of pytest-xdist, because most tests do not call this function.
+        others = (int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) - 1) << 29
         deadline = time.time() + 60
-        while (free := available_memory()[0]) < nbytes:
-            if nbytes > available_memory()[1] or time.time() > deadline:
-                pytest.skip(f"needs {nbytes / 2**30:.1f} GB of GPU memory; {free / 2**30:.1f} are free")
+        while True:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            if free - others >= nbytes:
+                return
+            if total - others < nbytes or time.time() > deadline:
+                pytest.skip(f"needs {nbytes / 2**30:.1f} GB of GPU memory; {(free - others) / 2**30:.1f} are free")
             time.sleep(1)
-
-
-def available_memory():
-    """Returns the bytes of GPU memory that this process can allocate now, and the most that it can ever allocate.
-
-    Leaves half a GB for each other process of pytest-xdist, because most tests do not call Backend.need_memory.
-    """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    others = (int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) - 1) << 29
-    limit = int(total * getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)())
-    return min(free - others, limit - torch.cuda.memory_reserved()), min(total - others, limit)
 
 
 @contextlib.contextmanager
 def poisoned(nbytes, device):
-    """Fills the free memory of PyTorch's caching allocator with NaN.
-
-    These are blocks between tensors that are alive, small blocks, and one block of nbytes, from which large tensors are
-    cut. (torch.utils.deterministic.fill_uninitialized_memory only fills the results of torch.empty.)
-    """
+    """Fills the free memory of PyTorch's caching allocator with NaN: blocks between tensors, small ones, a large one."""
     torch.cuda.empty_cache()
-    index = torch.device(device).index
-    index = torch.cuda.current_device() if index is None else index
+    index = torch.empty(0, device=device).device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     between = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
     sizes = sorted(between) + [1 << 20] * 32 + [nbytes]
@@ -110,29 +99,22 @@ def backend(request):
 
 # ---- The order of tests, and the selection without --full ----
 
-NOT_RUN = pytest.StashKey()  # (number of deselected tests, how many of them need a GPU)
 BUILDS = pytest.StashKey()  # the child process that compiles the kernels of emulated GPUs
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --full, deselects the tests that are marked `full`, and those on emulated GPUs or, without a GPU, on CUDA.
-
-    A test that is named with :: on the command line always runs. Slow tests come first, so that several processes end at
-    about the same time (with --maxschedchunk 1).
-    """
+    """Sorts slow tests to the front. Without --full or ::, deselects tests that are marked `full`, and one backend."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--full") or any("::" in argument for argument in config.args):
         return
-    chosen, not_run, need_gpu = [], [], 0
+    other_backend = "emulated" if HAVE_GPU else "cuda"
+    chosen, not_run = [], []
     for item in items:
-        backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
-        lacks_gpu = backend == "cuda" and not HAVE_GPU
-        if lacks_gpu or item.get_closest_marker("full") or (backend == "emulated" and HAVE_GPU):
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        if item.get_closest_marker("full") or backend == other_backend:
             not_run.append(item)
-            need_gpu += lacks_gpu
         else:
             chosen.append(item)
-    config.stash[NOT_RUN] = (len(not_run), need_gpu)
     config.hook.pytest_deselected(items=not_run)
     items[:] = chosen
 
@@ -145,13 +127,6 @@ def pytest_collection_finish(session):
     if emulated and is_first_process and not selects and emulator.can_build():
         command = [sys.executable, "-c", "import emulator; emulator.build_all_kernels()"]
         session.config.stash[BUILDS] = processes.start(command, cwd=emulator.HERE, stderr=emulator.TERMINAL)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    not_run, need_gpu = config.stash.get(NOT_RUN, (0, 0))
-    if not_run > 0:
-        needs = f" ({need_gpu} of them need a CUDA GPU)" if need_gpu else ""
-        terminalreporter.write_line(f"{not_run} tests of the full suite{needs} were not run: python -m pytest --full")
 
 
 # ---- Seeds ----
@@ -169,11 +144,12 @@ def pytest_configure(config):
         config.option.first_seed = time.time_ns() % 10**9
     reference.FIRST_SEED = config.option.first_seed
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        emulator.TERMINAL = os.dup(2)
+        emulator.TERMINAL = os.dup(2)  # pytest does not capture it
 
 
 def pytest_report_header(config):
-    return f"--first-seed {config.option.first_seed}"
+    selected = "" if config.getoption("--full") else " (--full runs all tests)"
+    return f"--first-seed {config.option.first_seed}{selected}"
 
 
 @pytest.fixture(autouse=True)
@@ -202,28 +178,16 @@ def restored_settings():
 # ---- Time limit ----
 
 
-@pytest.fixture(scope="session")
-def terminal(pytestconfig):
-    """Yields a file that writes to stderr even while pytest captures it."""
-    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        duplicate = os.dup(2)
-    with open(duplicate, "w") as file:
-        yield file
-
-
 @pytest.fixture(autouse=True)
-def time_limit(terminal):
-    """Fails a test that runs for more than TIME_LIMIT seconds.
-
-    While a kernel hangs, Python cannot handle the signal. Then the process prints all stacks and exits 30 s later.
-    """
+def time_limit():
+    """While a kernel hangs, Python cannot handle the signal: the process prints all stacks and exits 30 s later."""
 
     def on_alarm(*_):
         pytest.fail(f"the test ran for more than {TIME_LIMIT} s")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     signal.alarm(TIME_LIMIT)
-    faulthandler.dump_traceback_later(TIME_LIMIT + 30, exit=True, file=terminal)
+    faulthandler.dump_traceback_later(TIME_LIMIT + 30, exit=True, file=emulator.TERMINAL)
     yield
     faulthandler.cancel_dump_traceback_later()
     signal.alarm(0)

@@ -16,13 +16,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "layernorm_inline.py"
 CACHE = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-TIMEOUT = 500  # seconds: less than TIME_LIMIT in conftest.py
-PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent():
-    """Sets that Linux kills this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def start(command, **options):
@@ -30,11 +27,10 @@ def start(command, **options):
     return subprocess.Popen(command, preexec_fn=end_with_parent, text=True, **options)
 
 
-def run(command, timeout=TIMEOUT, **options):
+def run(command, timeout=500, **options):  # less than TIME_LIMIT in conftest.py
     """Runs a child process, and returns the CompletedProcess with its output."""
-    return subprocess.run(
-        command, preexec_fn=end_with_parent, capture_output=True, text=True, timeout=timeout, **options
-    )
+    options.update(preexec_fn=end_with_parent, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, **options)
 
 
 def environment_with(**changes):
@@ -43,10 +39,7 @@ def environment_with(**changes):
 
 
 def import_in_subprocess(folder, code="import layernorm_inline", **environment):
-    """Runs code in a folder with a copy of layernorm_inline.py and an empty build cache; returns the CompletedProcess.
-
-    Copies the file unless the folder already has one. Later calls with the same folder reuse its cache.
-    """
+    """Runs code in a folder with a build cache, and with a copy of layernorm_inline.py unless it has one."""
     if not Path(folder, SOURCE.name).exists():
         shutil.copy(SOURCE, folder)
     variables = environment_with(**{"TORCH_EXTENSIONS_DIR": os.path.join(folder, "cache"), **environment})
