@@ -4,6 +4,7 @@ launch every kernel of the compiled libraries. Others check constants, and the p
 import collections
 import ctypes
 import functools
+import itertools
 import re
 
 import emulator
@@ -11,7 +12,7 @@ import launches
 import pytest
 import torch
 from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
-from test_convolution import INPUT_PRECISIONS, convolution_call
+from test_convolution import INPUT_PRECISIONS, convolution_call, needs_kernels, on_emulated
 
 import layernorm_inline
 
@@ -85,80 +86,60 @@ def forward_and_backward(backend, case):
 def unexpected(case, launched):
     """Yields a message for each direction that launched ([of forward, of backward]) kernels of another family."""
     for direction, family, kernels in zip(("forward", "backward"), (case.forward, case.backward), launched):
-        families = {family_of(kernel) for kernel in kernels} - {None}
-        if families != {family}:
+        if {family_of(kernel) for kernel in kernels} - {None} != {family}:
             yield f"{case}, {direction}: expected {family}, launched {sorted(kernels)}"
 
 
-def launched_on_the_gpu(backend):
-    """Returns (all kernels that the cases launch on the GPU, messages about unexpected ones)."""
-    reached, wrong, cases = set(), [], [case for case in CASES if case.gpu.name == "cuda"]
+def recorded(calls, gpu):
+    """Returns a list with the set of kernels that each call launches on an emulated GPU, where they do not run."""
+    launched = []
+    with emulator.on(gpu, dry=True) as libraries:
+        for call in calls:
+            call()
+            launched.append(emulator.kernels(libraries))
+    return launched
+
+
+def launched_by(backend, cases):
+    """Yields [the kernels that forward launches, those of backward] of each case."""
+    if not backend.is_cuda:
+        yield from (recorded(forward_and_backward(backend, case), case.gpu) for case in cases)
+        return
     for begin in range(0, len(cases), 20):  # so that the tensors of only 20 cases exist at once
         part = cases[begin : begin + 20]
         backend.need_memory(sum(6 * case.elements * 4 for case in part))
-        calls = [call for case in part for call in forward_and_backward(backend, case)]
-        launched = profiled(calls)
-        for case, pair in zip(part, zip(launched[::2], launched[1::2])):
-            wrong += unexpected(case, pair)
-            reached.update(*pair)
+        launched = profiled([call for case in part for call in forward_and_backward(backend, case)])
+        yield from zip(launched[::2], launched[1::2])
         torch.cuda.empty_cache()
-    for kernels in profiled([convolution_call(backend, name) for name in INPUT_PRECISIONS]):
-        reached |= kernels
-    return reached, wrong
-
-
-def recorded(backend, case, gpu):
-    """Returns [the kernels that forward of the case launches on an emulated GPU, those of backward]. They do not run."""
-    pair = []
-    with emulator.on(gpu, dry=True) as libraries:
-        for call in forward_and_backward(backend, case):
-            call()
-            pair.append(emulator.kernels(libraries))
-    return pair
-
-
-def launched_on_emulated_gpus(backend):
-    """Returns (all kernels that the cases launch on emulated GPUs, messages about unexpected ones)."""
-    reached, wrong = set(), []
-    for case in (case for case in CASES if case.gpu.name != "cuda"):
-        pair = recorded(backend, case, case.gpu)
-        wrong += unexpected(case, pair)
-        reached.update(*pair)
-    for name in INPUT_PRECISIONS:
-        with emulator.on(emulator.GPUS["hopper"](8), dry=True) as gpu:
-            convolution_call(backend, name)()
-            reached |= emulator.kernels(gpu)
-    return reached, wrong
 
 
 def test_cases_launch_expected_kernels(backend):
     """Each case launches kernels of the expected families, and together the cases launch every compiled kernel."""
-    if backend.is_cuda:
-        (reached, wrong), compiled = launched_on_the_gpu(backend), set.union(*compiled_in_both())
-    else:
-        reached, wrong = launched_on_emulated_gpus(backend)
-        with emulator.on(emulator.GPUS["hopper"](8)) as gpu:
-            compiled = emulator.kernels(gpu, every=True)
+    gpu = emulator.GPUS["hopper"](8)
+    cases = [case for case in CASES if (case.gpu.name == "cuda") == backend.is_cuda]
+    convolutions = [convolution_call(backend, name) for name in INPUT_PRECISIONS]
+    reached, wrong = set.union(*(profiled(convolutions) if backend.is_cuda else recorded(convolutions, gpu))), []
+    for case, pair in zip(cases, launched_by(backend, cases)):
+        wrong += unexpected(case, pair)
+        reached.update(*pair)
     assert not wrong, f"{len(wrong)} cases:\n" + "\n".join(wrong[:20])
+    with emulator.on(gpu) as libraries:
+        compiled = set.union(*compiled_in_both()) if backend.is_cuda else emulator.kernels(libraries, every=True)
     if not backend.is_cuda or this_gpu()[0].code >= 90:  # libraries also contain kernels that only newer GPUs launch
         assert not compiled - reached, f"no case of the table launches {sorted(compiled - reached)}"
     assert not reached - compiled, f"launched, but not found in the library: {sorted(reached - compiled)}"
 
 
 @pytest.mark.full
+@on_emulated
 @pytest.mark.parametrize("code", [100, 110])
 def test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper(backend, code):
     """GPUs of sm_100 and sm_110 have all features that decide which family runs, like Hopper."""
-    if backend.is_cuda:
-        pytest.skip("needs emulated GPUs")
-    cases = [case for case in CASES if case.gpu.name == "hopper"]
-    assert {case.forward for case in cases} == set(FAMILIES) - {"convolution"}
-    assert not [
-        line for case in cases for line in unexpected(case, recorded(backend, case, case.gpu._replace(code=code)))
-    ]
+    for case in (case for case in CASES if case.gpu.name == "hopper"):
+        assert not [*unexpected(case, recorded(forward_and_backward(backend, case), case.gpu._replace(code=code)))]
 
 
-@pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
+@needs_kernels
 def test_libraries_contain_kernels_of_every_family():
     plain, fused = compiled_in_both()
     assert {family_of(name) for name in plain} - {None} == set(FAMILIES) - {"convolution"}
@@ -167,29 +148,17 @@ def test_libraries_contain_kernels_of_every_family():
 
 
 def test_cases_cover_every_family_form_and_dtype():
-    """The table has cases for each family, form and dtype, even after its shapes change."""
-    assert len(CASES) > 500 and len(SOME) > 50
-    for direction, families in (("forward", FAMILIES[:-1]), ("backward", ("registers", "pipelined", "two_pass"))):
-        for family in families:
-            cases = [case for case in CASES if getattr(case, direction) == family]
-            assert cases, f"no case runs {family}, {direction}"
-            dtypes = {case.dtype for case in cases}
-            for dtype in dtypes:
-                forms = {case.form for case in cases if case.dtype == dtype}
-                assert forms in ({*FORMS}, {"plain"}), f"{family}, {direction}, {dtype}: {sorted(forms)}"
-    assert {case.dtype for case in CASES} == {*TYPES}
-
-    def kind_of_gpu(case):
-        return "cuda" if case.gpu.name == "cuda" else case.gpu.code
-
-    for gpu in set(map(kind_of_gpu, CASES)):
-        for direction in ("forward", "backward"):
-            all_families, some_families = (
-                {getattr(case, direction) for case in cases if kind_of_gpu(case) == gpu and case.elements < 4 * 10**7}
-                for cases in (CASES, SOME)
-            )
-            assert all_families == some_families, f"{gpu}, {direction}"
-    assert any(case.gpu.lacks_cooperative_launches for case in CASES)
+    every = {*itertools.product(FAMILIES[:-1], TYPES, FORMS)}
+    expected = {kind for kind in every if kind[0] in ("registers", "two_pass") or kind[2] == "plain"}
+    assert {(case.forward, case.dtype, case.form) for case in CASES} == expected
+    backward = {(case.backward, case.dtype, case.form) for case in CASES}
+    assert backward == {kind for kind in expected if kind[0] != "grid_resident"}
+    for direction in ("forward", "backward"):
+        small, some = (
+            {(case.gpu.code, getattr(case, direction)) for case in cases if case.elements < 4 * 10**7}
+            for cases in (CASES, SOME)
+        )
+        assert small == some
 
 
 @pytest.mark.full
@@ -211,132 +180,97 @@ def test_new_rung_of_the_ladder_changes_only_its_rows(tmp_path):
         assert ", 1, 1, registers::kAligned>" not in str(old) and ", 1, 1, registers::kAligned>" in str(new), (old, new)
 
 
-# ---- Constants ----
-
-
 @pytest.mark.emulated
 @pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
 @pytest.mark.parametrize("macros", [[], emulator.EPILOGUE], ids=["first library", "second library"])
 def test_checks_of_constants(tmp_path, macros):
-    """The static_asserts of checks.h hold in both libraries."""
-    (tmp_path / "checked.cpp").write_text(emulator.emulated(emulator.sources()[0]) + '#include "checks.h"\n')
+    checks = f'#include "checks.h"\nstatic_assert(TORCH_EXTENSION_NAME::kMaxBlocksPerRow == {MAX_BLOCKS_PER_ROW});\n'
+    (tmp_path / "checked.cpp").write_text(emulator.emulated(emulator.sources()[0]) + checks)
     emulator.compile_with_gxx(tmp_path / "checked.cpp", None, "-fsyntax-only", *macros)
 
 
-# ---- The plans of the kernels whose blocks wait for each other ----
-
-# C++ that follows the kernel families, in place of the section dispatch. broken_plan() returns the first plan that
-# breaks a rule, or "". It tries all rows of a multiple of 16 bytes that a GPU supports.
+# C++ that follows the kernel families, in place of the section dispatch. broken_plan() returns the first condition of a
+# plan that does not hold, or "". It tries all rows of a multiple of 16 bytes that a GPU supports.
 PLANS = r"""
-// Returns the first rule of the comment "Rules that keep it correct" that a block of the grid-resident kernel breaks.
-template <typename T> std::string broken_rule(const Forward& call, const grid_resident::Plan& plan, const Device& device) {
+int plans = 0;  // how many were checked
+
+#define REQUIRE(condition) \
+  if (!(condition)) return #condition
+
+template <typename T> std::string broken_grid_resident_plan(const Forward& call, const Device& device) {
   using namespace grid_resident;
-  const int ahead = kStagesAhead<T>;
-  if (plan.blocks_per_row * plan.groups > device.sms) return "more blocks than SMs";
-  if (plan.shared_bytes + int(sizeof(Control<T>)) > device.shared_bytes) return "too much shared memory";
-  if (plan.ring_slots > kMaxRingSlots<T>) return "more slots than Control has barriers";
-  if (plan.blocks_per_row > kMaxBlocksPerRow) return "more blocks than one warp reads mailboxes of";
+  const grid_resident::Plan plan = choose_plan<T>(call, device);
+  if (plan.blocks_per_row == 0) return "";
+  ++plans;
+  REQUIRE(plan.blocks_per_row * plan.groups <= device.sms);
+  REQUIRE(plan.shared_bytes + int(sizeof(Control<T>)) <= device.shared_bytes);
+  REQUIRE(plan.ring_slots <= kMaxRingSlots<T>);
+  REQUIRE(plan.blocks_per_row <= kMaxBlocksPerRow);
   int64_t columns = 0;
   for (int rank = 0; rank < plan.blocks_per_row; ++rank) {
     const int own = columns_of_slice(call.cols, plan.slice, rank), packs = own / V<T>, stages = stages_of<T>(packs);
     const int affine = shared_packs<T>(packs, kWeightPacks<T>) + shared_packs<T>(packs, kBiasPacks<T>);
-    const std::string block = " in block " + std::to_string(rank);
-    if (plan.ring_slots < kRowsAhead<T> * stages + ahead + 2) return "rule 1" + block;
-    if (stages > kSliceStages<T>) return "rule 2" + block;
-    if (stages <= ahead) return "rule 3" + block;
-    if (plan.ring_slots * kStageBytes<T> + 16 * affine > plan.shared_bytes) return "weight and bias do not fit" + block;
+    REQUIRE(plan.ring_slots >= kRowsAhead<T> * stages + kStagesAhead<T> + 2);
+    REQUIRE(stages <= kSliceStages<T> && stages > kStagesAhead<T>);
+    REQUIRE(plan.ring_slots * kStageBytes<T> + 16 * affine <= plan.shared_bytes);
     columns += own;
   }
-  return columns == call.cols ? "" : "slices that are not the row";
-}
-
-template <typename T, typename Call>
-std::string broken_pipelined_rule(const Call& call, const Device& device) {
-  using namespace pipelined;
-  using Block = BlockContext<T, Call>;
-  const pipelined::Plan plan = choose_plan<T>(call, device);
-  const int blocks = ceil_div(call.cols, plan.slice_columns), lanes = plan.lanes_per_row;
-  const int bytes = plan.stages * Block::kTensors * plan.slice_bytes + int(sizeof(typename Block::Control));
-  if (plan.blocks_per_row != blocks) return "another number of blocks than slices";
-  if (plan.stages < 3 || plan.stages > kMaxStages) return "fewer than three stages, or more than have barriers";
-  if (plan.delay < 0 || plan.delay >= plan.stages) return "a deadlock: the delay is not less than the stages";
-  if (plan.stages_in_flight < 1) return "a deadlock: the loader waits for its next copy";
-  if (plan.stages_in_flight >= plan.stages) return "more stages in flight than can be counted";
-  if (lanes & (lanes - 1) || lanes > 32 || lanes < std::min(blocks, 32)) return "mailboxes that no lane reads";
-  if (plan.slice_columns > kMaxSlice) return "more columns than compute threads have";
-  if (blocks > std::min(device.sms, kMaxBlocksPerRow)) return "more blocks than SMs, or than kMaxBlocksPerRow";
-  if (bytes > device.shared_bytes) return "too much shared memory";
-  if (plan.slice_columns % (16 / sizeof(T)) != 0) return "a slice is not a whole number of packs";
-  if (plan.slice_bytes < int(sizeof(T)) * plan.slice_columns + kLineBytes) return "a slice and a line do not fit a stage";
+  REQUIRE(columns == call.cols);
   return "";
 }
 
-int plans = 0;  // how many were checked since the last call of number_of_plans()
-
-template <typename T, typename Call>
-std::string broken_pipelined_plan(const Device& device) {
-  for (int64_t cols = 8192 / sizeof(T);; cols += 16 / sizeof(T)) {
-    for (const int64_t rows : {1, 3, 1000}) {
-      Call call = {};
-      call.rows = rows, call.cols = cols, call.dtype = sizeof(T) == 4 ? DType::Float32 : DType::Float16;
-      if (!pipelined::supports<T>(call, device)) return "";
-      const std::string broken = broken_pipelined_rule<T>(call, device);
-      if (!broken.empty()) return std::to_string(rows) + " x " + std::to_string(cols) + ": " + broken;
-      ++plans;
-    }
-  }
+template <typename T, typename Call> std::string broken_pipelined_plan(const Call& call, const Device& device) {
+  using namespace pipelined;
+  using Block = BlockContext<T, Call>;
+  if (!pipelined::supports<T>(call, device)) return "";
+  ++plans;
+  const pipelined::Plan plan = choose_plan<T>(call, device);
+  const int blocks = ceil_div(call.cols, plan.slice_columns), lanes = plan.lanes_per_row;
+  const int bytes = plan.stages * Block::kTensors * plan.slice_bytes + int(sizeof(typename Block::Control));
+  REQUIRE(plan.blocks_per_row == blocks && blocks <= std::min(device.sms, kMaxBlocksPerRow));
+  REQUIRE(plan.stages >= 3 && plan.stages <= kMaxStages);
+  REQUIRE(plan.delay >= 0 && plan.delay < plan.stages);
+  REQUIRE(plan.stages_in_flight >= 1 && plan.stages_in_flight < plan.stages);
+  REQUIRE((lanes & (lanes - 1)) == 0 && lanes <= 32 && lanes >= std::min(blocks, 32));
+  REQUIRE(plan.slice_columns <= kMaxSlice && plan.slice_columns % (16 / sizeof(T)) == 0);
+  REQUIRE(plan.slice_bytes >= int(sizeof(T)) * plan.slice_columns + kLineBytes);
+  REQUIRE(bytes <= device.shared_bytes);
+  return "";
 }
 
-template <typename T> std::string broken_grid_resident_plan(const Device& device) {
-  for (int64_t cols = 16 / sizeof(T); cols <= 40000 * int64_t(device.sms); cols += 16 / sizeof(T)) {
-    for (const int64_t rows : {4, 9, 1000}) {
-      Forward call = {};
-      call.rows = rows, call.cols = cols;
-      const grid_resident::Plan plan = grid_resident::choose_plan<T>(call, device);
-      if (plan.blocks_per_row == 0) continue;
-      const std::string broken = broken_rule<T>(call, plan, device);
+template <typename T, typename Call, typename BrokenPlan>
+std::string first_broken(const Device& device, int shortest_bytes, BrokenPlan broken_plan) {
+  for (int64_t cols = shortest_bytes / sizeof(T); cols <= 40000 * int64_t(device.sms); cols += 16 / sizeof(T)) {
+    for (const int64_t rows : {1, 4, 9, 1000}) {
+      Call call = {};
+      call.rows = rows, call.cols = cols, call.dtype = sizeof(T) == 4 ? DType::Float32 : DType::Float16;
+      const std::string broken = broken_plan(call, device);
       if (!broken.empty()) return std::to_string(rows) + " x " + std::to_string(cols) + ": " + broken;
-      ++plans;
     }
   }
   return "";
 }
 }  // namespace
 
-extern "C" const char* broken_plan(const char* family, int sms, int shared_bytes, int code) {
+extern "C" const char* broken_plan(bool is_grid_resident, int sms, int shared_bytes, int code) {
   static std::string broken;
   Device device;
   device.sms = sms, device.l2_bytes = 50 << 20, device.shared_bytes = shared_bytes, device.arch = arch_of(code);
-  const bool grid_resident = std::string(family) == "grid_resident";
   plans = 0;
-  broken = grid_resident ? broken_grid_resident_plan<float>(device) : broken_pipelined_plan<float, Forward>(device);
-  if (grid_resident && broken.empty()) broken = broken_grid_resident_plan<__half>(device);
-  if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<float, Backward>(device);
-  if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<__half, Forward>(device);
-  if (!grid_resident && broken.empty()) broken = broken_pipelined_plan<__half, Backward>(device);
+  if (is_grid_resident) {
+    broken = first_broken<float, Forward>(device, 16, broken_grid_resident_plan<float>) +
+             first_broken<__half, Forward>(device, 16, broken_grid_resident_plan<__half>);
+  } else {
+    broken = first_broken<float, Forward>(device, 8192, broken_pipelined_plan<float, Forward>) +
+             first_broken<float, Backward>(device, 8192, broken_pipelined_plan<float, Backward>) +
+             first_broken<__half, Forward>(device, 8192, broken_pipelined_plan<__half, Forward>) +
+             first_broken<__half, Backward>(device, 8192, broken_pipelined_plan<__half, Backward>);
+  }
   return broken.c_str();
 }
 extern "C" int number_of_plans() { return plans; }
-extern "C" int most_blocks_per_row() { return kMaxBlocksPerRow; }
 }  // namespace TORCH_EXTENSION_NAME
 """
-
-
-def planner():
-    """Compiles the host code of CUDA_SOURCE, and returns the library, which has broken_plan()."""
-    families = emulator.emulated(emulator.sources()[0]).partition("// ==== Dispatch:")[0]
-    text = families.replace('#include "emulator.h"', '#include "emulator.h"\n#include <string>', 1) + PLANS
-    folder = emulator.cache("plans", text)
-    library = folder / "plans.so"
-    with emulator.lock(folder):
-        if not library.exists():
-            (folder / "plans.cpp").write_text(text)
-            emulator.compile_with_gxx(folder / "plans.cpp", library)
-    loaded = ctypes.CDLL(str(library))
-    loaded.broken_plan.restype = ctypes.c_char_p
-    return loaded
-
-
 PLANNED_FOR = [
     ("grid_resident", 132, 227 << 10, 90), ("grid_resident", 148, 227 << 10, 100), ("grid_resident", 114, 227 << 10, 90),
     ("grid_resident", 20, 190 << 10, 90),  # less shared memory than any such GPU has, so that some rows do not fit
@@ -351,13 +285,14 @@ PLANNED_FOR = [
 @pytest.mark.parametrize("family, sms, shared_bytes, code", PLANNED_FOR)
 def test_plans_keep_their_rules(family, sms, shared_bytes, code):
     """For rows of every multiple of 16 bytes, all blocks of a launch keep the rules that prevent a deadlock."""
-    library = planner()
-    assert library.broken_plan(family.encode(), sms, shared_bytes, code) == b""
+    families = emulator.emulated(emulator.sources()[0]).partition("// ==== Dispatch:")[0]
+    text = families.replace('#include "emulator.h"', '#include "emulator.h"\n#include <string>', 1) + PLANS
+    folder = emulator.cache("plans", text)
+    with emulator.lock(folder):
+        if not (folder / "plans.so").exists():
+            (folder / "plans.cpp").write_text(text)
+            emulator.compile_with_gxx(folder / "plans.cpp", folder / "plans.so")
+    library = ctypes.CDLL(str(folder / "plans.so"))
+    library.broken_plan.restype = ctypes.c_char_p
+    assert library.broken_plan(family == "grid_resident", sms, shared_bytes, code) == b""
     assert library.number_of_plans() > 10000
-
-
-@pytest.mark.full
-@pytest.mark.emulated
-@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
-def test_cases_know_the_most_blocks_per_row():
-    assert planner().most_blocks_per_row() == MAX_BLOCKS_PER_ROW
