@@ -400,8 +400,7 @@ def _gpus():
             nvml.nvmlShutdown()
             return capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []
     # The driver lacks NVML, as on Jetson. This initializes CUDA.
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return [torch.cuda.get_device_capability(device) for device in devices]
+    return [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
 
 
 def _architectures():
@@ -457,12 +456,10 @@ def _compile(name, folder, codes):
     if not supported:
         problem = f"the nvcc of CUDA {release} does not support {', '.join(codes)}: install a newer one"
         raise RuntimeError(f"layernorm_inline: {problem}. nvcc --list-gpu-code printed: {listed}")
-    has_epilogue = name.endswith("_epilogue")
-    kernels = "CUDA kernels for activations and scale" if has_epilogue else "CUDA kernels"
-    macros = ["-DLAYERNORM_HAS_EPILOGUE"] if has_epilogue else []
+    macros = ["-DLAYERNORM_HAS_EPILOGUE"] if name.endswith("_epilogue") else []
     compiled_for = ", ".join(supported)
-    message = f"compiling {kernels} for {compiled_for}, about {10 + 10 * len(supported)} s, only this once"
-    print(f"layernorm_inline: {message}", file=sys.stderr)
+    seconds = 10 + 10 * len(supported)
+    print(f"layernorm_inline: compiling {name} for {compiled_for}, about {seconds} s, only once", file=sys.stderr)
     cuda_flags = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in supported]
     if "--split-compile" in _output(f"{cuda_home}/bin/ptxas", "--help"):  # not in CUDA 11
         cuda_flags += ["-Xptxas", f"--split-compile={min(8, len(os.sched_getaffinity(0)))}"]
@@ -522,8 +519,7 @@ def _cache(name):
         if not _is_trusted(folder):
             raise _bad_cache(folder, "must belong to you or root, and must not be writable by others")
         if mode & 0o002 and not mode & 0o1000:  # in a sticky folder like /tmp, only an owner can replace `folder`
-            problem = "must not lie in a folder that others can write to, unless that folder is sticky like /tmp"
-            raise _bad_cache(folder, problem)
+            raise _bad_cache(folder, "must not lie in a folder that others can write to, unless sticky like /tmp")
         return folder
     raise _bad_cache(folder, f"must be a folder that you can write to: {caught.error}")
 
@@ -584,8 +580,7 @@ def _load(name):
         if torch.version.cuda is None:
             return None, f"{built} without CUDA; install a version with CUDA"
         if _parse_version(torch.version.cuda) < _OLDEST_CUDA:
-            why = f"{built} with CUDA {torch.version.cuda}, and 11.8 is the oldest supported version"
-            return None, f"{why}; install a newer PyTorch"
+            return None, f"{built} with CUDA {torch.version.cuda}, which is older than 11.8; install a newer PyTorch"
         architectures = _architectures()
         if not architectures:
             why = "there was no usable GPU when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
