@@ -121,7 +121,7 @@ def readme_tables(text):
     kinds = ("GPT-2", "ViT-B/16", "ConvNeXt-S", "pair stack")
     gpt, vit, convnext, pairs = (span([m[0] / m[1] for name, m in models.items() if kind in name]) for kind in kinds)
     eager_step = (
-        f"a training step is {gpt} times as fast (GPT-2), {vit} (ViT-B/16), {convnext} (ConvNeXt-S), "
+        f"a training step is {gpt} times as fast (GPT-2, bf16), {vit} (ViT-B/16), {convnext} (ConvNeXt-S), "
         f"{pairs} (two blocks of an AlphaFold-like pair stack)"
     )
     compiled_step = f"a compiled training step is {span([m[2] / m[3] for m in models.values()])} times as fast"
@@ -133,7 +133,7 @@ def readme_tables(text):
     liger = f"{forward} times as fast in forward, {backward} in backward"
     tables = [first_table(gpu, times[gpu], models), speed_table(times)]
     eager, _, new = zip(*(times["NVIDIA H100 80GB HBM3"][problem] for problem in list(FIRST)[:2]))
-    problems = f"On an H100, it is {eager[0] / new[0]:#.3g} and {eager[1] / new[1]:#.3g} times as fast"
+    problems = f"On an H100, they are {eager[0] / new[0]:#.3g} and {eager[1] / new[1]:#.3g} times as fast"
     return "\n\n".join([*tables, problems, eager_step, compiled_step, liger])
 
 
