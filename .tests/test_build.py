@@ -343,14 +343,14 @@ def test_the_lock_of_another_process_is_waited_for(builds, monkeypatch, capsys, 
 def toolkit(tmp_path, monkeypatch):
     """Hides all CUDA toolkits. Returns a function that makes a toolkit whose nvcc is a script, and returns its path."""
 
-    def make(release, folder="toolkit", codes="printf 'sm_80\\nsm_90\\n'", mode=0o755):
+    def make(release, folder="toolkit", mode=0o755):
         home = tmp_path / folder
         for file in ("bin/nvcc", "include/cuda_runtime_api.h"):
             (home / file).parent.mkdir(parents=True)
             (home / file).touch(mode=mode)
         (home / "bin/nvcc").write_text(
             f"#!/bin/sh\ncase $1 in --version) echo release {release}, V{release}.1;;\n"
-            f"--list-gpu-code) {codes};;\n*) echo nvcc says no; exit 1;; esac\n"
+            "--list-gpu-code) printf 'sm_80\\nsm_90\\n'; echo a warning >&2;;\n*) echo nvcc says no; exit 1;; esac\n"
         )
         return str(home)
 
@@ -398,14 +398,6 @@ def test_a_toolkit_must_match_pytorch(monkeypatch, toolkit, cuda, release, folde
             layernorm_inline._find_cuda_home()
 
 
-def test_an_error_of_nvcc_reaches_the_user(monkeypatch, tmp_path, toolkit):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    message = "nvcc fatal   : Could not open output file '/nonexistent/tmpxft'"
-    toolkit("13.0", codes=f'echo "{message}" >&2; exit 1')
-    with pytest.raises(RuntimeError, match=f"nvcc --list-gpu-code printed: {message}"):
-        layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
-
-
 def test_the_error_names_setuptools_if_they_are_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install setuptools"):
@@ -433,7 +425,8 @@ def test_architectures_that_nvcc_does_not_support_are_left_out(tmp_path, capsys,
     assert cpp_extension.CUDA_HOME == home, "CUDA_HOME must be restored after the build"
     assert re.findall(",code=([a-z0-9_]+)", " ".join(compiled["extra_cuda_cflags"])) == ["sm_80", "sm_90a"]
     assert "-DLAYERNORM_HAS_EPILOGUE" not in compiled["extra_cuda_cflags"] + compiled["extra_cflags"]
-    with pytest.raises(RuntimeError, match="the nvcc of CUDA 12.4 does not support sm_120: install a newer one"):
+    message = r"the nvcc of CUDA 12.4 does not support sm_120: install a newer one.* printed: sm_80\nsm_90\na warning"
+    with pytest.raises(RuntimeError, match=message):
         layernorm_inline._compile(NAME, str(tmp_path), ["sm_120"])
 
 
