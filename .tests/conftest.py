@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -81,7 +82,7 @@ def poisoned(nbytes, device):
 
 
 HAVE_GPU = torch.cuda.is_available()
-BACKENDS = {}  # name -> Backend, created on the first use
+backend_named = functools.cache(Backend)
 
 
 @pytest.fixture(params=["cuda", pytest.param("emulated", marks=pytest.mark.emulated)])
@@ -91,10 +92,8 @@ def backend(request):
         pytest.skip("needs a CUDA GPU")
     if name == "emulated" and not emulator.can_build():
         pytest.skip("needs g++ and the headers of a CUDA toolkit")
-    if name not in BACKENDS:
-        BACKENDS[name] = Backend(name)
-    with BACKENDS[name].on():
-        yield BACKENDS[name]
+    with backend_named(name).on():
+        yield backend_named(name)
 
 
 # ---- The order of tests, and the selection without --full ----
@@ -148,8 +147,7 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    selected = "" if config.getoption("--full") else " (--full runs all tests)"
-    return f"--first-seed {config.option.first_seed}{selected}"
+    return f"--first-seed {config.option.first_seed} (only a selection of the tests runs without --full)"
 
 
 @pytest.fixture(autouse=True)

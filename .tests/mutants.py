@@ -216,7 +216,7 @@ MUTANTS = [
     Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)", "", "rename_the_library"),
     Mutant("build: PyTorch's warning shown", "logger.disabled = True", "", "no_gpu_is_not_shown"),
     Mutant("build: no lock between copies of the file", 'with vars(sys).setdefault("_layernorm_inline_lock", _thread.allocate_lock()):', "if True:", "threads_import_copies"),
-    Mutant("build: nvcc's error swallowed", "printed: {listed}", "printed: ", "error_of_nvcc"),
+    Mutant("build: nvcc's error swallowed", "printed: {listed}", "printed: ", "are_left_out"),
     Mutant("build: a relative CUDA_HOME stays relative", "os.path.abspath(home) for home in", "home for home in", "toolkit_must_match"),
     Mutant("build: missing stderr not handled", "if caught.error is not None: restored", "if False: restored", "cannot_be_flushed"),
     Mutant("build: implicit headers in every version", "if has_option else {}", "if False else {}", "second_library"),

@@ -64,6 +64,7 @@ def builds(tmp_path, monkeypatch):
 
     def compile_(name, folder, codes):
         log.built.append((name, codes))
+        log.temporary = folder, os.environ["TMPDIR"], tempfile.gettempdir()
         Path(folder, f"{name}.so").write_text("a library")
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(log.cache))
@@ -343,14 +344,14 @@ def test_the_lock_of_another_process_is_waited_for(builds, monkeypatch, capsys, 
 def toolkit(tmp_path, monkeypatch):
     """Hides all CUDA toolkits. Returns a function that makes a toolkit whose nvcc is a script, and returns its path."""
 
-    def make(release, folder="toolkit", codes="printf 'sm_80\\nsm_90\\n'", mode=0o755):
+    def make(release, folder="toolkit", mode=0o755):
         home = tmp_path / folder
         for file in ("bin/nvcc", "include/cuda_runtime_api.h"):
             (home / file).parent.mkdir(parents=True)
             (home / file).touch(mode=mode)
         (home / "bin/nvcc").write_text(
             f"#!/bin/sh\ncase $1 in --version) echo release {release}, V{release}.1;;\n"
-            f"--list-gpu-code) {codes};;\n*) echo nvcc says no; exit 1;; esac\n"
+            "--list-gpu-code) printf 'sm_80\\nsm_90\\n'; echo a warning >&2;;\n*) echo nvcc says no; exit 1;; esac\n"
         )
         return str(home)
 
@@ -398,14 +399,6 @@ def test_a_toolkit_must_match_pytorch(monkeypatch, toolkit, cuda, release, folde
             layernorm_inline._find_cuda_home()
 
 
-def test_an_error_of_nvcc_reaches_the_user(monkeypatch, tmp_path, toolkit):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    message = "nvcc fatal   : Could not open output file '/nonexistent/tmpxft'"
-    toolkit("13.0", codes=f'echo "{message}" >&2; exit 1')
-    with pytest.raises(RuntimeError, match=f"nvcc --list-gpu-code printed: {message}"):
-        layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
-
-
 def test_the_error_names_setuptools_if_they_are_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install setuptools"):
@@ -433,21 +426,24 @@ def test_architectures_that_nvcc_does_not_support_are_left_out(tmp_path, capsys,
     assert cpp_extension.CUDA_HOME == home, "CUDA_HOME must be restored after the build"
     assert re.findall(",code=([a-z0-9_]+)", " ".join(compiled["extra_cuda_cflags"])) == ["sm_80", "sm_90a"]
     assert "-DLAYERNORM_HAS_EPILOGUE" not in compiled["extra_cuda_cflags"] + compiled["extra_cflags"]
-    with pytest.raises(RuntimeError, match="the nvcc of CUDA 12.4 does not support sm_120: install a newer one"):
+    assert "no_implicit_headers" not in compiled, "older versions of PyTorch do not have it"
+    message = r"the nvcc of CUDA 12.4 does not support sm_120: install a newer one.* printed: sm_80\nsm_90\na warning"
+    with pytest.raises(RuntimeError, match=message):
         layernorm_inline._compile(NAME, str(tmp_path), ["sm_120"])
 
 
-@pytest.mark.parametrize("expected", [False, True])
-def test_the_second_library_has_the_same_source_and_a_macro(monkeypatch, tmp_path, capsys, compiled, expected):
+def test_the_second_library_has_the_same_source_and_a_macro(monkeypatch, tmp_path, capsys, compiled):
     record = cpp_extension.load_inline
-    if expected:
-        monkeypatch.setattr(cpp_extension, "load_inline", lambda name, no_implicit_headers=None, **options: record(
-            name, no_implicit_headers=no_implicit_headers, **options))  # fmt: skip
+
+    def load_inline(name, no_implicit_headers=None, **options):  # as in PyTorch 2.8
+        record(name, no_implicit_headers=no_implicit_headers, **options)
+
+    monkeypatch.setattr(cpp_extension, "load_inline", load_inline)
     layernorm_inline._compile("sources_epilogue", str(tmp_path), ["sm_90a"])
     assert compiled["name"] == "sources_epilogue" and compiled["cuda_sources"] == layernorm_inline.CUDA_SOURCE
     assert all("-DLAYERNORM_HAS_EPILOGUE" in compiled[flags] for flags in ("extra_cuda_cflags", "extra_cflags"))
     assert "compiling sources_epilogue for sm_90a" in capsys.readouterr().err
-    assert ("no_implicit_headers" in compiled) == expected
+    assert compiled["no_implicit_headers"] is True
 
 
 @needs_compiler
@@ -601,17 +597,11 @@ def test_ninja_is_found_beside_python_and_where_pip_has_put_it(tmp_path, monkeyp
 
 def test_compilers_use_the_folder_of_the_build_for_temporary_files(builds, tmp_path, monkeypatch):
     """TMPDIR may name the folder of an ended job. Python remembers TMPDIR, so it must not be asked during the build."""
-    seen, compile_ = [], layernorm_inline._compile
-
-    def check(name, folder, codes):
-        seen.append((os.environ["TMPDIR"] == folder, tempfile.gettempdir() == folder))
-        compile_(name, folder, codes)
-
-    monkeypatch.setattr(layernorm_inline, "_compile", check)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "ended"))
     _load()
-    assert seen == [(True, False)] and os.environ["TMPDIR"] == str(tmp_path / "ended")
+    folder, variable, remembered = builds.temporary
+    assert variable == folder != remembered and os.environ["TMPDIR"] == str(tmp_path / "ended")
 
 
 def test_a_child_that_was_forked_during_a_build_does_not_keep_the_lock(tmp_path):
