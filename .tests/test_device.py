@@ -7,7 +7,7 @@ import os
 import emulator
 import pytest
 import torch
-from cases import FORMS, SOME, TYPES, parameters
+from cases import SOME, parameters
 from processes import ROOT, run_here
 from reference import EPS, FLOATS, SUMS, assert_close_to_float64, compare_with_float64, random_case, run_case, same_bits
 from test_convolution import on_cuda, two_gpus
@@ -128,26 +128,6 @@ def test_threads_with_rows_of_different_lengths(backend):
         assert not any(pool.map(work, range(4)))
 
 
-def compare_before_hopper(backend):
-    """Compares calls with float64 whose code or kernel family is different there."""
-    for rows, columns, dtypes, affine in (
-        (5, (768, 8192, 20000, 262144), ("fp32", "fp16", "bf16"), "both"),
-        (300, (12288, 16384), ("fp32", "fp16", "bf16"), "both"),
-        (300, (4104, 9000, 32768, 65536), ("fp32",), "weight"),
-        (300, (7001, 20001), ("fp32", "fp16", "bf16"), "both"),
-        (300, (49152, 65536), ("fp16", "bf16"), "both"),
-        (300, (12288, 65536), ("bf16",), "float32 bias"),
-    ):
-        for cols, dtype, form in [(c, d, f) for c in columns for d in dtypes for f in ("plain", "gelu")]:
-            activation, scale = FORMS[form]
-            function = functools.partial(backend.layer_norm, activation=activation, scale=scale)
-            tensors = random_case(rows, cols, TYPES[dtype], affine, seed=cols, device=backend.device)
-            with backend.poisoned():
-                results = [run_case(function, *tensors) for _ in range(2)]
-            compare_with_float64([(results[0], tensors)], activation=activation, scale=scale)
-            assert same_bits(*results)
-
-
 @pytest.mark.slow
 @on_cuda
 @pytest.mark.parametrize("architecture", [75, 80])  # both older than the GPU; 7.5 has no convolution kernel
@@ -164,10 +144,16 @@ def test_ptx_of_an_older_architecture_runs(backend, tmp_path, architecture):
             exact = torch.nn.functional.gelu(model.double().layer_norm(model.conv_transpose(x.double())))
             for torch.backends.cudnn.allow_tf32, atol in ((True, 1e-2), (False, 2e-5)):
                 torch.testing.assert_close(model.float()(x).double(), exact, atol=atol, rtol=atol)
-        import conftest, test_device
-        backend = conftest.Backend("cuda")
-        assert backend.module is layernorm_inline and layernorm_inline.__file__.startswith({str(tmp_path)!r})
-        test_device.compare_before_hopper(backend)
+        import cases, conftest, functools, reference
+        assert layernorm_inline.__file__.startswith({str(tmp_path)!r})
+        for case in cases.CASES:
+            if case.gpu.name != "cuda" or case.cols < 4000 or case.elements > 10**7:
+                continue
+            tensors, function = case.tensors(), functools.partial(layernorm_inline.layer_norm, **case.epilogue)
+            with conftest.poisoned(4 * tensors[0].nbytes + (1 << 26), "cuda"):
+                results = [reference.run_case(function, *tensors) for _ in range(2)]
+            reference.compare_with_float64([(results[0], tensors)], **case.epilogue)
+            assert reference.same_bits(*results)
     """
     path = os.pathsep.join(map(str, (tmp_path, ROOT / ".tests", ROOT)))
     done = run_here(code, PYTHONPATH=path, TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
@@ -276,10 +262,3 @@ def test_grid_resident_kernel_is_accurate(backend, rows, cols_per_sm, affine, me
     bounds = dict(eps=1e-5, luck=SUMS) if backend.is_cuda else dict(eps=1e-5)
     epilogue = dict(activation=activation, scale=-1.5 if activation else 1.0)
     assert_close_to_float64(backend, random_case(rows, cols, torch.float32, affine, **options), **bounds, **epilogue)
-
-
-@on_cuda
-def test_shape_of_problem_40_is_accurate(backend):
-    backend.need_memory(8 << 30)
-    case = random_case(16, 64 * 256 * 256, torch.float32, mean=0.0, emphasized=False, device="cuda")
-    assert_close_to_float64(backend, case, eps=1e-5, luck=SUMS)
