@@ -32,7 +32,6 @@ MODELS = [
 on_cuda = pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 on_emulated = pytest.mark.parametrize("backend", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True)
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-needs_kernels = pytest.mark.skipif(layernorm_inline._ops is None, reason=f"not built: {layernorm_inline._why_not}")
 needs_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
@@ -369,7 +368,7 @@ def test_conv_reads_the_setting_of_convolutions(backend, restored_settings):
     assert errors[0] < 1e-5 < errors[1] and errors[2] < 1e-5  # without cuDNN, PyTorch does not use TF32
 
 
-@needs_kernels
+@pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_conv_fused_conditions(dtype, grad, restored_settings):
