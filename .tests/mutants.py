@@ -446,7 +446,7 @@ def main():
             ends.append(end)
             print(f"{futures[future]} | {end}" + (f" | {how}" if how else ""), flush=True)
     shutil.rmtree(runner.work)
-    print(f"{len(mutants)} mutants:", ", ".join(f"{ends.count(end)} {end}" for end in sorted({*ends})))
+    print(f"{len(mutants)} mutants:", ", ".join(f"{ends.count(end)} {end}" for end in sorted({*ends} - {"green"})))
     if "red" in ends:
         print("TESTS FAIL WITHOUT A BUG, so the results mean nothing")
     return not {*ends} <= {"green", "killed", "equivalent"}
