@@ -101,7 +101,11 @@ def speed_table(times):
     """Returns README's table of operations. times: a value of times_of."""
     header = ["operation"]
     for gpu in times:
-        header += [f"{gpu.replace('NVIDIA ', '').split()[0]}, ms", "times as fast as eager", "as torch.compile"]
+        header += [
+            f"{gpu.replace('NVIDIA ', '').split()[0]}, ms",
+            "times as fast as eager",
+            "times as fast as torch.compile",
+        ]
     rows = []
     for key in SPEED:
         ratios = [(new, eager / new, compiled / new) for eager, compiled, new in (t[key] for t in times.values())]
