@@ -433,13 +433,6 @@ def test_conv_scaled_by_a_parameter(backend):
     torch.testing.assert_close(3 * model.scaling_factor.grad, tripled.sum(), atol=1e-2, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape,channels", [((1, 32, 2, 2, 31), 64), ((1, 3, 2, 2, 4), 9)])
-def test_conv_rejects_a_width_that_is_not_the_normalized_shape(backend, shape, channels):
-    for module in models(backend, (shape[1], channels, 4, 2, 1)):
-        with torch.no_grad(), pytest.raises(RuntimeError, match=f"normalized_shape=\\[{channels}\\], expected input"):
-            module(torch.randn(shape, device=backend.device))
-
-
 @pytest.mark.full
 @fused_on_cuda
 def test_conv_saves_only_its_input(backend, precision):
