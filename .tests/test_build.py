@@ -221,6 +221,7 @@ def test_the_error_of_the_second_library_says_why_it_is_missing(builds, monkeypa
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
     monkeypatch.setattr(layernorm_inline, "_ops", SimpleNamespace())
     monkeypatch.setattr(layernorm_inline, "_epilogue_ops", SimpleNamespace(name=NAME + "_epilogue"))
+    monkeypatch.setattr(layernorm_inline, "_is_epilogue_loaded", False)
     with pytest.raises(RuntimeError, match="activations and scale were not compiled: there was no usable GPU"):
         layernorm_inline._load_epilogue()
 
