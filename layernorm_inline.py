@@ -2502,10 +2502,10 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
 
   // Write. All rows of the thread share one load of weight and bias.
   with_16_bit_affine<T, kEarly>(call, [&](auto affine_16_bits) {
-    constexpr bool kSameDtype = affine_16_bits.value;
+    constexpr bool kAffine16Bits = affine_16_bits.value;
     const auto write = [&](int offset, const auto& elements, auto w, auto b) {
       constexpr int N = decltype(w)::kSize;
-      if constexpr (!kEarly) load_affine_pair<T, N, kHasEdges, kSameDtype>(w, b, call, first + offset, begin);
+      if constexpr (!kEarly) load_affine_pair<T, N, kHasEdges, kAffine16Bits>(w, b, call, first + offset, begin);
       // Several rows share one test of the activation, if the compiler sees it.
       constexpr bool kHidesActivation = kHasEpilogue && ROWS == 1;
       const Epilogue epilogue = opaque_activation<kHidesActivation>(constants.epilogue);
@@ -4432,8 +4432,8 @@ cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream
 // Only code for sm_90a has these launch bounds; PTX of sm_90 has not.
 bool has_convolution_kernel() {
   cudaFuncAttributes attributes = {};
-  cudaFuncGetAttributes(&attributes, convolution::conv_transpose_layer_norm_gelu<float>);
-  cudaGetLastError();  // of a GPU for which there is no code
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, convolution::conv_transpose_layer_norm_gelu<float>);
+  if (error != cudaSuccess) cudaGetLastError();  // clears it: there is no code for this GPU
   return attributes.maxThreadsPerBlock == convolution::kThreads;
 }
 #endif
