@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import emulator
-import launches
 import pytest
 import torch
 from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
@@ -149,25 +148,6 @@ def test_cases_cover_every_family_form_and_dtype():
             for cases in (CASES, SOME)
         )
         assert small == some
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.emulated
-@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
-def test_new_rung_of_the_ladder_changes_only_its_rows(tmp_path):
-    """The rung is for 16-bit rows of 1000 columns, which are 125 loads."""
-    text = emulator.SOURCE.read_text()
-    rung = "if (loads <= 32 && waves <= 0.5) return launch_rows<T, 1, 1>(call, context);"
-    edited = tmp_path / "edited.py"
-    assert text.count(rung) == 1
-    new_rung = "if (k16Bits && loads == 125) return launch_rows<T, 1, 1>(call, context);"
-    edited.write_text(text.replace(rung, f"{new_rung}\n    {rung}"))
-    differences = list(launches.differences(emulator.SOURCE, edited))
-    assert len(differences) > 4
-    for call, old, new in differences:
-        assert re.search(r"x1000-(fp16|bf16)-.*, forward$", call), call
-        assert ", 1, 1, registers::kAligned>" not in str(old) and ", 1, 1, registers::kAligned>" in str(new), (old, new)
 
 
 @pytest.mark.emulated
