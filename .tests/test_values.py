@@ -147,6 +147,21 @@ def test_large_mean_is_accurate(backend, case):
 
 
 @pytest.mark.full
+@parameters([case for case in SOME if case.dtype != "fp16"])
+def test_huge_numbers_are_accurate_or_nan(backend, case):
+    """Around 1e20, results are accurate. If the sum of a constant row overflows, output is NaN or what bias gives."""
+    if case.dtype == "fp32":
+        check(backend, case, case.tensors(mean=1e20, std=1e15, emphasized=False), 1e-5)
+    tensors = case.tensors(mean=1e20, std=1e15, emphasized=False)
+    tensors[0].fill_(1e20)[:, :: min(5000, case.cols - 1)] *= 1 + 2**-7
+    check(backend, case, tensors, 1e-5)
+    x, weight, bias, dy = case.tensors()
+    y = run(backend, case, (x.fill_(2e36), weight, bias, dy), eps=1e-5)[0]
+    expected = case.epilogue["scale"] * activated(bias.double(), case.epilogue["activation"])[0]
+    assert (y.isnan() | ((y - expected).abs() <= 2**-8 * expected.abs() + 1e-6)).all()
+
+
+@pytest.mark.full
 @some_cases
 def test_outliers_do_not_spoil_their_row(backend, case):
     """Outliers may be anywhere in a row, also in the columns from which kernels measure the others of a part."""
