@@ -133,21 +133,13 @@ def pytest_collection_finish(session):
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run all tests, not only the selection for three minutes")
-    parser.addoption("--new-seeds", action="store_true", help="draw new random numbers, and print their seed")
-    parser.addoption("--first-seed", type=int, default=0, help="repeat a run: the seed that --new-seeds printed")
+    parser.addoption("--first-seed", type=int, default=0, help="another number draws other random numbers")
 
 
 def pytest_configure(config):
-    is_worker = hasattr(config, "workerinput")  # pytest-xdist passes the seed of the main process on to its workers
-    if config.getoption("--new-seeds") and not is_worker:
-        config.option.first_seed = time.time_ns() % 10**9
     reference.FIRST_SEED = config.option.first_seed
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         emulator.TERMINAL = os.dup(2)  # pytest does not capture it
-
-
-def pytest_report_header(config):
-    return f"--first-seed {config.option.first_seed} (only a selection of the tests runs without --full)"
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,6 @@ struct Gpu {
 inline Gpu gpu;
 inline cudaError_t last_error = cudaSuccess;  // the result of the next cudaGetLastError
 inline bool dry = false;                      // a launch runs one thread, which returns at once
-inline std::string launches;                  // if dry: one line per launch
 inline std::mt19937_64 random_numbers;        // the source of all random choices
 
 // ---- Guarded memory ----
@@ -514,9 +513,6 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<
   std::shuffle(indices.begin(), indices.end(), random_numbers);
   const SignalHandlers handlers;
   if (dry) {
-    const auto words = [](dim3 size) { return " " + std::to_string(size.x) + "x" + std::to_string(size.y); };
-    launches += words(size) + " blocks of" + words(block) + " threads, ";
-    launches += std::to_string(running.dynamic_bytes) + " B: ";
     running.block = 1;
     indices.resize(1);
   }
@@ -570,9 +566,7 @@ template <typename Here> void begin(int max_threads, int = 0) {
   kernel.ran = true;
   grid->name = &kernel.name;
   if (int(grid->block.x * grid->block.y) > max_threads) fail("a block has more threads than its launch bounds allow");
-  if (!dry) return;
-  launches += kernel.name + "\n";
-  throw End();
+  if (dry) throw End();
 }
 
 // ---- Instructions of a whole warp ----

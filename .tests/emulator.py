@@ -145,11 +145,6 @@ const char* emulated_kernels(bool all) {
   }
   return answer.c_str();
 }
-// Returns the launches of dry calls since the last call of this function, one per line.
-const char* emulated_launches() {
-  answer = std::exchange(emulator::launches, "");
-  return answer.c_str();
-}
 const char* emulate_forward(const Forward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
 const char* emulate_backward(const Backward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
 #ifdef LAYERNORM_HAS_EPILOGUE
@@ -258,15 +253,6 @@ def compile_with_gxx(source, library, *flags):
         unfinished.rename(library)
 
 
-@contextlib.contextmanager
-def lock(folder):
-    """Lets only one process at a time build in the folder."""
-    # The file is not named "lock", because PyTorch waits until a file of that name disappears.
-    with open(folder / "one_builds", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 ERRORS = {}  # library -> the error of its build
 
 
@@ -275,7 +261,9 @@ def building(library):
     """Lets only one process at a time build the library, and says so. After an error, later calls raise it again."""
     if library in ERRORS:
         raise RuntimeError(ERRORS[library])
-    with lock(library.parent):
+    # The file is not named "lock", because PyTorch waits until a file of that name disappears.
+    with open(library.parent / "one_builds", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         if not library.exists():
             message = f"\nemulated GPUs: compiling {library.name} with g++, which takes about a minute\n"
             os.write(TERMINAL, message.encode())
@@ -475,7 +463,7 @@ def libraries_of(sms, code, shared_bytes):
         copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(library, copy)
         loaded[macros] = ctypes.CDLL(str(copy))
-        loaded[macros].emulated_kernels.restype = loaded[macros].emulated_launches.restype = ctypes.c_char_p
+        loaded[macros].emulated_kernels.restype = ctypes.c_char_p
         copy.unlink()
     return loaded
 
@@ -503,11 +491,6 @@ def on(gpu, seed=0, dry=False):
     finally:
         CURRENT.pop()
         switch_to_current()
-
-
-def launches(libraries):
-    """Returns one line per launch since the last call of this function. libraries: of on(..., dry=True)."""
-    return [line for loaded in libraries.values() for line in loaded.emulated_launches().decode().splitlines()]
 
 
 def kernels(libraries, every=False):

@@ -1,6 +1,6 @@
 """Checks that the tests detect bugs: puts one at a time into layernorm_inline.py, and runs the tests that must fail.
 
-    python .tests/mutants.py                  all mutants, on all GPUs of this machine
+    python .tests/mutants.py                  all mutants, on the GPU
     python .tests/mutants.py --only TEXT...   only mutants whose names contain one of the texts
     python .tests/mutants.py --cpu            kernels and binding on emulated GPUs, as on a machine without a GPU
     python .tests/mutants.py --check          builds nothing: checks that every bug can be applied and has tests
@@ -12,7 +12,6 @@ failed, or survived for a reason that the table gives. Without a GPU, it is 1 fo
 import argparse
 import contextlib
 import os
-import queue
 import re
 import shutil
 import signal
@@ -28,7 +27,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE, TESTS = "layernorm_inline.py", ".tests"
-TESTS_PER_GPU = 12  # processes: most of their time is spent on the CPU
+TESTS_ON_GPU = 12  # processes: most of their time is spent on the CPU
 ONE_TEST, ALL_TESTS = 240, 600  # seconds; a test that takes longer fails, because it hangs
 
 # Expressions for pytest -k. A case name begins with the GPU and the kernel families of forward and backward, such as
@@ -186,7 +185,7 @@ MUTANTS = [
     Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace"),
     Mutant("build: one folder for all flags of nvcc", "*machine, *_CUDA_FLAGS, *_CPP_FLAGS]", "*machine, *_CPP_FLAGS]", "one_namespace"),
     Mutant("build: one folder for all flags of the C++ compiler", "*_CUDA_FLAGS, *_CPP_FLAGS]", "*_CUDA_FLAGS]", "one_namespace"),
-    Mutant("build: the filter for PyTorch's warning left", 'restored.callback(setattr, logger, "disabled", logger.disabled)', "", "leaves_logging_unchanged"),
+    Mutant("build: the filter for PyTorch's warning left", 'restored.callback(setattr, logger, "disabled", logger.disabled)', "", "error_of_the_build"),
     Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program"),
     Mutant("build: library without code for all GPUs accepted", "if {*codes} <= {*", "if {*codes} & {*", "container"),
     Mutant("build: a container's library not looked for", '{*codes} <= {*os.path.basename(path)[:-3].split("-")}', 'codes == os.path.basename(path)[:-3].split("-")[1:]', "container"),
@@ -213,7 +212,7 @@ MUTANTS = [
     Mutant("binding: unknown activation accepted", "activation <= static_cast<int64_t>(Activation::GeluTanh)", "true", "only_what_its_library_has"),
     Mutant("binding: the first library accepts an activation", "kHasEpilogue || (activation == 0 && scale == 1)", "true", "only_what_its_library_has"),
     Mutant("build: a failed build is not tried again", "cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)", "", "rename_the_library"),
-    Mutant("build: PyTorch's warning shown", "logger.disabled = True", "", "no_gpu_is_not_shown"),
+    Mutant("build: PyTorch's warning shown", "logger.disabled = True", "", "error_of_the_build"),
     Mutant("build: no lock between copies of the file", 'with vars(sys).setdefault("_layernorm_inline_lock", _thread.allocate_lock()):', "if True:", "threads_import_copies"),
     Mutant("build: nvcc's error swallowed", "printed: {listed}", "printed: ", "are_left_out"),
     Mutant("build: a relative CUDA_HOME stays relative", "os.path.abspath(home) for home in", "home for home in", "toolkit_must_match"),
@@ -310,10 +309,12 @@ def check(mutants, source):
 RUNNING = set()  # child processes; each is the leader of a process group
 
 
-def run(command, folder, gpus):
+def run(command, folder, mark):
     """Runs a command, and returns (exit status, output). The status is "slow" if it ran for too long."""
-    environment = {**os.environ, "COLUMNS": "250", "TEST_TIME_LIMIT": str(ONE_TEST), "CUDA_VISIBLE_DEVICES": gpus}
+    environment = {**os.environ, "COLUMNS": "250", "TEST_TIME_LIMIT": str(ONE_TEST)}
     environment["TORCH_EXTENSIONS_DIR"] = str(folder / "cache")
+    if mark != "not emulated":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment.pop("TORCH_CUDA_ARCH_LIST", None)  # only the architecture of the GPUs is compiled
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **options)
@@ -350,14 +351,11 @@ def verdict(status, output):
 class Runner:
     """Builds and tests mutants, several at the same time."""
 
-    def __init__(self, work, source, gpus):
-        self.work, self.source, self.gpus = Path(work), source, gpus
+    def __init__(self, work, source, has_gpu):
+        self.work, self.source = Path(work), source
         jobs = max(1, os.cpu_count() // 2)
         self.builds = threading.BoundedSemaphore(jobs)
-        self.places = queue.Queue()  # one entry per test process: CUDA_VISIBLE_DEVICES with its GPU first
-        for i in range(len(gpus) * TESTS_PER_GPU or max(1, jobs // 2)):
-            first = i % max(1, len(gpus))
-            self.places.put(",".join(gpus[first:] + gpus[:first]))
+        self.tests = threading.BoundedSemaphore(TESTS_ON_GPU if has_gpu else max(1, jobs // 2))
         self.unchanged = self.work / "unchanged"
         shutil.copytree(ROOT, self.unchanged, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
 
@@ -375,19 +373,16 @@ class Runner:
             code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
             code += "emulator.build_kernels(macros=emulator.EPILOGUE); emulator.load_module()._load_epilogue()"
         with self.builds:
-            gpus = ",".join(self.gpus) if mark == "not emulated" else ""
-            status, output = run(["nice", sys.executable, "-c", code], folder, gpus)
+            status, output = run(["nice", sys.executable, "-c", code], folder, mark)
         errors = re.findall(r"^.*\berror\b.*$", output, re.M | re.I) or [output.strip().split("\n")[-1]]
         return "" if status == 0 else errors[0][-200:]
 
     def test(self, folder, mark, expression, *options):
         """Runs the tests of an expression in the folder, and returns the result of run()."""
-        gpus = self.places.get()
         pytest = [sys.executable, *"-m pytest --full -v --tb=no -rfE -p no:cacheprovider --rootdir=.".split()]
         command = [*pytest, *options, f"--basetemp={folder / 'temp'}", TESTS, "-k", expression, "-m", mark]
-        result = run(command, folder, gpus if mark == "not emulated" else "")
-        self.places.put(gpus)
-        return result
+        with self.tests:
+            return run(command, folder, mark)
 
     def baseline(self, mark, expression):
         """Runs the tests of an expression without a bug. Returns ("green", summary) or ("red", failed test)."""
@@ -419,10 +414,9 @@ def main():
     if wrong or arguments.check or not mutants:
         return wrong > 0 or not mutants
 
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = [gpu for gpu in listed.split(",") if gpu and not arguments.cpu]
-    mutants = [m if gpus and not m.emulated else on_the_cpu(m, source) for m in mutants]
-    runner = Runner(tempfile.mkdtemp(prefix="mutants_"), source, gpus)
+    has_gpu = torch.cuda.is_available() and not arguments.cpu
+    mutants = [m if has_gpu and not m.emulated else on_the_cpu(m, source) for m in mutants]
+    runner = Runner(tempfile.mkdtemp(prefix="mutants_"), source, has_gpu)
 
     def stop(*_):
         for process in list(RUNNING):

@@ -256,12 +256,12 @@ def test_plans_keep_their_rules(family, sms, shared_bytes, code):
     """For rows of every multiple of 16 bytes, all blocks of a launch keep the rules that prevent a deadlock."""
     families = emulator.emulated(emulator.sources()[0]).partition("// ==== Dispatch:")[0]
     text = families.replace('#include "emulator.h"', '#include "emulator.h"\n#include <string>', 1) + PLANS
-    folder = emulator.cache("plans", text)
-    with emulator.lock(folder):
-        if not (folder / "plans.so").exists():
-            (folder / "plans.cpp").write_text(text)
-            emulator.compile_with_gxx(folder / "plans.cpp", folder / "plans.so")
-    library = ctypes.CDLL(str(folder / "plans.so"))
+    path = emulator.cache("plans", text) / "plans.so"
+    with emulator.building(path):
+        if not path.exists():
+            path.with_suffix(".cpp").write_text(text)
+            emulator.compile_with_gxx(path.with_suffix(".cpp"), path)
+    library = ctypes.CDLL(str(path))
     library.broken_plan.restype = ctypes.c_char_p
     assert library.broken_plan(family == "grid_resident", sms, shared_bytes, code) == b""
     assert library.number_of_plans() > 10000

@@ -14,7 +14,10 @@ from test_layernorm_inline import ARGUMENTS_34, Model, Model34
 
 
 def test_file_follows_the_static_rules():
-    """The code has what KernelBench's static checks require, and nothing that they forbid."""
+    """The code has what KernelBench's static checks require, and nothing that they forbid.
+
+    It compares no version of PyTorch: NVIDIA's containers have versions such as 2.7.0a0, which is older than 2.7.
+    """
     text = SOURCE.read_text()
     code = "\n".join(line.split("#")[0].split("//")[0] for line in text.split("\n"))
     for pattern in (
@@ -22,7 +25,7 @@ def test_file_follows_the_static_rules():
         r"nn\.functional\.\w+", r"torch\.(layer_norm|gelu|tanh|clamp|conv\w*|linear|mm|matmul)\b", r"import\s+threading",
         r"multiprocessing", r"concurrent\.futures", r"cuda\.Stream\s*\(", r"\.wait_stream|\.record_stream",
         r"__float2half(_rn)?\s*\(", r"\(\s*__half\s*\)\s*[\w]", r"static_cast\s*<\s*(__half|half)\s*>", r"\.half\s*\(",
-        r"__file__", r"getsource", r"\.to\s*\(\s*torch\.float16",
+        r"__file__", r"getsource", r"\.to\s*\(\s*torch\.float16", r"torch\.__version__ *[<>=]",
     ):  # fmt: skip
         assert not re.search(pattern, code), pattern
     assert "__global__" in code and "load_inline" in code and "threadIdx." in code

@@ -1,13 +1,10 @@
 """Tests of LayerNorm, ModelNew and replace_layer_norm, with torch.nn, TorchScript, torch.fx and real models."""
 
 import copy
-import inspect
-import operator
 import pickle
 import re
 import shutil
 import sys
-import typing
 import warnings
 
 import pytest
@@ -257,24 +254,10 @@ def test_real_models_are_as_accurate_as_with_pytorch(backend, name):
             assert_no_worse(result, pytorch_result, right, factor=5, rounding=1e-5, name=key)
 
 
-@pytest.mark.parametrize("name", [
-    "layer_norm", "LayerNorm.forward", "replace_layer_norm", "ConvTranspose3dLayerNormGELUScaling.forward"
-])  # fmt: skip
-def test_all_arguments_are_annotated(name):
-    function = operator.attrgetter(name)(layernorm_inline)
-    hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
-    assert {*hints} == {*parameters, "return"} - {"self"}
-
-
 @pytest.mark.parametrize("name", ["layer_norm", "replace_layer_norm", "ConvTranspose3dLayerNormGELUScaling"])
 def test_the_examples_of_docstrings_run_without_a_gpu(name):
     (example,) = re.findall(r"Example: (.*)", getattr(layernorm_inline, name).__doc__)
     exec(example, {**vars(layernorm_inline), "nn": nn, "torch": torch})
-
-
-def test_no_version_of_pytorch_is_compared():
-    """NVIDIA's containers have versions such as 2.7.0a0, which compare as older than 2.7."""
-    assert not re.search(r"torch\.__version__ *[<>=]", SOURCE.read_text())
 
 
 @pytest.mark.full
