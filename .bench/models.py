@@ -79,7 +79,7 @@ class PairStack(nn.Module):
         return z
 
 
-def pair_stack(n=512, device="cuda"):
+def pair_stack(n, device="cuda"):
     model = PairStack().to(device, torch.bfloat16)
     z = torch.randn(n, n, 128, device=device, dtype=torch.bfloat16)
     return model, lambda model: model(z.detach().requires_grad_()).float().square().mean()
@@ -114,7 +114,8 @@ def timm_model(name, batch=128, device="cuda"):
 
 # name: (required package, function that returns a model with random weights and its loss function)
 REAL_MODELS = {
-    "pair stack 512 x 512 x 128, bf16": ("torch", pair_stack),
+    "pair stack 256 x 256 x 128, bf16": ("torch", functools.partial(pair_stack, 256)),
+    "pair stack 512 x 512 x 128, bf16": ("torch", functools.partial(pair_stack, 512)),
     "GPT-2 124M 8 x 1024, autocast": ("transformers", gpt_2),
     "GPT-2 124M 8 x 1024, bf16": ("transformers", functools.partial(gpt_2, dtype=torch.bfloat16)),
     "GPT-2 of width 4096, 2 layers, autocast": (

@@ -442,7 +442,7 @@ def test_the_second_library_has_the_same_source_and_a_macro(monkeypatch, tmp_pat
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_an_error_of_the_build_reaches_the_user_at_each_import(tmp_path, toolkit):
-    """PyTorch's warning that there is no GPU does not, and all settings are restored."""
+    """PyTorch's warning that there is no GPU is not shown, and all settings are restored."""
     code = """
         import logging, os, torch
         torch.version.cuda, torch.cuda._is_compiled = "13.0", lambda: True

@@ -1,10 +1,13 @@
 """Tests of LayerNorm, ModelNew and replace_layer_norm, with torch.nn, TorchScript, torch.fx and real models."""
 
 import copy
+import inspect
+import operator
 import pickle
 import re
 import shutil
 import sys
+import typing
 import warnings
 
 import pytest
@@ -252,6 +255,15 @@ def test_real_models_are_as_accurate_as_with_pytorch(backend, name):
             assert result is None
         else:
             assert_no_worse(result, pytorch_result, right, factor=5, rounding=1e-5, name=key)
+
+
+@pytest.mark.parametrize("name", [
+    "layer_norm", "LayerNorm.forward", "replace_layer_norm", "ConvTranspose3dLayerNormGELUScaling.forward"
+])  # fmt: skip
+def test_all_arguments_are_annotated(name):
+    function = operator.attrgetter(name)(layernorm_inline)
+    hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+    assert {*hints} == {*parameters, "return"} - {"self"}
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "replace_layer_norm", "ConvTranspose3dLayerNormGELUScaling"])
