@@ -14,12 +14,13 @@ Gradients can be differentiated again, and work with torch.func and in forward m
 
 The file needs Linux, Python 3.9, PyTorch 2.0 built with CUDA 11.8 (or newer ones), ninja, setuptools, a C++ compiler
 (before PyTorch 2.8 also Python.h), and an nvcc of the same major version as PyTorch's CUDA. For CUDA 13, pip can
-install nvcc: `pip install "cuda-toolkit[nvcc,crt,cccl]"`.
+install nvcc: `pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"`.
 
-The first import compiles the kernels for the machine's GPUs, in 15 to 30 s, and stores the library in the folder
+The first import compiles the kernels for the machine's GPUs, in 15 s to a minute, and stores the library in the folder
 TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later imports load it. The first use of an
 activation, scale or the convolution compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the
 architectures, or nothing is compiled. The import neither initializes CUDA nor changes PyTorch or the environment.
+With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations.
 
 Sections: API, build, interface, binding, CUDA kernels, load. The repository explains the kernels in .docs/kernels.md.
 
@@ -47,6 +48,7 @@ import logging
 import numbers
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -179,7 +181,8 @@ def layer_norm(
         raise ValueError(f"Expected activation to be one of {_ACTIVATION_NAMES}, but got {activation!r}")
     is_recorded = is_tracing or _is_exporting()
     if (
-        not (isinstance(input, torch.Tensor) and input.is_cuda)
+        _is_disabled
+        or not (isinstance(input, torch.Tensor) and input.is_cuda)
         or input.dtype is torch.float64
         or torch._C._get_tracing_state() is not None  # torch.jit.trace, or torch.onnx.export without dynamo
         or (is_recorded and _is_left_to_pytorch(input, normalized_shape, eps, scale))
@@ -326,6 +329,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
 #
 #   layernorm_inline_<hash of the sources>/          _cache(name)
 #     build.lock                                     locked by the process that compiles
+#     build-<machine>-<random>/                      the folder in which it compiles
 #     <hash of versions and flags>-sm_80-sm_90a.so   _library_path(cache, codes), moved here when it is complete
 
 _CUDA_FLAGS = ["-O1"]  # for host code; nvcc always optimizes device code
@@ -358,13 +362,35 @@ def _architecture_number(code):
     return int(re.sub(r"\D", "", code))  # 90 for sm_90a and compute_90
 
 
+def _say(text):
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be missing or closed
+        sys.stderr.write(f"layernorm_inline: {text}\n")
+
+
+_environments: list = []  # those that a build has changed and not yet restored
+
+
 class _environment(contextlib.ExitStack):
     def __init__(self, **variables):
         super().__init__()
+        _environments.append(self)
+        self.callback(_environments.remove, self)
         for name in variables:
-            restore = (os.environ.update, {name: os.environ[name]}) if name in os.environ else (os.environ.pop, name)
+            value = os.environ.get(name)
+            # Another thread may remove the variable at any time.
+            restore = (os.environ.pop, name, None) if value is None else (os.environ.update, {name: value})
             self.callback(*restore)
         os.environ.update(variables)
+
+
+def _after_fork():
+    """Does in the child of a fork what a thread that builds would do, because the child does not have this thread."""
+    for environment in reversed(_environments[:]):
+        environment.close()
+    vars(sys).pop("_layernorm_inline_lock", None)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _cpp_extension():
@@ -443,7 +469,7 @@ def _find_cuda_home():
     needed = "11.8" if major == 11 else str(major)
     advice = f"Install NVIDIA's or conda's CUDA toolkit {needed} and set CUDA_HOME to its folder."
     if major >= 13:
-        advice = 'Run: pip install "cuda-toolkit[nvcc,crt,cccl]"'
+        advice = 'Run: pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"'
     built = f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda} and needs an nvcc of CUDA {needed}"
     raise RuntimeError(f"layernorm_inline: {', '.join(rejected) or missing}; {built}. {advice}")
 
@@ -458,11 +484,11 @@ def _compile(name, folder, codes):
         raise RuntimeError(f"layernorm_inline: {problem}. nvcc --list-gpu-code printed: {listed}")
     macros = ["-DLAYERNORM_HAS_EPILOGUE"] if name.endswith("_epilogue") else []
     compiled_for = ", ".join(supported)
-    seconds = 10 + 10 * len(supported)
-    print(f"layernorm_inline: compiling {name} for {compiled_for}, about {seconds} s, only once", file=sys.stderr)
+    cores = len(os.sched_getaffinity(0))
+    seconds = (10 if cores >= 8 else 30) * (1 + len(supported))
     cuda_flags = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in supported]
     if "--split-compile" in _output(f"{cuda_home}/bin/ptxas", "--help"):  # not in CUDA 11
-        cuda_flags += ["-Xptxas", f"--split-compile={min(8, len(os.sched_getaffinity(0)))}"]
+        cuda_flags += ["-Xptxas", f"--split-compile={min(8, cores)}"]
     # The linker looks for libcudart.so, and the toolkit that pip installs only has libcudart.so.13.
     for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_parse_version(release)[0]}*")[:1]:
         os.symlink(library, f"{folder}/libcudart.so")
@@ -473,6 +499,10 @@ def _compile(name, folder, codes):
     path = f"{os.environ.get('PATH', os.defpath)}:{sysconfig.get_path('scripts')}"
     with contextlib.suppress(Exception):  # no package ninja, or another one
         path += f":{importlib.import_module('ninja').BIN_DIR}"
+    compiler = os.environ.get("CXX", "c++").partition(" ")[0]  # as PyTorch does
+    if shutil.which(compiler, path=path) is None:
+        raise RuntimeError(f"layernorm_inline: the C++ compiler {compiler} was not found. Install g++, or set CXX.")
+    _say(f"compiling {name} for {compiled_for}, about {seconds} s, only once")
     with _environment(PATH=path) as restored:
         restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
         cpp_extension.CUDA_HOME = cuda_home
@@ -509,8 +539,11 @@ def _is_trusted(path):
 
 
 def _cache(name):
-    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
-    root = os.path.realpath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch_extensions")
+    root = os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    if root.startswith("~"):  # it would be a folder of this name in the current one
+        raise _bad_cache("the home folder", "is unknown: neither HOME nor the user database names it")
+    root = os.path.realpath(root)
     folder = os.path.join(root, name)
     with _catch(OSError) as caught:
         for path in (root, folder):
@@ -520,6 +553,8 @@ def _cache(name):
             raise _bad_cache(folder, "must belong to you or root, and must not be writable by others")
         if mode & 0o002 and not mode & 0o1000:  # in a sticky folder like /tmp, only an owner can replace `folder`
             raise _bad_cache(folder, "must not lie in a folder that others can write to, unless sticky like /tmp")
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            raise _bad_cache(folder, "must not lie on a file system that is mounted noexec, where no library loads")
         return folder
     raise _bad_cache(folder, f"must be a folder that you can write to: {caught.error}")
 
@@ -549,23 +584,31 @@ def _acquire_lock(cache):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
-        print(f"layernorm_inline: waiting for another process, which compiles in {cache}", file=sys.stderr)
+        _say(f"waiting for another process, which compiles in {cache}")
         fcntl.flock(file, fcntl.LOCK_EX)
         return lock
     raise _bad_cache(cache, f"must be a folder that you can write and lock: {caught.error}")
 
 
-def _build(cache, codes):
-    """Compiles the library, or waits until another process has compiled it, and returns its path."""
+def _build(cache, codes, broken=None):
+    """Compiles the library, or waits until another process has compiled it, and returns its path.
+
+    A library with the inode `broken` is replaced.
+    """
     name, path = os.path.basename(cache), _library_path(cache, codes)
-    with _acquire_lock(cache):
-        if not _is_trusted(path):
+    prefix = f"{cache}/build-{os.uname().nodename}-"  # some file systems lock for each machine alone
+    with _acquire_lock(cache) as lock:
+        if not _is_trusted(path) or os.stat(path).st_ino == broken:
             with contextlib.suppress(FileNotFoundError):
                 tempfile.gettempdir()  # Python remembers TMPDIR, which may name no folder, so the build sets it
-            with tempfile.TemporaryDirectory(dir=cache) as folder, _environment(TMPDIR=folder):
+            for unfinished in glob.glob(f"{glob.escape(prefix)}*"):  # by processes that were killed
+                shutil.rmtree(unfinished, ignore_errors=True)
+            folder = tempfile.mkdtemp(prefix=prefix)
+            lock.callback(shutil.rmtree, folder, ignore_errors=True)
+            with _environment(TMPDIR=folder):
                 _compile(name, folder, codes)
-                os.chmod(f"{folder}/{name}.so", 0o644)  # readable by other users, whatever the umask
-                os.replace(f"{folder}/{name}.so", path)
+            os.chmod(f"{folder}/{name}.so", 0o644)  # readable by other users, whatever the umask
+            os.replace(f"{folder}/{name}.so", path)
     return path
 
 
@@ -589,16 +632,15 @@ def _load(name):
         if not codes:
             return None, f"compute capability 7.5 is the oldest supported, not {', '.join(architectures)}"
         cache = _cache(name)
-        path = _find_library(cache, codes)
+        path, broken = _find_library(cache, codes), None
         if path is not None:
             with _catch(OSError) as caught:
+                broken = os.stat(path).st_ino
                 torch.ops.load_library(path)
                 return ops, None
             why = caught.error.__cause__ or caught.error  # PyTorch's error does not name the reason
-            print(f"layernorm_inline: cannot load {path}, so it is compiled again: {why}", file=sys.stderr)
-            with contextlib.suppress(OSError):  # if the cache is read-only, _acquire_lock says so
-                os.unlink(path)
-        path = _build(cache, codes)
+            _say(f"cannot load {path}, so it is compiled again: {why}")
+        path = _build(cache, codes, broken)
         if not hasattr(ops, "layer_norm"):  # compiled by another process
             torch.ops.load_library(path)
         return ops, None
@@ -861,7 +903,8 @@ template <typename Call> void launch_call(const Call& call, const Tensor& input)
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
                 std::to_string(major) + "." + std::to_string(minor),
                 ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
-                ". If it is 7.5 or newer, install an nvcc that supports it, and clear TORCH_EXTENSIONS_DIR");
+                ". If it is 7.5 or newer, install an nvcc that supports it, and delete the folder " C10_STRINGIZE(
+                    TORCH_EXTENSION_NAME) " in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions)");
   }
   C10_CUDA_CHECK(error);
 }
@@ -4449,5 +4492,10 @@ _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()
 
 _epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # has no ops before _load_epilogue
 _is_epilogue_loaded = False
-_ops, _why_not = _load(_NAME)  # _why_not is the reason if _ops is None
+_is_disabled = os.environ.get("LAYERNORM_INLINE_DISABLE") == "1"
+if _is_disabled:
+    _ops, _why_not = None, "LAYERNORM_INLINE_DISABLE=1 is in the environment"
+    _say(f"{_why_not}: every call runs PyTorch's operations")
+else:
+    _ops, _why_not = _load(_NAME)  # _why_not is the reason if _ops is None
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, for speed

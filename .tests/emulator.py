@@ -356,6 +356,7 @@ template <typename Call>
 cudaError_t emulate(const char* function, const Call& call, const Allocate& allocate, cudaStream_t stream) {
   TORCH_CHECK(guards > 0, "the device of the tensors is not current");
   TORCH_CHECK(stream == c10::cuda::getCurrentCUDAStream(), "the kernels do not run on the current stream");
+  if (kernels == nullptr) return cudaErrorNoKernelImageForDevice;
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string message = of_kernels<const char*(const Call*, const Allocate*)>(function)(&call, &allocate);

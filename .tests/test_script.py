@@ -149,6 +149,12 @@ def test_a_driver_that_does_not_work(message, status, monkeypatch, capsys):
     assert out.startswith("Nothing was timed" if status == 0 else f"FAILED: the GPU cannot be used: {message}")
 
 
+def test_the_script_fails_if_the_switch_disables_the_kernels():
+    command = [sys.executable, ROOT / "test_layernorm_inline.py"]
+    done = run(command, env=environment_with(LAYERNORM_INLINE_DISABLE="1"))
+    assert done.returncode == 1 and done.stdout.startswith("FAILED: LAYERNORM_INLINE_DISABLE=1"), done.stderr
+
+
 # ---- .bench ----
 
 TABLE = [
