@@ -19,7 +19,6 @@ but the copy is replayed from CUDA graphs, because a call from Python can take l
 import argparse
 import copy
 import functools
-import gc
 import importlib.util
 import json
 import os
@@ -35,7 +34,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import results  # noqa: E402
 
 import layernorm_inline  # noqa: E402
-from test_layernorm_inline import milliseconds, settings_34, settings_40, time_forward, versions  # noqa: E402
+from test_layernorm_inline import captured, milliseconds, settings_34, settings_40, time_forward, versions  # noqa: E402
 
 # (rows, cols, dtypes)
 FORWARD = [
@@ -87,21 +86,6 @@ def cases():
             for rows, cols, dtypes in sorted(shapes, key=lambda shape: shape[1]):
                 if dtype in dtypes.split():
                     yield operation, rows, cols, dtype
-
-
-def captured(run):
-    """Returns a function that replays run() from a CUDA graph. The current stream must not be the default stream."""
-    run()  # compiles and tunes
-    graph = torch.cuda.CUDAGraph()
-    gc.disable()  # a finalizer may call CUDA (those of Triton's kernels do), which would end the capture
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        run()
-    gc.enable()
-
-    def replay(run=run):  # the default argument keeps the tensors alive that the graph reads
-        graph.replay()
-
-    return replay
 
 
 def module_functions(cols, gelu, options, compiled, files):

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import sys
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -71,16 +72,21 @@ def test_a_wrong_module_fails(problem, name, monkeypatch, capsys):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Makes the script believe that the CPU is a GPU, on which everything takes the returned times (ms)."""
+    """Makes the script believe that the CPU is a GPU, on which everything takes the returned times (ms).
+
+    A function that is replayed from a CUDA graph takes an eighth of its time.
+    """
     times = dict(original=8.0, new=0.5, copy=0.25, default=1.0, compile=2.0)
     times["max-autotune-no-cudagraphs"] = 0.75
     small = list(companion.settings_40("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(companion, "settings_40", lambda device: small)
-    monkeypatch.setattr(companion, "setting_of_models", lambda device: small[0])
+    monkeypatch.setattr(companion, "setting_of_models", lambda device: small[0]._replace(is_small=True))
     monkeypatch.setattr(companion, "versions", lambda: "a GPU")
     monkeypatch.setattr(companion, "milliseconds", lambda runs, **_: {name: times[name] for name in runs})
+    replayed = lambda runs, **_: {name: times[name] / 8 for name in runs}  # noqa: E731
+    monkeypatch.setattr(companion, "milliseconds_of_graphs", replayed)
     return times
 
 
@@ -92,8 +98,9 @@ def test_the_printed_lines(timed, capsys, tmp_path):
     assert second == "Original time: 8.00 ms, New time: 0.500 ms, Speedup: 16.00x"
     assert "    torch.compile (max-autotune-no-cudagraphs): 0.750 ms. New is 1.50x as fast." in rest
     assert "    A device copy of the same bytes: 0.312 ms. New runs at 0.62 of copy bandwidth." in rest
-    steps = "original 8.000 ms, compile {} ms, new 0.500 ms"
-    line = f"LayerNorm of float32: forward {steps.format('1.000')}; forward and backward {steps.format('2.000')}"
+    steps = "original 1.000 ms, compile {} ms, new 0.062 ms"
+    line = "LayerNorm of float32, replayed from CUDA graphs: "
+    line += f"forward {steps.format('0.125')}; forward and backward {steps.format('0.250')}"
     assert rest[-3:] == [line, "a GPU", ""]
     result, _ = json.loads((tmp_path / "times.json").read_text())["results"]
     assert result["forward"]["new"] == 0.5 and result["training"]["compile"] == 2.0
@@ -123,6 +130,25 @@ def test_the_clock(backend):
     x = torch.ones(64 << 20, device="cuda")
     times = companion.milliseconds({"two": lambda: (x.add_(1), x.add_(1)), "one": lambda: x.add_(1)})
     assert 1.5 < times["two"] / times["one"] < 2.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_the_clock_of_small_steps_does_not_wait_for_the_host(backend):
+    """A step whose host part needs 5 ms, as autograd's steps need longer than the GPU's kernels."""
+    norm = companion.LayerNorm(64, device="cuda")
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    y = {}
+
+    def step():
+        time.sleep(5e-3)
+        y["gradients"] = torch.autograd.grad(norm(x).sum(), [x, *norm.parameters()])
+
+    assert companion.milliseconds({"step": step}, repeats=5)["step"] > 4
+    y["gradients"][0].zero_()
+    assert companion.milliseconds_of_graphs({"step": step}, repeats=5)["step"] < 1
+    right = torch.autograd.grad(torch.nn.functional.layer_norm(x.double(), (64,)).sum(), x)[0]
+    torch.testing.assert_close(y["gradients"][0], right.float(), atol=1e-5, rtol=1e-5)  # the graph runs the whole step
 
 
 # ---- Without a GPU ----
