@@ -1,9 +1,11 @@
 """Tests of the file as a KernelBench submission (its static rules, its harness), and of the code in README and .docs."""
 
+import importlib.util
 import inspect
 import re
 import sys
-import types
+import textwrap
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -75,27 +77,129 @@ def test_submission_runs_like_in_the_harness(problem, grad):
         assert norm(torch.rand(3, 8)).shape == (3, 8)
 
 
-def test_the_evaluators_call_in_the_docs(tmp_path, monkeypatch, capsys):
-    """The call in .docs/kernelbench.md passes the texts of both files. A stand-in takes the place of KernelBench."""
+# A clone of KernelBench in small: the files that .bench/kernelbench.py needs, with the evaluator's signatures.
+CLONE = {
+    "src/kernelbench/__init__.py": "",
+    "src/kernelbench/eval.py": """
+        import requests
+        from types import SimpleNamespace
+        import torch
+        from dotenv import load_dotenv
+        from litellm import completion
+        from openai import OpenAI
+        from tqdm import tqdm
+        from . import timing
 
-    def eval_kernel_against_ref(reference, submission, *, backend, precision, measure_performance, **numbers):
-        assert (reference, submission) == ("the reference", SOURCE.read_text())
-        assert (backend, precision, measure_performance) == ("cuda", torch.float32, True)
-        assert numbers == {"num_correct_trials": 5, "num_perf_trials": 100, "timing_method": "do_bench"}
-        return types.SimpleNamespace(correctness=True, runtime=1.0, ref_runtime=2.0)
+        calls = []
 
-    stand_in = types.SimpleNamespace(eval_kernel_against_ref=eval_kernel_against_ref)
-    monkeypatch.setitem(sys.modules, "kernelbench", types.SimpleNamespace(eval=stand_in))
-    monkeypatch.setitem(sys.modules, "kernelbench.eval", stand_in)
-    for package in ("openai", "litellm", "dotenv", "datasets", "tqdm"):  # which the call replaces, until the test ends
-        monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "KernelBench/level1").mkdir(parents=True)
-    (tmp_path / "KernelBench/level1/40_LayerNorm.py").write_text("the reference")
-    (tmp_path / "layernorm_inline.py").write_text(SOURCE.read_text())
-    (call,) = python_blocks(".docs/kernelbench.md")
-    exec(call, {})
-    assert capsys.readouterr().out == "True 1.0 2.0\n"
+        def eval_kernel_against_ref(
+            original_model_src, custom_model_src, num_correct_trials=1, num_perf_trials=10, measure_performance=False,
+            timing_method="cuda_event", backend="cuda", precision=torch.float32,
+        ):
+            calls.append((timing_method, precision, num_correct_trials, num_perf_trials, measure_performance, backend))
+            namespace, outputs = {}, []
+            exec(original_model_src, namespace)
+            exec(custom_model_src, namespace)
+            for name in ("Model", "ModelNew"):
+                torch.manual_seed(42)
+                model = namespace[name](*namespace["get_init_inputs"]()).to(precision)
+                outputs.append(model(namespace["get_inputs"]()[0].to(precision)))
+            right = torch.allclose(*outputs, atol=1e-2, rtol=1e-2)
+            return SimpleNamespace(correctness=right, runtime=0.5, ref_runtime=8.0, metadata={"trials": "(0 / 5)"})
+        """,
+    "src/kernelbench/kernel_static_checker.py": """
+        def validate_kernel_static(code, backend="cuda", precision="fp16", forbidden=None, warnings=None):
+            errors = [] if "load_inline" in code and (backend, precision) == ("cuda", "fp32") else ["no kernel"]
+            return not errors, errors, ["a warning"]
+        """,
+    "src/kernelbench/timing.py": """
+        def measure_ref_program_time(
+            ref_arch_name, ref_arch_src, num_warmup=5, num_trials=100, discard_first=1, timing_method="cuda_event",
+            use_torch_compile=False, precision="fp32",
+        ):
+            return {"mean": 1.0 if use_torch_compile and "class Model" in ref_arch_src else 9.0}
+        """,
+}  # fmt: skip
+PROBLEM = """
+import torch
+import torch.nn as nn
+
+{model}
+
+def get_inputs():
+    return [torch.rand({shape})]
+
+def get_init_inputs():
+    return [*{arguments}]
+"""
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """Returns (the module .bench/kernelbench.py, a folder that stands in for a clone of KernelBench)."""
+    problems = {
+        "level1/40_LayerNorm.py": (Model, (2, 4, 6, 8), ((4, 6, 8),)),
+        "level2/34_ConvTranspose3d_LayerNorm_GELU_Scaling.py": (Model34, (2, 32, 3, 4, 32), ARGUMENTS_34),
+    }
+    files = {name: textwrap.dedent(text) for name, text in CLONE.items()}
+    for name, (model, shape, arguments) in problems.items():
+        text = inspect.getsource(model).replace(model.__name__, "Model")
+        files[f"KernelBench/{name}"] = PROBLEM.format(model=text, shape=shape, arguments=arguments)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("bench_kernelbench", ROOT / ".bench" / "kernelbench.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module, tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kernelbench"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("problem", [40, 34])
+def test_the_evaluator_gets_the_submission(problem, clone, capsys):
+    """The stand-in runs both models on the CPU, and the script prints what it returns."""
+    module, folder = clone
+    before = {name: sys.modules.get(name) for name in module.UNUSED}
+    rows, right = module.evaluated(folder, problem, ["fp32"])
+    assert right and rows == [
+        ["fp32", clock, "yes", "8.00", "1.00", "0.500", "16.0", "2.00"] for clock in module.CLOCKS
+    ]
+    calls = sys.modules["kernelbench.eval"].calls
+    assert calls == [(clock, torch.float32, 5, 100, True, "cuda") for clock in ("cuda_event", "do_bench")]
+    out = capsys.readouterr().out
+    assert "Static checker, fp32: 0 errors, 1 warnings\n    a warning\n" in out
+    assert f"Problem {problem}, precision: fp32, clock: do_bench, correct: yes, eager, ms: 8.00" in out
+    assert {name: sys.modules.get(name) for name in module.UNUSED} == before  # the stand-ins are gone
+
+
+def test_wrong_results_and_errors_of_the_checker_are_reported(clone, monkeypatch, capsys):
+    module, folder = clone
+    assert module.evaluated(folder, 40, ["bf16"])[1] is False  # the stand-in's checker rejects this precision
+    assert "Static checker, bf16: 1 errors, 1 warnings\n    no kernel\n" in capsys.readouterr().out
+    wrong = "\nclass ModelNew(ModelNew):\n    def forward(self, x):\n        return super().forward(x) + 1\n"
+    monkeypatch.setitem(module.PROBLEMS, 40, (module.PROBLEMS[40][0], wrong))
+    assert module.evaluated(folder, 40, ["fp32"]) == ([], False)
+    assert "WRONG: problem 40, fp32, cuda_event: {'trials': '(0 / 5)'}" in capsys.readouterr().out
+
+
+def test_arguments_of_the_evaluators_script(clone, monkeypatch, capsys):
+    module, folder = clone
+    monkeypatch.setitem(sys.modules, "pydantic", importlib.util.module_from_spec(ModuleSpec("pydantic", None)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["kernelbench.py", "--problem", "40", str(folder)])
+    assert module.main() == 1 and "no CUDA GPU" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(module, "PRECISIONS", {"fp32": torch.float32})
+    monkeypatch.setattr(module.results.write_section, "__defaults__", (folder / "RESULTS.md",))
+    assert module.main() == 0
+    assert "## Evaluator of problem 40, a GPU\n" in (folder / "RESULTS.md").read_text()
+    for arguments in (["--problem", "41", str(folder)], ["--problem", "40", str(folder / "src")], [str(folder)]):
+        monkeypatch.setattr(sys, "argv", ["kernelbench.py", *arguments])
+        with pytest.raises(SystemExit):
+            module.main()
 
 
 def test_code_in_the_readme_works():
