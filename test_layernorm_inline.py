@@ -240,7 +240,7 @@ MINIMUM_SPEEDUP = 1.2
 L2_BYTES = 256 << 20  # more than any GPU's L2 cache
 
 
-def milliseconds(runs, repeats=100):
+def milliseconds(runs, repeats=100, warm_up=5):
     """Returns the median time of each function in the dict `runs`, measured with CUDA events around its call.
 
     The functions run in rounds, and in each round in another random order, so that none benefits from the GPU's clock
@@ -248,8 +248,8 @@ def milliseconds(runs, repeats=100):
     the host launches the function before the overwriting is over, as it does for a kernel or a CUDA graph.
     """
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
-    for run in runs.values():  # warm up
-        for _ in range(5):
+    for run in runs.values():
+        for _ in range(warm_up):
             run()
     events, order = {name: [] for name in runs}, random.Random(0)
     for _ in range(repeats):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import textwrap
@@ -9,9 +10,10 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
-from processes import ROOT, SOURCE
+from processes import CACHE, ROOT, SOURCE, environment_with, run
 from torch import nn
 
+import layernorm_inline
 from test_layernorm_inline import ARGUMENTS_34, Model, Model34
 
 
@@ -32,11 +34,6 @@ def test_file_follows_the_static_rules():
         assert not re.search(pattern, code), pattern
     assert "__global__" in code and "load_inline" in code and "threadIdx." in code
     assert text.startswith("# SPDX-License-Identifier: MIT\n")
-
-
-def python_blocks(page):
-    """Returns the blocks of Python in README.md or a page of .docs."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
 
 
 SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling\n"  # the line that README appends for problem 34
@@ -195,21 +192,113 @@ def test_arguments_of_the_evaluators_script(clone, monkeypatch, capsys):
     monkeypatch.setattr(module, "PRECISIONS", {"fp32": torch.float32})
     monkeypatch.setattr(module.results.write_section, "__defaults__", (folder / "RESULTS.md",))
     assert module.main() == 0
-    assert "## Evaluator of problem 40, a GPU\n" in (folder / "RESULTS.md").read_text()
+    written = (folder / "RESULTS.md").read_text()
+    columns = written[written.index("| ") : written.index("\n| fp32")]
+    assert "## Evaluator of problem 40, a GPU\n" in written
+    assert columns in (ROOT / ".bench" / "RESULTS.md").read_text()  # from which README's figures come
     for arguments in (["--problem", "41", str(folder)], ["--problem", "40", str(folder / "src")], [str(folder)]):
         monkeypatch.setattr(sys, "argv", ["kernelbench.py", *arguments])
         with pytest.raises(SystemExit):
             module.main()
 
 
-def test_code_in_the_readme_works():
-    first, use, submission = python_blocks("README.md")
+# ---- The code and the commands of README and .docs ----
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / ".docs").glob("*.md")), ROOT / ".github" / "CONTRIBUTING.md"]
+BLOCKS = [  # (page, language, text)
+    (page.name, language, text)
+    for page in PAGES
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.S | re.M)
+]
+COMMANDS = [
+    pytest.param(language, text, id=f"{page}-{language}") for page, language, text in BLOCKS if language != "python"
+]
+
+
+def run_python_of_the_pages(module, monkeypatch, capsys):
+    """Returns the names of the operations that README's example prints."""
+    monkeypatch.setitem(sys.modules, "layernorm_inline", module)
+    first, use, submission = (text for _, language, text in BLOCKS if language == "python")
     assert submission == SUBMISSION_34
-    namespace = {"model": nn.Sequential(nn.LayerNorm(768))}
+    namespace = {}
     exec(first, namespace)
-    assert type(namespace["norm"]) is type(namespace["model"][0]) is namespace["LayerNorm"]
+    assert type(namespace["norm"]) is type(namespace["model"][0]) is module.LayerNorm
     exec(use, namespace)
-    x, weight, bias, model = (namespace[name] for name in ("x", "weight", "bias", "model"))
-    expected = nn.functional.gelu(nn.functional.layer_norm(x, (768,), weight, bias)) * 0.5
-    torch.testing.assert_close(namespace["y"], expected)
-    assert type(model[0]) is namespace["LayerNorm"] and x.is_cuda == torch.cuda.is_available()
+    x, model = namespace["x"], namespace["model"]
+    expected = nn.functional.gelu(nn.functional.layer_norm(x.double(), (768,))) * 0.5
+    torch.testing.assert_close(namespace["y"], expected.float(), atol=1e-5, rtol=1e-5)
+    assert type(model[0]) is module.LayerNorm and x.is_cuda == torch.cuda.is_available()
+    count, operations = capsys.readouterr().out.splitlines()
+    assert count == "converted norms: 1"
+    return operations
+
+
+def test_code_in_the_readme_works(monkeypatch, capsys):
+    operations = run_python_of_the_pages(layernorm_inline, monkeypatch, capsys)
+    assert ("layernorm_inline_" if torch.cuda.is_available() else "aten::native_layer_norm") in operations
+
+
+@pytest.mark.parametrize("backend", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True)
+def test_the_profiler_shows_that_kernels_run(backend, monkeypatch, capsys):
+    operations = run_python_of_the_pages(backend.module, monkeypatch, capsys)
+    assert re.search(r"'layernorm_\w+::layer_norm'", operations) and "native_layer_norm" not in operations
+
+
+def as_script(language, text):
+    """Returns the commands of a block of bash, or those that Docker would run for a Dockerfile."""
+    if language != "dockerfile":
+        return text
+    instructions = [line.split(None, 1) for line in text.splitlines()]
+    assert instructions[0][0] == "FROM" and len(instructions) <= 10
+    shell = {"ENV": "export {}", "WORKDIR": "mkdir -p .{0} && cd .{0}", "COPY": f"cp {ROOT}/{{}}", "RUN": "{}"}
+    return "\n".join(shell[name].format(arguments) for name, arguments in instructions[1:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("language,text", COMMANDS)
+def test_commands_of_the_pages_run(language, text, clone, tmp_path):
+    """Commands run without a GPU. Those that need the network or root do nothing, and no tests run within a test."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    real = f'exec "{sys.executable}" "$@"'
+    venv = 'mkdir -p "$3/bin" && touch "$3/bin/activate"'
+    scripts = dict.fromkeys(("git", "pip", "apt", "apt-get"), "exit 0")
+    scripts["python"] = f'[ "$2" = pytest ] || {real}'
+    scripts["python3"] = f'if [ "$2" = venv ]; then {venv}; else {real}; fi'
+    for name, script in scripts.items():
+        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / name).chmod(0o755)
+    for path in (*ROOT.glob("*.py"), ROOT / ".bench"):
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "pydantic.py").touch()
+    (tmp_path / "src").rename(tmp_path / "source")  # the stand-in for the clone of KernelBench
+    (tmp_path / "KernelBench").rename(tmp_path / "problems")
+    (tmp_path / "KernelBench").mkdir()
+    (tmp_path / "source").rename(tmp_path / "KernelBench" / "src")
+    (tmp_path / "problems").rename(tmp_path / "KernelBench" / "KernelBench")
+    path = f"{tools}:{os.environ['PATH']}"
+    variables = environment_with(
+        PATH=path, CUDA_VISIBLE_DEVICES="", TORCH_EXTENSIONS_DIR=CACHE, PYTHONPATH=str(tmp_path)
+    )
+    script = as_script(language, text).replace("/opt/torch_extensions", CACHE)
+    done = run(["bash", "-uc", f"trap 'echo FAILED: $BASH_COMMAND' ERR\n{script}"], cwd=tmp_path, env=variables)
+    evaluations = script.count("kernelbench.py")  # they end with an error, because there is no GPU
+    assert done.stdout.count("FAILED: ") == evaluations, done.stdout + done.stderr
+    assert done.stdout.count("Nothing was timed, because there is no CUDA GPU") == evaluations + ("venv" in script)
+
+
+def test_links_of_the_pages_lead_somewhere():
+    titles = {}
+    for page in (
+        *PAGES,
+        ROOT / ".tests" / "README.md",
+        ROOT / ".bench" / "RESULTS.md",
+        ROOT / ".bench" / "EXPERIMENTS.md",
+    ):
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+        titles[page.resolve()] = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+    for page in titles:
+        for file, title in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), (page.name, file)
+            assert not title or title in titles[target], (page.name, title)

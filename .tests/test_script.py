@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import ROOT, environment_with, run
+from processes import ROOT, environment_with, package, run
 
 import test_layernorm_inline as companion
 
@@ -198,9 +198,19 @@ def test_tables_of_the_readme(monkeypatch):
         columns = written[written.index("| ") : written.index("\n| ---")]
         assert columns in text and row in written
     cases = {f"{operation} | {rows} x {cols} | {dtype}" for operation, rows, cols, dtype in sweep.cases()}
-    assert {*list(results.FIRST)[2:], *results.SPEED} <= cases | models.REAL_MODELS.keys()
+    assert {*results.SPEED} <= cases
+    timed = {key.split(" | ")[0] for table in results.tables_of(text, "Models").values() for key in table}
+    assert timed - {"model", "---"} <= models.REAL_MODELS.keys()
     shown = " ".join((ROOT / "README.md").read_text().split())
-    assert [line for line in results.readme_tables(text).split("\n") if line not in shown] == []
+    lines = (" ".join(line.split()) for line in results.readme_tables(text).split("\n"))
+    assert [line for line in lines if line not in shown] == []
+
+
+def test_the_picture_of_the_readme(tmp_path):
+    package("matplotlib")
+    sweeps = results.tables_of((ROOT / ".bench" / "RESULTS.md").read_text(), "Sweep")
+    results.plot(next(iter(sweeps.values())), "a GPU", tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 10000
 
 
 @pytest.mark.full
@@ -234,14 +244,27 @@ def test_row_of_a_real_model(backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     one_step = lambda steps, **_: {name: step() or 1.0 for name, step in steps.items()}  # noqa: E731
     monkeypatch.setattr(models, "milliseconds", one_step)
-    assert models.model_row(lambda: models.pair_stack(6, backend.device))[:2] == (14, 14)
+    replaced, norms, times = models.time_model(lambda: models.pair_stack(6, backend.device))
+    assert (replaced, norms) == (14, 14)
+    steps = ["training", "inference", "training, compiled", "inference, compiled"]
+    assert times == {step: [(0.2, 0.2)] * models.RUNS for step in steps}
+
+
+def test_a_gain_within_the_spread_is_no_change():
+    for quotients, cells in (
+        ([1.05, 1.07, 1.06], ("1.06", "0.010")),
+        ([0.90, 0.95, 0.92], ("0.92", "0.030")),
+        ([1.02, 1.05, 1.00], ("no change", "0.030")),
+        ([1.009, 1.009, 1.009], ("no change", "0.000")),
+    ):
+        assert models.gain_and_spread([(8 * quotient, 8) for quotient in quotients]) == cells
 
 
 # ---- README ----
 
 
 def test_the_commands_of_the_readme_are_there():
-    pages = (ROOT / "README.md", ROOT / ".tests" / "README.md", *(ROOT / ".docs").glob("*.md"))
+    pages = (ROOT / "README.md", *ROOT.glob(".*/*.md"))
     text = "".join(page.read_text() for page in pages)
     for script, option in re.findall(r"python (\S+\.py)(?:\s+(--[a-z-]+))?", text):
         assert (ROOT / script).exists(), script
