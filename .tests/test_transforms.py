@@ -1,6 +1,5 @@
 """Every rank of normalized_shape, transform, dtype and public entry, with and without autocast, in one table."""
 
-import functools
 import typing
 
 import pytest
@@ -64,27 +63,26 @@ def tensors_of(combination, device):
     ]
 
 
-def entry_of(backend, name, shape):
+def entry_of(backend, name, combination):
     """Returns the entry as a function of input, weight and bias."""
     how, activation, scale = ENTRIES[name]
+    shape = SHAPES[combination.rank]
     if how == "layer_norm":
-        return functools.partial(_layer_norm, backend.layer_norm, shape, activation, scale)
+        return lambda x, weight, bias: backend.layer_norm(x, shape, weight, bias, EPS, activation, scale)
     if how == "op":
         ops = backend.epilogue_ops if activation else backend.ops
         number = backend.module._ACTIVATIONS[activation][0]
-        return lambda x, w, b: ops.layer_norm.default(x, shape, w, b, EPS, number, scale)
+        return lambda x, weight, bias: ops.layer_norm.default(x, shape, weight, bias, EPS, number, scale)
+    module = getattr(backend, how)(shape, EPS)
+    for letter, parameter in (("w", "weight"), ("b", "bias")):
+        if letter not in combination.given:
+            setattr(module, parameter, None)
 
     def call(x, weight, bias):
-        module = getattr(backend, how)(shape, EPS)
-        module.weight, module.bias = (None if t is None else p for t, p in zip((weight, bias), module.parameters()))
         parameters = {name: t for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         return torch.func.functional_call(module, parameters, (x,))
 
     return call
-
-
-def _layer_norm(layer_norm, shape, activation, scale, x, weight, bias):
-    return layer_norm(x, shape, weight, bias, EPS, activation, scale)
 
 
 def of_varied(function, combination, tensors):
@@ -102,10 +100,11 @@ def functions_of(backend, entry, combination):
     tensors, shape = tensors_of(combination, backend.device), SHAPES[combination.rank]
     _, activation, scale = ENTRIES[entry]
     dtype = torch.float32 if combination.autocast else None
+    plain = entry_of(backend, entry, combination)
 
     def call(*arguments):
         with torch.autocast(backend.device, dtype=torch.bfloat16, enabled=combination.autocast):
-            return entry_of(backend, entry, shape)(*arguments)
+            return plain(*arguments)
 
     def reference(x, weight, bias):
         return composed(x, shape, weight, bias, EPS, activation, scale, dtype)
@@ -119,8 +118,9 @@ def wrong(backend, transform, entry, combinations):
     for combination in combinations:
         function, reference, tensors = functions_of(backend, entry, combination)
         dtype, rounding = DTYPES[combination.dtypes][0], 2e-5
-        if ENTRIES[entry][1:] != (None, 1.0) and not combination.autocast:
-            rounding = max(rounding, torch.finfo(dtype).eps)  # backward rounds grad_output times the slope to 16 bits
+        # Before weight, vmap rounds to 16 bits, and so does backward after the derivative of the epilogue.
+        if (ENTRIES[entry][1:] != (None, 1.0) or "vmap" in transform) and not combination.autocast:
+            rounding = max(rounding, torch.finfo(dtype).eps)
         try:
             problem = difference(transform, function, reference, tensors, rounding)
         except RuntimeError as error:
@@ -129,10 +129,18 @@ def wrong(backend, transform, entry, combinations):
             yield f"{combination}: {problem}"
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+def pairs():
+    """Yields every transform with every entry. Without --full, a transform runs with three entries."""
+    others = [entry for entry in ENTRIES if entry not in ("op", "layer_norm, GELU")]
+    for i, transform in enumerate(TRANSFORMS):
+        for entry in ENTRIES:
+            is_short = entry in ("op", "layer_norm, GELU", others[i % len(others)])
+            yield pytest.param(transform, entry, marks=[] if is_short else [pytest.mark.full])
+
+
+@pytest.mark.parametrize("transform,entry", pairs())
 def test_every_transform(backend, transform, entry):
-    problems = [*wrong(backend, transform, entry, SHORT)]
+    problems = [*wrong(backend, transform, entry, SHORT[::5] if transform == "linearize" else SHORT)]  # it is slow
     assert not problems, "\n".join(problems)
 
 
@@ -144,11 +152,11 @@ def test_every_transform_of_every_combination(backend, transform, entry):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", ["op", *(pytest.param(name, marks=pytest.mark.full) for name in list(ENTRIES)[2:])])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_every_transform_of_fake_tensors(backend, transform, entry):
     """Shapes, dtypes and strides are those of real tensors."""
-    for combination in SHORT:
+    for combination in SHORT[1:9:2]:
         function, _, tensors = functions_of(backend, entry, combination)
         real = leaves(TRANSFORMS[transform](function, tensors, Random()))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -142,6 +142,8 @@ def dual_numbers_and_backward(f, tensors, random):
         found = torch.autograd.grad(y, leaves, dual, retain_graph=True, allow_unused=True)
         results = [forward_ad.unpack_dual(g).primal for g in found]
         results += [t for g in found if (t := forward_ad.unpack_dual(g).tangent) is not None]
+        if not tangent.requires_grad:  # as that of bias alone
+            return results + [torch.zeros_like(t) for t in leaves]
         return results + gradients(tangent, leaves, random(tangent))
 
 
