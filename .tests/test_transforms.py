@@ -138,7 +138,7 @@ def pairs():
             yield pytest.param(transform, entry, marks=[] if is_short else [pytest.mark.full])
 
 
-@pytest.mark.parametrize("transform,entry", pairs())
+@pytest.mark.parametrize("transform,entry", [*pairs()])
 def test_every_transform(backend, transform, entry):
     problems = [*wrong(backend, transform, entry, SHORT[::5] if transform == "linearize" else SHORT)]  # it is slow
     assert not problems, "\n".join(problems)
