@@ -71,6 +71,7 @@ __all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # the two sources that are compiled
 _ACTIVATIONS = {None: (0, ""), "gelu": (1, "none"), "gelu_tanh": (2, "tanh")}  # Activation in C++, form of aten::gelu
 _ACTIVATION_NAMES = tuple(_ACTIVATIONS)
 
+_float64, _get_tracing_state = torch.float64, torch._C._get_tracing_state  # every call reads them
 _TorchLayerNorm = nn.modules.normalization.LayerNorm  # also if a program assigns another class to nn.LayerNorm
 _TorchConvTranspose3d = nn.modules.conv.ConvTranspose3d
 
@@ -151,9 +152,10 @@ def layer_norm(
     and can be differentiated to any order, with an activation twice. Statistics and arithmetic are float32. Equal calls
     give equal bits on the same GPU, but the number of rows can change the last bits of a row.
 
-    PyTorch's operations run for float64, on other devices, for derivatives other than the first in reverse mode, in
-    programs that torch.export (with PyTorch 2.7 or newer) or torch.jit records, and under torch.compile for rows that
-    it should fuse: a multiple of 16 bytes up to 16 KB (with autocast up to 16384 columns), or of dynamic size.
+    PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
+    first in reverse mode, in programs that torch.export (with PyTorch 2.7 or newer) or torch.jit records, and under
+    torch.compile for rows that it should fuse: a multiple of 16 bytes up to 16 KB (with autocast up to 16384 columns),
+    or of dynamic size.
 
     Args:
         input: shape (*, *normalized_shape), any strides.
@@ -182,9 +184,12 @@ def layer_norm(
     is_recorded = is_tracing or _is_exporting()
     if (
         _is_disabled
-        or not (isinstance(input, torch.Tensor) and input.is_cuda)
-        or input.dtype is torch.float64
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace, or torch.onnx.export without dynamo
+        or not isinstance(input, torch.Tensor)
+        or not input.is_cuda
+        or input.dtype is _float64
+        or input.is_nested
+        or type(input).__name__ == "DTensor"  # its module may not be imported
+        or _get_tracing_state() is not None  # torch.jit.trace, or torch.onnx.export without dynamo
         or (is_recorded and _is_left_to_pytorch(input, normalized_shape, eps, scale))
     ):
         y = _torch_layer_norm(input, normalized_shape, weight, bias, eps)
@@ -246,12 +251,13 @@ def replace_layer_norm(
         raise TypeError(f"Expected types to be nn.LayerNorm or subclasses of it, but got {types!r}")
     norms = [m for m in module.modules() if isinstance(m, _TorchLayerNorm)]
     skipped: Counter = Counter()
+    own_name = LayerNorm.__module__, LayerNorm.__qualname__  # the class of before importlib.reload has it, too
     for norm in norms:
         cls = type(norm)
         is_replaced = "forward" in vars(norm) or (cls is not _TorchLayerNorm and cls.__module__.startswith("torch."))
         if cls in classes and not is_replaced:
             norm.__class__ = LayerNorm
-        elif not issubclass(cls, LayerNorm):
+        elif own_name not in {(base.__module__, base.__qualname__) for base in cls.__mro__}:
             skipped[f"{cls.__module__}.{cls.__qualname__}"] += 1
     if not norms:
         warnings.warn(f"replace_layer_norm found no nn.LayerNorm in {type(module).__name__}.", stacklevel=2)
@@ -755,6 +761,7 @@ CPP_SOURCE = (
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/addcmul.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/conv_transpose3d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
@@ -1001,9 +1008,10 @@ std::tuple<Tensor, Tensor> composed_normalized(const Tensor& x, const Tensor& st
   return {centered * rstd, rstd};
 }
 
+// xhat: a matrix.
 Tensor composed_output(const Tensor& xhat, const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, int64_t activation, double scale) {
-  Tensor y = apply_affine(as_matrix(xhat, shape), as_float_row(weight, shape), as_float_row(bias, shape));
+  Tensor y = apply_affine(xhat, as_float_row(weight, shape), as_float_row(bias, shape));
   const Activation function = to_activation(activation, scale);
   if (function != Activation::None) y = at::gelu(y, gelu_form(function));
   if (scale != 1) y = y * scale;
@@ -1066,7 +1074,7 @@ using GradMask = std::array<bool, 5>;  // which of a node's inputs need a gradie
 template <typename Function> struct FunctionNode : torch::autograd::Node {
   const char* label;
   Function function;  // variable_list function(grad_outputs, saved tensors, grad_mask) returns the inputs' gradients
-  std::array<SavedVariable, 5> saved;  // the inputs
+  std::array<SavedVariable, 5> saved;
 
   FunctionNode(const char* label, Function function) : label(label), function(std::move(function)) {}
   std::string name() const override { return label; }
@@ -1093,8 +1101,10 @@ template <typename Function> struct FunctionNode : torch::autograd::Node {
   }
 };
 
-template <typename Function, typename... Inputs>
-void add_node(const char* name, variable_list outputs, Function function, const Inputs&... inputs) {
+// The node saves the inputs and then the statistics, if they are defined, which get no gradient.
+template <typename Function, typename... Inputs> void add_node(const char* name, variable_list outputs,
+                                                               Function function, const Tensor& statistics,
+                                                               const Inputs&... inputs) {
   using Pointer = decltype(torch::autograd::Edge::function);
   Pointer pointer;
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
@@ -1107,6 +1117,7 @@ void add_node(const char* name, variable_list outputs, Function function, const 
   auto& node = static_cast<FunctionNode<Function>&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(inputs...));
   node.saved = {{SavedVariable(inputs, /*is_output=*/false)...}};
+  if (statistics.defined()) node.saved[sizeof...(inputs)] = SavedVariable(statistics, /*is_output=*/false);
   torch::autograd::set_history(outputs, pointer);
 }
 
@@ -1169,20 +1180,24 @@ Gradients layer_norm_backward_autograd(const Tensor& grad_output, const Tensor& 
     return double_backward(grads, saved, grad_mask, saved_shape, eps);
   };
   const auto& [dx, dw, db] = gradients;
-  add_node("LayerNormBackwardBackward", {dx, dw, db}, backward, grad_output, input, weight, statistics);
+  add_node("LayerNormBackwardBackward", {dx, dw, db}, backward, statistics, grad_output, input, weight);
   return gradients;
 }
 
 // The statistics cannot be differentiated.
 Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                                     const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  if (has_tangent(input, weight, bias)) {
+    check_inputs(input, shape, weight, bias);
+    const Tensor x = as_matrix(input, shape);
+    const auto [xhat, rstd] = composed_normalized(x, {}, eps);
+    return {composed_output(xhat, input, shape, weight, bias, activation, scale),
+            at::cat({row_mean(x), rstd}, 1).t().detach()};
+  }
   auto outputs = call_op_below_autograd<layer_norm_forward<true>>("layer_norm_forward", input, shape, weight, bias, eps,
                                                                   activation, scale);
   auto& [output, statistics] = outputs;
-  if (has_tangent(input, weight, bias)) {
-    const auto [xhat, rstd] = composed_normalized(as_matrix(input, shape), {}, eps);
-    output = composed_output(xhat, input, shape, weight, bias, activation, scale);
-  } else if (torch::autograd::compute_requires_grad(input, weight, bias)) {
+  if (torch::autograd::compute_requires_grad(input, weight, bias)) {
     const auto backward = [=, saved_shape = c10::SymDimVector(shape)](const variable_list& grads, const Tensors& saved,
                                                                       const GradMask& grad_mask) {
       const auto& [x, w, b, saved_statistics, unused] = saved;
@@ -1191,7 +1206,7 @@ Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef shape, c
           "layer_norm_backward", grads[0], x, saved_shape, saved_statistics, w, b, eps, activation, scale, output_mask);
       return variable_list{dx, dw, db};
     };
-    add_node("LayerNormBackward", {output}, backward, input, weight, bias, statistics);
+    add_node("LayerNormBackward", {output}, backward, statistics, input, weight, bias);
   }
   return outputs;
 }
@@ -1232,7 +1247,7 @@ Outputs layer_norm_forward_vmap(const Tensor& input, SymIntArrayRef shape, const
   if (std::max(vmap_level(weight), vmap_level(bias)) >= level) {
     const auto [xhat, statistics] = call_op<layer_norm_forward<true>>("layer_norm_forward", input, shape,
                                                                       OptionalTensor(), OptionalTensor(), eps, 0, 1);
-    return {composed_output(xhat, input, shape, weight, bias, activation, scale), statistics};
+    return {composed_output(as_matrix(xhat, shape), input, shape, weight, bias, activation, scale), statistics};
   }
   const SymInt rows = row_count(input, shape);
   const auto* batch = at::functorch::maybeGetBatchedImpl(input);
@@ -1244,8 +1259,12 @@ Outputs layer_norm_forward_vmap(const Tensor& input, SymIntArrayRef shape, const
           at::functorch::makeBatched(statistics.reshape_symint({2, x.sym_size(0), rows}), 1, level)};
 }
 
+// PyTorch runs this function before that of autocast.
 Tensor layer_norm_vmap(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA)) {
+    return layer_norm_autocast(input, shape, weight, bias, eps, activation, scale);
+  }
   return std::get<0>(layer_norm_forward_vmap(input, shape, weight, bias, eps, activation, scale));
 }
 
@@ -1352,7 +1371,7 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   const auto backward = [=](const variable_list& grads, const Tensors& saved, const GradMask& grad_mask) {
     return composed_convolution_backward(grads[0], saved, eps, scale, grad_mask);
   };
-  add_node("ConvTranspose3dLayerNormGELUBackward", {output}, backward, input, conv_weight, conv_bias, weight, bias);
+  add_node("ConvTranspose3dLayerNormGELUBackward", {output}, backward, {}, input, conv_weight, conv_bias, weight, bias);
   return output;
 }
 #endif
@@ -1930,6 +1949,24 @@ __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   const float count = combine_lanes(moments.count, width);
   const float2 total = combine_means<1>(part, counts, max(count, 1.0f), width);
   return {count, total.x, total.y};
+}
+
+// In one phase of exchanges instead of two, by (2) for the means of N parts from each of `width` lanes, where m is the
+// mean of the first lane's parts. m2 loses digits if this lane has few columns, or others than all the other lanes.
+template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
+  float sums[3] = {};
+  UNROLL(n, N) sums[0] += parts[n].count;
+  float mean = parts[0].mean;
+  UNROLL(n, N - 1) mean += parts[n + 1].count * (parts[n + 1].mean - parts[0].mean) * fast_reciprocal(sums[0]);
+  mean = __shfl_sync(~0u, mean, 0, width);
+  UNROLL(n, N) {
+    const float delta = parts[n].mean - mean;
+    sums[1] += parts[n].count * delta;
+    sums[2] += parts[n].m2 + parts[n].count * delta * delta;
+  }
+  combine_lanes(sums, width);
+  const float m2 = correct_mean(SquaresAndSum{sums[2], sums[1]}, mean, fast_reciprocal(sums[0]));
+  return {sums[0], mean, m2};
 }
 
 // {mean, m2} of the packs x(i) for which has(i), in LANES neighbouring lanes together. `count` is how many numbers they
@@ -3252,7 +3289,7 @@ __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
 
 __device__ inline void publish(uint64_t* mailbox, float2 pair) {
   const uint64_t bits = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
-  *const_cast<volatile uint64_t*>(mailbox) = bits;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(mailbox), "l"(bits) : "memory");
 }
 
 // Reads the mailboxes of blocks first_peer, first_peer + 32, ... of a row. Returns false if one is empty. Blocks that
@@ -3262,7 +3299,8 @@ __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float
   UNROLL(i, kPeers) {
     const int block = first_peer + i * 32;
     const bool exists = mailboxes != nullptr && block < gridDim.x;
-    const uint64_t bits = exists ? *const_cast<const volatile uint64_t*>(mailboxes + block) : 0;
+    uint64_t bits = 0;
+    if (exists) asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(bits) : "l"(mailboxes + block) : "memory");
     complete &= bits != kEmptyMailbox;
     pairs[i] = bit_cast<float2>(bits);
   }
@@ -3882,7 +3920,7 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
   if (!is_last) return;
 
   const int lane = block.thread % 32;
-  Moments total = combine_lanes(moments, 32);
+  Moments total = combine_at_once({moments}, 32);
   moments = {};
   if (lane == 0) {
     block.control.moments[block.thread / 32] = total;
@@ -3890,7 +3928,7 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
   }
   if (block.thread / 32 != kWarps<T> - 1) return;
   barrier_wait(&block.control.measured, parity);
-  total = combine_lanes(block.control.moments[lane % kWarps<T>], kWarps<T>);
+  total = combine_at_once({block.control.moments[lane % kWarps<T>]}, kWarps<T>);
   if (lane == 0) publish(mailbox_of(block.mailboxes, row, blockIdx.x), {total.mean, total.m2});
   __syncwarp();  // only for speed
 }
@@ -3947,11 +3985,12 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
     if (block.thread / 32 == kWarps<T> - 1) {
       const int lane = opaque(block.thread % 32);
       float2 pairs[kPeers];
-      float counts[kPeers];
-      UNROLL(i, kPeers) counts[i] = columns_of_slice(call.cols, plan.slice, lane + i * 32);
+      Moments parts[kPeers];
+      UNROLL(i, kPeers) parts[i].count = columns_of_slice(call.cols, plan.slice, lane + i * 32);
       while (!try_read(mailbox_of(mailboxes, row, 0), lane, pairs)) {
       }
-      const auto [mean, m2] = combine_means<kPeers>(pairs, counts, float(call.cols), 32);
+      UNROLL(i, kPeers) parts[i] = {parts[i].count, pairs[i].x, pairs[i].y};
+      const auto [count, mean, m2] = combine_at_once(parts, 32);
       const float rstd = inverse_root(m2 * constants.per_col + constants.eps);
       if (lane == 0) {
         control.row_stats[parity] = {mean, rstd};
