@@ -61,6 +61,8 @@ STATEMENTS = {
     r"__CUDA_ARCH__": "EMULATED_ARCH",
     r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
     r'asm volatile\("prefetch\.global\.L2.*?"l"\((.*?)\)\);': r"emulator::check_in_tensor(\1, 1);",
+    r'asm volatile\("ld\.relaxed.*?"memory"\);': "bits = mailboxes[block];",
+    r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = bits;",
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
