@@ -147,6 +147,11 @@ const char* emulated_kernels(bool all) {
   }
   return answer.c_str();
 }
+// Returns a line for each launch since the last call of this function.
+const char* emulated_launches() {
+  answer = std::exchange(emulator::launches, "");
+  return answer.c_str();
+}
 const char* emulate_forward(const Forward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
 const char* emulate_backward(const Backward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
 #ifdef LAYERNORM_HAS_EPILOGUE
@@ -477,7 +482,8 @@ def libraries_of(sms, code, shared_bytes):
         copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(library, copy)
         loaded[macros] = ctypes.CDLL(str(copy))
-        loaded[macros].emulated_kernels.restype = ctypes.c_char_p
+        for function in (loaded[macros].emulated_kernels, loaded[macros].emulated_launches):
+            function.restype = ctypes.c_char_p
         copy.unlink()
     return loaded
 
@@ -500,6 +506,7 @@ def on(gpu, seed=0, dry=False):
     for loaded in libraries.values():
         loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.lacks_cooperative_launches, dry)
         loaded.emulated_kernels(False)
+        loaded.emulated_launches()
     try:
         yield libraries
     finally:
@@ -511,3 +518,8 @@ def kernels(libraries, every=False):
     """Returns the names of the kernels that ran since the last call, or of all: "family::name<template arguments>"."""
     names = {macros: loaded.emulated_kernels(every).decode().splitlines() for macros, loaded in libraries.items()}
     return {f"{'epilogue::' if macros else ''}{name}" for macros in names for name in names[macros]}
+
+
+def launches(libraries):
+    """Returns a line for each launch since the last call: kernel, blocks, threads, bytes of shared memory, and kind."""
+    return [line for loaded in libraries.values() for line in loaded.emulated_launches().decode().splitlines()]

@@ -125,6 +125,26 @@ def test_one_namespace_of_ops_for_all_libraries(builds, monkeypatch):
     assert {name for name, _ in builds.built} == {NAME}, "the namespace of the ops must be the same"
 
 
+def test_the_name_of_the_ops_follows_from_both_sources():
+    """A change of either source gives other names, and a change of Python code does not. Nothing is compiled."""
+    text, end = SOURCE.read_text(), "_ops, _why_not = _load(_NAME)"
+    assert text.count(end) == 1
+
+    def names(text):
+        namespace = {"__name__": "layernorm_names"}
+        exec(compile(text.replace(end, "_ops, _why_not = None, ''"), str(SOURCE), "exec"), namespace)
+        return namespace["_NAME"], namespace["_epilogue_ops"].name
+
+    name, epilogue_name = names(text)
+    assert epilogue_name.startswith(name) and epilogue_name != name
+    assert names(text + "\n# Python\n") == (name, epilogue_name)
+    others = set()
+    for source in ("_INTERFACE = ", "CPP_SOURCE = ", "CUDA_SOURCE = "):
+        start = text.index('r"""', text.index(f"\n{source}")) + len('r"""')
+        others |= {*names(text[:start] + "\n// changed" + text[start:])}
+    assert len(others) == 6 and not others & {name, epilogue_name}
+
+
 @pytest.mark.full
 @needs_nvcc
 def test_a_traced_program_loads_with_a_library_for_other_architectures(tmp_path):
@@ -394,6 +414,38 @@ def test_the_lock_of_another_process_is_waited_for(builds, monkeypatch, capsys, 
     assert calls == [fcntl.LOCK_EX | fcntl.LOCK_NB, *[fcntl.LOCK_EX] * is_held, fcntl.LOCK_UN]
     message = f"waiting for another process, which compiles in {builds.folder}\n"
     assert (message in capsys.readouterr().err) == is_held
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_library_that_another_process_compiles_is_waited_for(builds, finishes):
+    """If the other process ends without a library, this one compiles it."""
+    builds.folder.mkdir(parents=True)
+    path = layernorm_inline._library_path(str(builds.folder), ["sm_90a"])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock = layernorm_inline._acquire_lock(str(builds.folder))
+        os.write(write, b"locked")
+        time.sleep(1)
+        if finishes:
+            Path(path).write_text("the child's library")
+        lock.close()
+        os._exit(0)
+    assert os.read(read, 6) == b"locked"
+    _load()
+    os.waitpid(child, 0)
+    assert builds.loaded == [path]
+    assert builds.built == ([] if finishes else [(NAME, ["sm_90a"])])
+
+
+def test_two_libraries_have_their_own_folders_and_locks(builds):
+    for name in (NAME, NAME + "_epilogue"):
+        with layernorm_inline._acquire_lock(layernorm_inline._cache(name)):
+            other = NAME if name != NAME else NAME + "_epilogue"
+            _load(other)
+            assert sorted(path.name for path in (builds.cache / name).iterdir()) == ["build.lock"]
+            shutil.rmtree(builds.cache / other)
+    assert [name for name, _ in builds.built] == [NAME + "_epilogue", NAME]
 
 
 # ---- Toolkits and compilers ----

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import emulator
+import launches
 import pytest
 import torch
 from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
@@ -125,6 +126,13 @@ def test_cases_launch_expected_kernels(backend):
     assert not reached - compiled, f"launched, but not found in the library: {sorted(reached - compiled)}"
     in_first_library = [name for name in compiled if not name.startswith("epilogue::")]
     assert len(in_first_library) <= 75, "the first import has to compile them all, so their number is limited"
+
+
+@on_emulated
+def test_launches_at_every_condition(backend):
+    """On each side of every condition of the host code, the kernels, blocks, threads and shared memory are as listed."""
+    listed = Path(__file__).with_name("launches.txt").read_text().splitlines()
+    assert list(launches.lines(backend)) == listed, "after retuning: python .tests/launches.py > .tests/launches.txt"
 
 
 @pytest.mark.full
