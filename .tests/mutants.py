@@ -201,13 +201,13 @@ MUTANTS = [
     Mutant("build: creates a lock that others can hold", "os.open(path, flags, 0o600)", "os.open(path, flags, 0o644)", "built_once"),
     Mutant("build: does not wait for the lock", "fcntl.flock(file, fcntl.LOCK_EX) return lock", "return lock", "the_lock"),
     Mutant("build: files of an unfinished build kept", "tempfile.TemporaryDirectory(dir=cache) as", "contextlib.nullcontext(tempfile.mkdtemp(dir=cache)) as", "unfinished_build"),
-    Mutant("build: a library that only its owner can read", 'os.chmod(f"{folder}/{name}.so", 0o644)', "None", "built_once"),
+    Mutant("build: a library that only its owner can read", 'os.chmod(f"{folder}/{library.name}.so", 0o644)', "None", "built_once"),
     Mutant("build: a library that cannot be loaded is kept", "os.unlink(path)", "None", "cannot_be_loaded"),
     Mutant("build: toolkit of another CUDA version accepted", "_parse_version(release)[0] == major and", "", "toolkit"),
     Mutant("build: nvcc that does not run raises", "with contextlib.suppress(OSError): return subprocess", "with contextlib.suppress():\n        return subprocess", "toolkit"),
     Mutant("build: PATH left changed", "self.callback(*restore)", "None", "reaches_the_user"),
     Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
-    Mutant("build: the second library compiled without its macro", '["-DLAYERNORM_HAS_EPILOGUE"] if', '[] if', "second_library"),
+    Mutant("build: the second library compiled without its macro", 'CPP_SOURCE, CUDA_SOURCE, ["-DLAYERNORM_HAS_EPILOGUE"])', 'CPP_SOURCE, CUDA_SOURCE, [])', "sources_and_macros"),
     Mutant("build: Dynamo traces it", "_dynamo_marked_constant = True", "_dynamo_marked_constant = False", "first_use"),
     Mutant("binding: unknown activation accepted", "activation <= static_cast<int64_t>(Activation::GeluTanh)", "true", "only_what_its_library_has"),
     Mutant("binding: the first library accepts an activation", "kHasEpilogue || (activation == 0 && scale == 1)", "true", "only_what_its_library_has"),
@@ -370,8 +370,9 @@ class Runner:
         """Builds the libraries in the folder. Returns the compiler's error, or "" if the build succeeds."""
         code = "import layernorm_inline"
         if mark == "emulated":
-            code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
-            code += "emulator.build_kernels(macros=emulator.EPILOGUE); emulator.load_module()._load_epilogue()"
+            code = "import sys; sys.path.insert(0, '.tests'); import emulator; module = emulator.load_module();"
+            code += "[emulator.build_kernels(library=name) for name in emulator.sources()];"
+            code += "module._load_epilogue(); module._load_convolution()"
         with self.builds:
             status, output = run(["nice", sys.executable, "-c", code], folder, mark)
         errors = re.findall(r"^.*\berror\b.*$", output, re.M | re.I) or [output.strip().split("\n")[-1]]

@@ -182,7 +182,7 @@ def test_conv_op_without_parameters_or_with_float32_parameters(backend, precisio
         ((None, None, None), (zeros, ones, zeros)),
         ((conv_bias, weight.float(), bias.float()), (conv_bias, weight, bias)),
     ):
-        op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu
+        op = backend.convolution_ops.conv_transpose3d_layer_norm_gelu
         y, expected = (op(x, conv_weight, *parameters, 0.1, -0.5) for parameters in (given, same))
         torch.testing.assert_close(y, expected, atol=atol, rtol=atol)
 
@@ -304,7 +304,7 @@ def test_conv_compiled_in_one_graph(backend, training, precision):
 def test_conv_passes_opcheck(backend):
     _, fused = models(backend, SCALED)
     x = torch.randn(2, 32, 2, 3, 32, device=backend.device, requires_grad=True)
-    op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu.default
+    op = backend.convolution_ops.conv_transpose3d_layer_norm_gelu.default
     torch.library.opcheck(op, (x, *fused.parameters(), 1e-5, 0.5), atol=1e-3, rtol=1e-3)
 
 
@@ -443,7 +443,7 @@ def test_conv_rejects_bad_arguments(backend, words, change, device):
     dtype, device = change.get("dtype", torch.float32), device or backend.device
     tensors = [torch.empty(change.get(k, v), device=device, dtype=dtype) for k, v in shapes.items()]
     with pytest.raises(RuntimeError, match=words):
-        backend.epilogue_ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
+        backend.convolution_ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
 
 
 def test_conv_scaled_by_a_parameter(backend):
