@@ -4036,8 +4036,8 @@ void load_layer_norm() {
 Tensor layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps, int64_t activation, double scale) {
   load_layer_norm();
-  const auto& dispatcher = c10::Dispatcher::singleton();
-  static const auto op = dispatcher.findSchemaOrThrow(LAYERNORM_EPILOGUE, "").typed<decltype(layer_norm)>();
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(LAYERNORM_EPILOGUE, "").typed<decltype(layer_norm)>();
   return op.call(input, shape, weight, bias, eps, activation, scale);
 }
 
