@@ -69,6 +69,7 @@ __all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # the two sources that are compiled
 _ACTIVATIONS = {None: (0, ""), "gelu": (1, "none"), "gelu_tanh": (2, "tanh")}  # Activation in C++, form of aten::gelu
 _ACTIVATION_NAMES = tuple(_ACTIVATIONS)
 
+_float64, _get_tracing_state = torch.float64, torch._C._get_tracing_state  # every call reads them
 _TorchLayerNorm = nn.modules.normalization.LayerNorm  # also if a program assigns another class to nn.LayerNorm
 
 # Not by version: that of NVIDIA's containers, such as 2.7.0a0, compares as older than 2.7.
@@ -148,9 +149,10 @@ def layer_norm(
     and can be differentiated to any order, with an activation twice. Statistics and arithmetic are float32. Equal calls
     give equal bits on the same GPU, but the number of rows can change the last bits of a row.
 
-    PyTorch's operations run for float64, on other devices, for derivatives other than the first in reverse mode, in
-    programs that torch.export (with PyTorch 2.7 or newer) or torch.jit records, and under torch.compile for rows that
-    it should fuse: a multiple of 16 bytes up to 16 KB (with autocast up to 16384 columns), or of dynamic size.
+    PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
+    first in reverse mode, in programs that torch.export (with PyTorch 2.7 or newer) or torch.jit records, and under
+    torch.compile for rows that it should fuse: a multiple of 16 bytes up to 16 KB (with autocast up to 16384 columns),
+    or of dynamic size.
 
     Args:
         input: shape (*, *normalized_shape), any strides.
@@ -178,9 +180,12 @@ def layer_norm(
         raise ValueError(f"Expected activation to be one of {_ACTIVATION_NAMES}, but got {activation!r}")
     is_recorded = is_tracing or _is_exporting()
     if (
-        not (isinstance(input, torch.Tensor) and input.is_cuda)
-        or input.dtype is torch.float64
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace, or torch.onnx.export without dynamo
+        not isinstance(input, torch.Tensor)
+        or not input.is_cuda
+        or input.dtype is _float64
+        or input.is_nested
+        or type(input).__name__ == "DTensor"  # its module may not be imported
+        or _get_tracing_state() is not None  # torch.jit.trace, or torch.onnx.export without dynamo
         or (is_recorded and _is_left_to_pytorch(input, normalized_shape, eps, scale))
     ):
         y = _torch_layer_norm(input, normalized_shape, weight, bias, eps)
@@ -242,12 +247,13 @@ def replace_layer_norm(
         raise TypeError(f"Expected types to be nn.LayerNorm or subclasses of it, but got {types!r}")
     norms = [m for m in module.modules() if isinstance(m, _TorchLayerNorm)]
     skipped: Counter = Counter()
+    own_name = LayerNorm.__module__, LayerNorm.__qualname__  # the class of before importlib.reload has it, too
     for norm in norms:
         cls = type(norm)
         is_replaced = "forward" in vars(norm) or (cls is not _TorchLayerNorm and cls.__module__.startswith("torch."))
         if cls in classes and not is_replaced:
             norm.__class__ = LayerNorm
-        elif not issubclass(cls, LayerNorm):
+        elif own_name not in {(base.__module__, base.__qualname__) for base in cls.__mro__}:
             skipped[f"{cls.__module__}.{cls.__qualname__}"] += 1
     if not norms:
         warnings.warn(f"replace_layer_norm found no nn.LayerNorm in {type(module).__name__}.", stacklevel=2)
@@ -789,7 +795,7 @@ using GradMask = std::array<bool, 5>;  // which of a node's inputs need a gradie
 template <typename Function> struct FunctionNode : torch::autograd::Node {
   const char* label;
   Function function;  // variable_list function(grad_outputs, saved tensors, grad_mask) returns the inputs' gradients
-  std::array<SavedVariable, 5> saved;  // the inputs
+  std::array<SavedVariable, 5> saved;
 
   FunctionNode(const char* label, Function function) : label(label), function(std::move(function)) {}
   std::string name() const override { return label; }
@@ -816,8 +822,10 @@ template <typename Function> struct FunctionNode : torch::autograd::Node {
   }
 };
 
-template <typename Function, typename... Inputs>
-void add_node(const char* name, variable_list outputs, Function function, const Inputs&... inputs) {
+// The node saves the inputs and then the statistics, if they are defined, which get no gradient.
+template <typename Function, typename... Inputs> void add_node(const char* name, variable_list outputs,
+                                                               Function function, const Tensor& statistics,
+                                                               const Inputs&... inputs) {
   using Pointer = decltype(torch::autograd::Edge::function);
   Pointer pointer;
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
@@ -830,6 +838,7 @@ void add_node(const char* name, variable_list outputs, Function function, const 
   auto& node = static_cast<FunctionNode<Function>&>(*pointer);
   node.set_next_edges(torch::autograd::collect_next_edges(inputs...));
   node.saved = {{SavedVariable(inputs, /*is_output=*/false)...}};
+  if (statistics.defined()) node.saved[sizeof...(inputs)] = SavedVariable(statistics, /*is_output=*/false);
   torch::autograd::set_history(outputs, pointer);
 }
 
@@ -855,6 +864,7 @@ const std::vector<at::Tag> kTags = {
 
 _CPP_LAYER_NORM = r"""
 #include <ATen/ops/addcmul.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 
@@ -989,9 +999,10 @@ std::tuple<Tensor, Tensor> composed_normalized(const Tensor& x, const Tensor& st
   return {centered * rstd, rstd};
 }
 
+// xhat: a matrix.
 Tensor composed_output(const Tensor& xhat, const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, int64_t activation, double scale) {
-  Tensor y = apply_affine(as_matrix(xhat, shape), as_float_row(weight, shape), as_float_row(bias, shape));
+  Tensor y = apply_affine(xhat, as_float_row(weight, shape), as_float_row(bias, shape));
   const Activation function = to_activation(activation, scale);
   if (function != Activation::None) y = at::gelu(y, gelu_form(function));
   if (scale != 1) y = y * scale;
@@ -1083,20 +1094,24 @@ Gradients layer_norm_backward_autograd(const Tensor& grad_output, const Tensor& 
     return double_backward(grads, saved, grad_mask, saved_shape, eps);
   };
   const auto& [dx, dw, db] = gradients;
-  add_node("LayerNormBackwardBackward", {dx, dw, db}, backward, grad_output, input, weight, statistics);
+  add_node("LayerNormBackwardBackward", {dx, dw, db}, backward, statistics, grad_output, input, weight);
   return gradients;
 }
 
 // The statistics cannot be differentiated.
 Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                                     const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  if (has_tangent(input, weight, bias)) {
+    check_inputs(input, shape, weight, bias);
+    const Tensor x = as_matrix(input, shape);
+    const auto [xhat, rstd] = composed_normalized(x, {}, eps);
+    return {composed_output(xhat, input, shape, weight, bias, activation, scale),
+            at::cat({row_mean(x), rstd}, 1).t().detach()};
+  }
   auto outputs = call_op_below_autograd<layer_norm_forward<true>>("layer_norm_forward", input, shape, weight, bias, eps,
                                                                   activation, scale);
   auto& [output, statistics] = outputs;
-  if (has_tangent(input, weight, bias)) {
-    const auto [xhat, rstd] = composed_normalized(as_matrix(input, shape), {}, eps);
-    output = composed_output(xhat, input, shape, weight, bias, activation, scale);
-  } else if (torch::autograd::compute_requires_grad(input, weight, bias)) {
+  if (torch::autograd::compute_requires_grad(input, weight, bias)) {
     const auto backward = [=, saved_shape = c10::SymDimVector(shape)](const variable_list& grads, const Tensors& saved,
                                                                       const GradMask& grad_mask) {
       const auto& [x, w, b, saved_statistics, unused] = saved;
@@ -1105,7 +1120,7 @@ Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef shape, c
           "layer_norm_backward", grads[0], x, saved_shape, saved_statistics, w, b, eps, activation, scale, output_mask);
       return variable_list{dx, dw, db};
     };
-    add_node("LayerNormBackward", {output}, backward, input, weight, bias, statistics);
+    add_node("LayerNormBackward", {output}, backward, statistics, input, weight, bias);
   }
   return outputs;
 }
@@ -1140,7 +1155,7 @@ Outputs layer_norm_forward_vmap(const Tensor& input, SymIntArrayRef shape, const
   if (std::max(vmap_level(weight), vmap_level(bias)) >= level) {
     const auto [xhat, statistics] = call_op<layer_norm_forward<true>>("layer_norm_forward", input, shape,
                                                                       OptionalTensor(), OptionalTensor(), eps, 0, 1);
-    return {composed_output(xhat, input, shape, weight, bias, activation, scale), statistics};
+    return {composed_output(as_matrix(xhat, shape), input, shape, weight, bias, activation, scale), statistics};
   }
   const SymInt rows = row_count(input, shape);
   const auto* batch = at::functorch::maybeGetBatchedImpl(input);
@@ -1152,8 +1167,12 @@ Outputs layer_norm_forward_vmap(const Tensor& input, SymIntArrayRef shape, const
           at::functorch::makeBatched(statistics.reshape_symint({2, x.sym_size(0), rows}), 1, level)};
 }
 
+// PyTorch runs this function before that of autocast.
 Tensor layer_norm_vmap(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+  if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA)) {
+    return layer_norm_autocast(input, shape, weight, bias, eps, activation, scale);
+  }
   return std::get<0>(layer_norm_forward_vmap(input, shape, weight, bias, eps, activation, scale));
 }
 
@@ -4109,7 +4128,7 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   const auto backward = [=](const variable_list& grads, const Tensors& saved, const GradMask& grad_mask) {
     return composed_convolution_backward(grads[0], saved, eps, scale, grad_mask);
   };
-  add_node("ConvTranspose3dLayerNormGELUBackward", {output}, backward, input, conv_weight, conv_bias, weight, bias);
+  add_node("ConvTranspose3dLayerNormGELUBackward", {output}, backward, {}, input, conv_weight, conv_bias, weight, bias);
   return output;
 }
 

@@ -110,6 +110,39 @@ def test_copy_on_write_tensors_stay_shared(backend, rows, cols, activation):
     assert all(torch._C._is_cow_tensor(t) for t in (*leaves, dy))
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_run_pytorchs_operation(backend, layout, activation):
+    rows, weight, bias = [torch.randn(n, 8) for n in (2, 3)], torch.randn(8), torch.randn(8)
+    rows, (weight, bias) = ([t.to(backend.device).requires_grad_() for t in ts] for ts in (rows, (weight, bias)))
+    results = []
+    for norm in (backend.layer_norm, chain):
+        nested = torch.nested.as_nested_tensor(rows, layout=layout)
+        y = torch.cat(norm(nested, (8,), weight, bias, EPS, activation, 2.0).unbind())
+        results.append([y, *torch.autograd.grad(y.square().sum(), [*rows, weight, bias])])
+    torch.testing.assert_close(*results)
+
+
+def test_distributed_tensors_run_pytorchs_operation(backend, tmp_path):
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    kind = "nccl" if backend.is_cuda else "gloo"
+    torch.distributed.init_process_group(kind, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh(backend.device, (1,))
+        x, weight, bias, dy = random_case(6, 8, torch.float32, device=backend.device)
+        placed = [(x, tensor.Shard(0)), (weight, tensor.Replicate()), (bias, tensor.Replicate())]
+        leaves = [tensor.distribute_tensor(t, mesh, [where]).requires_grad_() for t, where in placed]
+        dy = tensor.distribute_tensor(dy, mesh, [tensor.Shard(0)])
+        results = []
+        for norm in (backend.layer_norm, chain):
+            y = norm(leaves[0], (8,), leaves[1], leaves[2], EPS)
+            results.append([t.full_tensor() for t in (y, *torch.autograd.grad(y, leaves, dy))])
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_computes_in_float32(backend, dtype):
     """Expected is what nn.LayerNorm computes on a GPU. On CPUs, PyTorch's autocast has another rule."""
@@ -363,7 +396,10 @@ def test_the_node_in_the_autograd_graph(backend):
     norm = randomize(backend.ModelNew(64).to(backend.device))
     x = torch.randn(5, 64, device=backend.device, requires_grad=True)
     y = norm(x)
-    assert "LayerNorm" in y.grad_fn.name() and len(y.grad_fn.next_functions) == 4
+    (gradient,) = torch.autograd.grad(y.square().sum(), norm.weight, create_graph=True)
+    for node in (y.grad_fn, gradient.grad_fn):  # as those of nn.LayerNorm
+        assert "LayerNorm" in node.name() and len(node.next_functions) == 3
+    assert len(y.grad_fn(torch.ones_like(y))) == 3
     y.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()

@@ -116,6 +116,15 @@ def test_replace_layer_norm_warns_about_skipped_modules(backend):
             torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
 
 
+def test_replace_layer_norm_leaves_its_own_classes_after_a_reload(backend, recwarn):
+    # importlib.reload makes new classes of the same names.
+    attributes = {"__module__": backend.LayerNorm.__module__, "__qualname__": backend.LayerNorm.__qualname__}
+    before = type("LayerNorm", (nn.LayerNorm,), attributes)
+    derived = type("ModelNew", (before,), {})
+    backend.replace_layer_norm(nn.Sequential(before(8), derived(8)))
+    assert not recwarn.list
+
+
 def test_model_new_loads_the_reference_model_of_problem_40(backend):
     reference = randomize(Model((3, 8)))
     for prefix, model in (("", backend.ModelNew((3, 8))), ("0.", nn.Sequential(backend.ModelNew((3, 8))))):
