@@ -3925,9 +3925,7 @@ _ops, _why_not = _load(_LAYER_NORM)  # _why_not is the reason if _ops is None
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, for speed
 
 # 7  KernelBench problem 34 ===================================================
-
 # Everything from here on can be deleted if you only want LayerNorm.
-
 __all__ += ["ConvTranspose3dLayerNormGELUScaling"]
 
 _TorchConvTranspose3d = nn.modules.conv.ConvTranspose3d
@@ -4014,7 +4012,6 @@ struct Convolution {
 };
 
 cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream);
-
 bool has_convolution_kernel();  // for the current device
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -4028,7 +4025,7 @@ namespace {
 
 // op                                kernels      autograd              vmap
 // conv_transpose3d_layer_norm_gelu  convolution  convolution_autograd  convolution_vmap
-// load_layer_norm                   in Python: loads the library whose layer_norm has an activation
+// load_layer_norm                   in Python
 
 // allowTF32CuDNN has three signatures. Without a name, the newer two raise if the settings of convolutions and RNNs
 // differ.
@@ -4047,6 +4044,7 @@ bool supports_convolution(const Tensor& input) {
   return (uses_tf32 || input.scalar_type() != at::kFloat) && has_convolution_kernel();
 }
 
+// Loads the second library, whose layer_norm has an activation.
 void load_layer_norm() {
   const c10::impl::ExcludeDispatchKeyGuard not_recorded(c10::DispatchKeySet(c10::DispatchKeySet::FULL));
   call_op<load_layer_norm>("load_layer_norm");
@@ -4063,7 +4061,7 @@ Tensor layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTenso
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, 2, 1);
+  const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, {2, 2, 2}, {1, 1, 1});
   return layer_norm(y, {64}, weight, bias, eps, static_cast<int64_t>(Activation::Gelu), scale);
 }
 
@@ -4170,8 +4168,7 @@ _CUDA_CONVOLUTION = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// Only code for sm_90a has asynchronous matrix products (wgmma).
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // only code for sm_90a has asynchronous matrix products (wgmma)
 constexpr bool kHasAsyncProducts = true;
 #else
 constexpr bool kHasAsyncProducts = false;

@@ -468,10 +468,15 @@ MODULE = {
 }
 
 
+def module_text():
+    """Returns the text of layernorm_inline.py for CPU tensors."""
+    return replaced(SOURCE.read_text(), MODULE)
+
+
 @functools.lru_cache
 def load_module():
     """Returns layernorm_inline for CPU tensors. The module is named layernorm_emulated."""
-    text = replaced(SOURCE.read_text(), MODULE)
+    text = module_text()
     path = cache("module", text) / "layernorm_emulated.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location("layernorm_emulated", path)
