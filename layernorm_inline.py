@@ -1727,6 +1727,24 @@ __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   return {count, total.x, total.y};
 }
 
+// In one phase of exchanges instead of two, by (2) for the means of N parts from each of `width` lanes, where m is the
+// mean of the first lane's parts. m2 loses digits if this lane has few columns, or others than all the other lanes.
+template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
+  float sums[3] = {};
+  UNROLL(n, N) sums[0] += parts[n].count;
+  float mean = parts[0].mean;
+  UNROLL(n, N - 1) mean += parts[n + 1].count * (parts[n + 1].mean - parts[0].mean) * fast_reciprocal(sums[0]);
+  mean = __shfl_sync(~0u, mean, 0, width);
+  UNROLL(n, N) {
+    const float delta = parts[n].mean - mean;
+    sums[1] += parts[n].count * delta;
+    sums[2] += parts[n].m2 + parts[n].count * delta * delta;
+  }
+  combine_lanes(sums, width);
+  const float m2 = correct_mean(SquaresAndSum{sums[2], sums[1]}, mean, fast_reciprocal(sums[0]));
+  return {sums[0], mean, m2};
+}
+
 // {mean, m2} of the packs x(i) for which has(i), in LANES neighbouring lanes together. `count` is how many numbers they
 // have. Rows of equal float32 numbers need no rounded_quotient: count is a power of two, or all numbers are 0.
 template <typename T, int LANES, int N, typename X, typename Has>
@@ -3067,7 +3085,7 @@ __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
 
 __device__ inline void publish(uint64_t* mailbox, float2 pair) {
   const uint64_t bits = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
-  *const_cast<volatile uint64_t*>(mailbox) = bits;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(mailbox), "l"(bits) : "memory");
 }
 
 // Reads the mailboxes of blocks first_peer, first_peer + 32, ... of a row. Returns false if one is empty. Blocks that
@@ -3077,7 +3095,8 @@ __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float
   UNROLL(i, kPeers) {
     const int block = first_peer + i * 32;
     const bool exists = mailboxes != nullptr && block < gridDim.x;
-    const uint64_t bits = exists ? *const_cast<const volatile uint64_t*>(mailboxes + block) : 0;
+    uint64_t bits = 0;
+    if (exists) asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(bits) : "l"(mailboxes + block) : "memory");
     complete &= bits != kEmptyMailbox;
     pairs[i] = bit_cast<float2>(bits);
   }
@@ -3697,7 +3716,7 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
   if (!is_last) return;
 
   const int lane = block.thread % 32;
-  Moments total = combine_lanes(moments, 32);
+  Moments total = combine_at_once({moments}, 32);
   moments = {};
   if (lane == 0) {
     block.control.moments[block.thread / 32] = total;
@@ -3705,7 +3724,7 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
   }
   if (block.thread / 32 != kWarps<T> - 1) return;
   barrier_wait(&block.control.measured, parity);
-  total = combine_lanes(block.control.moments[lane % kWarps<T>], kWarps<T>);
+  total = combine_at_once({block.control.moments[lane % kWarps<T>]}, kWarps<T>);
   if (lane == 0) publish(mailbox_of(block.mailboxes, row, blockIdx.x), {total.mean, total.m2});
   __syncwarp();  // only for speed
 }
@@ -3762,11 +3781,12 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
     if (block.thread / 32 == kWarps<T> - 1) {
       const int lane = opaque(block.thread % 32);
       float2 pairs[kPeers];
-      float counts[kPeers];
-      UNROLL(i, kPeers) counts[i] = columns_of_slice(call.cols, plan.slice, lane + i * 32);
+      Moments parts[kPeers];
+      UNROLL(i, kPeers) parts[i].count = columns_of_slice(call.cols, plan.slice, lane + i * 32);
       while (!try_read(mailbox_of(mailboxes, row, 0), lane, pairs)) {
       }
-      const auto [mean, m2] = combine_means<kPeers>(pairs, counts, float(call.cols), 32);
+      UNROLL(i, kPeers) parts[i] = {parts[i].count, pairs[i].x, pairs[i].y};
+      const auto [count, mean, m2] = combine_at_once(parts, 32);
       const float rstd = inverse_root(m2 * constants.per_col + constants.eps);
       if (lane == 0) {
         control.row_stats[parity] = {mean, rstd};

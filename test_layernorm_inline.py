@@ -10,13 +10,15 @@
     python test_layernorm_inline.py --json FILE     also writes the times to FILE
     pytest test_layernorm_inline.py                 values, state_dict and errors for small shapes (needs pytest)
 
-verify() says what is asserted, and milliseconds() how times are measured. The script prints FAILED and the reason, and
+verify() says what is asserted. milliseconds() says how times are measured, and milliseconds_of_graphs() how those of
+small steps are. The script prints FAILED and the reason, and
 its exit status is 1, if a result is wrong, or if a model that runs in one kernel is not 1.2 times as fast as PyTorch.
 Without a GPU, nothing is timed: the script verifies the file on the CPU, where PyTorch's own operations run.
 """
 
 import argparse
 import functools
+import gc
 import json
 import math
 import os
@@ -94,6 +96,7 @@ class Setting(typing.NamedTuple):
     shift: float  # added to the input in one trial
     constant: float  # fills one sample of the input in one trial, so that LayerNorm sees equal numbers
     minimum: float = 0.0  # the script fails if the new model is not this many times as fast as the original
+    is_small: bool = False  # PyTorch needs longer to launch a step than the GPU needs to run it
 
 
 def randomize(module):
@@ -147,7 +150,7 @@ def setting_of_models(device):
     options = dict(device=device, dtype=torch.bfloat16)
     original, new = nn.LayerNorm(1024, **options), LayerNorm(1024, **options)
     x = torch.randn(8192, 1024, **options)
-    return Setting("8192 x 1024, bfloat16", original, new, x, 1e-2, 1e-2, 1e-2, shift=1.0, constant=0.5)
+    return Setting("8192 x 1024, bfloat16", original, new, x, 1e-2, 1e-2, 1e-2, 1.0, 0.5, is_small=True)
 
 
 # ---- Verification ----
@@ -238,27 +241,52 @@ MINIMUM_SPEEDUP = 1.2
 L2_BYTES = 256 << 20  # more than any GPU's L2 cache
 
 
-def milliseconds(runs, repeats=100):
-    """Returns the median device time of each function in the dict `runs`, measured with CUDA events.
+def milliseconds(runs, repeats=100, warm_up=5):
+    """Returns the median time of each function in the dict `runs`, measured with CUDA events around its call.
 
     The functions run in rounds, and in each round in another random order, so that none benefits from the GPU's clock
-    rate or from the function that ran before it. The L2 cache is overwritten before each call.
+    rate or from the function that ran before it. The L2 cache is overwritten before each call. The time is the GPU's if
+    the host launches the function before the overwriting is over, as it does for a kernel or a CUDA graph.
     """
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
-    for run in runs.values():  # warm up
-        for _ in range(5):
+    for run in runs.values():
+        for _ in range(warm_up):
             run()
     events, order = {name: [] for name in runs}, random.Random(0)
     for _ in range(repeats):
         for name in order.sample(list(runs), len(runs)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()  # lasts long enough that the host can launch the function before the GPU gets to it
+            flush.zero_()
             begin.record()
             runs[name]()
             end.record()
             events[name].append((begin, end))
     torch.cuda.synchronize()
     return {name: statistics.median(begin.elapsed_time(end) for begin, end in pairs) for name, pairs in events.items()}
+
+
+def captured(run):
+    """Returns a function that replays run() from a CUDA graph. The current stream must not be the default stream."""
+    for _ in range(3):  # compiles and tunes
+        run()
+    graph = torch.cuda.CUDAGraph()
+    gc.disable()  # a finalizer may call CUDA (those of Triton's kernels do), which would end the capture
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        run()
+    gc.enable()
+
+    def replay(run=run):  # the default argument keeps the tensors alive that the graph reads
+        graph.replay()
+
+    return replay
+
+
+def milliseconds_of_graphs(runs, repeats=100):
+    """Returns what milliseconds() returns, with each function replayed from a CUDA graph, so that no host time counts."""
+    stream = torch.cuda.Stream()  # the default stream cannot be captured
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return milliseconds({name: captured(run) for name, run in runs.items()}, repeats)
 
 
 def time_forward(setting, modes):
@@ -271,8 +299,9 @@ def time_forward(setting, modes):
     models = {mode: torch.compile(setting.original, mode=mode) for mode in modes}
     runs = {name: functools.partial(model, x) for name, model in models.items()}
     runs.update(original=functools.partial(setting.original, x), new=functools.partial(setting.new, x))
+    runs["copy"] = functools.partial(copy.copy_, x)
     with torch.no_grad():
-        times = milliseconds({**runs, "copy": lambda: copy.copy_(x)})
+        times = (milliseconds_of_graphs if setting.is_small else milliseconds)(runs)
     mode = min(modes, key=times.get)
     return {"mode": mode, "compile": times[mode], **{name: times[name] for name in ("original", "new", "copy")}}
 
@@ -290,7 +319,7 @@ def time_training(setting):
             torch.autograd.grad(model(x), [x, *model.parameters()], grad_output)
 
         runs[name] = step
-    return milliseconds(runs, repeats=30)
+    return (milliseconds_of_graphs if setting.is_small else milliseconds)(runs, repeats=30)
 
 
 def versions():
@@ -326,7 +355,7 @@ def time_models_shape(setting):
     parts = []
     for what, ms in zip(("forward", "forward and backward"), times.values()):
         parts.append(what + " " + ", ".join(f"{name} {ms[name]:.3f} ms" for name in ("original", "compile", "new")))
-    print(f"LayerNorm of {setting.name}: {'; '.join(parts)}")
+    print(f"LayerNorm of {setting.name}, replayed from CUDA graphs: {'; '.join(parts)}")
     return {"setting": setting.name, **times}
 
 

@@ -1,4 +1,4 @@
-"""Draws README's picture of the kernel families: where a row stays between the two times that it is needed.
+"""Draws the picture of the kernel families in .docs/kernels.md: where a row stays between the two times that it is needed.
 
 python .bench/families.py           writes .github/families.png (needs matplotlib; no GPU)
 """

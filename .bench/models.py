@@ -1,16 +1,20 @@
 """Times training and inference of real models before and after replace_layer_norm, eager and under torch.compile.
 
-    python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md
+    python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md (5 minutes)
     python .bench/models.py vit         only the models whose names contain "vit"; writes nothing
 
 A training step is forward and backward, without an optimizer. Five steps in a row are timed. Models have random weights.
-A model whose package (transformers, timm) is not installed is skipped with a message.
+There are three runs, each with new models (torch.compile's are kept), which are timed in turns. A time is the median of
+the runs, and a gain the median of their quotients. The spread is the largest distance of a quotient from this median. A
+gain is "no change" if it is less than the spread or 1%. A model whose package (transformers, timm) is not installed is
+skipped with a message.
 """
 
 import argparse
 import copy
 import functools
 import importlib.util
+import statistics
 import sys
 import warnings
 from pathlib import Path
@@ -112,56 +116,93 @@ def timm_model(name, batch=128, device="cuda"):
     return model, loss
 
 
-# name: (required package, function that returns a model with random weights and its loss function)
+# name: (required package, input, precision, function that returns a model with random weights and its loss function)
 REAL_MODELS = {
-    "pair stack 256 x 256 x 128, bf16": ("torch", functools.partial(pair_stack, 256)),
-    "pair stack 512 x 512 x 128, bf16": ("torch", functools.partial(pair_stack, 512)),
-    "GPT-2 124M 8 x 1024, autocast": ("transformers", gpt_2),
-    "GPT-2 124M 8 x 1024, bf16": ("transformers", functools.partial(gpt_2, dtype=torch.bfloat16)),
-    "GPT-2 of width 4096, 2 layers, autocast": (
+    "GPT-2 124M": ("transformers", "8 x 1024 tokens", "autocast bf16", gpt_2),
+    "GPT-2 124M, parameters in bf16": (
         "transformers",
-        functools.partial(gpt_2, n_embd=4096, n_layer=2, n_head=32),
+        "8 x 1024 tokens",
+        "bf16",
+        functools.partial(gpt_2, dtype=torch.bfloat16),
     ),
-    "ViT-B/16 128 images, autocast": ("timm", functools.partial(timm_model, "vit_base_patch16_224")),
-    "ConvNeXt-S 128 images, autocast": ("timm", functools.partial(timm_model, "convnext_small")),
+    "ViT-B/16": (
+        "timm",
+        "128 images of 224 x 224",
+        "autocast bf16",
+        functools.partial(timm_model, "vit_base_patch16_224"),
+    ),
+    "ConvNeXt-S": (
+        "timm",
+        "128 images of 224 x 224",
+        "autocast bf16",
+        functools.partial(timm_model, "convnext_small"),
+    ),
+    "AlphaFold-like pair blocks": ("torch", "512 x 512 x 128", "bf16", functools.partial(pair_stack, 512)),
 }
+RUNS = 3
 
 
-def model_row(make):
-    """Returns (number of replaced layer norms, number of all layer norms, milliseconds in the order of COLUMNS)."""
-    torch.manual_seed(0)
-    original, loss = make()
+def with_replaced_norms(original):
     # nn.LayerNorm, and timm's subclass of that name, which computes the same function.
     types = {type(m) for m in original.modules() if type(m).__name__ == "LayerNorm"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table shows how many were replaced
-        replaced = replace_layer_norm(copy.deepcopy(original), types)
-    norms = [type(m) is LayerNorm for m in replaced.modules() if isinstance(m, nn.LayerNorm)]
-    torch.testing.assert_close(loss(replaced), loss(original), atol=1e-2, rtol=1e-2)
-    torch._dynamo.reset()
-    runs = {}
-    for compiled in (False, True):
-        for model in (original, replaced):
-            network = torch.compile(model) if compiled else model
+        return replace_layer_norm(copy.deepcopy(original), types)
 
-            def train(model=model, network=network):
-                for _ in range(5):  # so that the host runs ahead of the GPU, as in training
-                    value = loss(network)
-                    value.backward()
-                    model.zero_grad(set_to_none=True)
-                value.item()  # waits, so that the next run starts with an idle GPU
 
-            def infer(network=network):
-                with torch.no_grad():
-                    for _ in range(5):
-                        value = loss(network)
-                value.item()
+def steps_of(model, loss):
+    """Returns two functions, which run five training steps and five steps of inference.
 
-            runs["training", compiled, model] = train
-            runs["inference", compiled, model] = infer
-    order = [key for what in ("training", "inference") for key in runs if key[0] == what]
-    times = milliseconds({key: runs[key] for key in order}, repeats=8)
-    return sum(norms), len(norms), [ms / 5 for ms in times.values()]
+    Five, so that the host runs ahead of the GPU, as in training. Then they wait, so that the next run starts with an
+    idle GPU.
+    """
+
+    def train():
+        for _ in range(5):
+            value = loss(model)
+            value.backward()
+            model.zero_grad(set_to_none=True)
+        value.item()
+
+    def infer():
+        with torch.no_grad():
+            for _ in range(5):
+                value = loss(model)
+        value.item()
+
+    return train, infer
+
+
+def time_model(make):
+    """Returns (number of replaced norms, number of all norms, {step: [(original, replaced) ms of each run]})."""
+    compiled, times = {}, {}
+    for run in range(RUNS):
+        torch.manual_seed(0)
+        original, loss = make()
+        replaced = with_replaced_norms(original)
+        pairs = {"": zip(steps_of(original, loss), steps_of(replaced, loss))}
+        if run == 0:
+            torch.testing.assert_close(loss(replaced), loss(original), atol=1e-2, rtol=1e-2)
+            norms = [type(m) is LayerNorm for m in replaced.modules() if isinstance(m, nn.LayerNorm)]
+            torch._dynamo.reset()
+            pairs[", compiled"] = zip(*(steps_of(torch.compile(model), loss) for model in (original, replaced)))
+        steps = {what + kind: pair for kind in pairs for what, pair in zip(("training", "inference"), pairs[kind])}
+        compiled = compiled or {step: pair for step, pair in steps.items() if "compiled" in step}
+        steps.update(compiled)
+        runs = {(step, model): pair[model] for step, pair in steps.items() for model in (0, 1)}
+        ms = milliseconds(runs, repeats=3, warm_up=2)
+        for step in steps:
+            times.setdefault(step, []).append((ms[step, 0] / 5, ms[step, 1] / 5))
+    return sum(norms), len(norms), times
+
+
+def gain_and_spread(times):
+    """Returns the cells "gain" and "spread" of the table. times: (original, replaced) ms of each run."""
+    quotients = [original / replaced for original, replaced in times]
+    gain = statistics.median(quotients)
+    spread = max(abs(quotient - gain) for quotient in quotients)
+    is_change = abs(gain - 1) > max(spread, 0.01)
+    return f"{gain:.2f}" if is_change else "no change", f"{spread:.3f}"
 
 
 def models_named(words):
@@ -169,26 +210,26 @@ def models_named(words):
     return [name for name in REAL_MODELS if not words or any(word.lower() in name.lower() for word in words)]
 
 
-KINDS = ["eager", "eager, replaced", "compiled", "compiled, replaced"]
-COLUMNS = ["model", "norms", *(f"{what}: {kind}" for what in ("training", "inference") for kind in KINDS)]
+COLUMNS = ["model", "step", "input", "precision", "norms", "nn.LayerNorm, ms", "layernorm_inline, ms", "gain", "spread"]
 
 
 def time_models(names):
-    """Prints one row per model, and returns the table as Markdown."""
-    print(versions())
-    print(f"ms: {'; '.join(COLUMNS)}")
+    """Prints the rows of each model, and returns the table as Markdown."""
+    print(versions(), "; ".join(COLUMNS), sep="\n")
     rows = []
     for name in names:
-        package, make = REAL_MODELS[name]
+        package, size, precision, make = REAL_MODELS[name]
         if importlib.util.find_spec(package) is None:
-            print(f"{name:40} skipped, because {package} is not installed")
+            print(f"{name}: skipped, because {package} is not installed")
             continue
-        replaced, norms, times = model_row(make)
+        replaced, norms, times = time_model(make)
         torch.cuda.empty_cache()
-        rows.append([name, f"{replaced}/{norms}", *(f"{ms:.2f}" for ms in times)])
-        quotients = f"compiled, replaced / original: {times[3] / times[2]:.3f} {times[7] / times[6]:.3f}"
-        print(f"{name:40} {rows[-1][1]:>7} " + " ".join(f"{ms:8.2f}" for ms in times), quotients, flush=True)
-    return f'{versions()}\n\nMilliseconds per step. "Replaced" is the model after replace_layer_norm.\n\n{results.markdown_table(COLUMNS, rows)}'
+        for step, runs in times.items():
+            medians = [f"{statistics.median(ms):.2f}" for ms in zip(*runs)]
+            rows.append([name, step, size, precision, f"{replaced} of {norms}", *medians, *gain_and_spread(runs)])
+            print("; ".join(rows[-1]), flush=True)
+    text = f"Milliseconds per step: medians of {RUNS} runs. A gain of less than the spread or 1% is no change."
+    return f"{versions()}\n\n{text}\n\n{results.markdown_table(COLUMNS, rows)}"
 
 
 def main():

@@ -1,9 +1,12 @@
 """Reads and writes RESULTS.md, in which each script of this folder has sections of its own.
 
 python .bench/results.py        prints README's tables and sentences with results from RESULTS.md
+python .bench/results.py FILE   draws README's picture from RESULTS.md (needs matplotlib)
 """
 
 import re
+import statistics
+import sys
 from pathlib import Path
 
 FILE = Path(__file__).parent / "RESULTS.md"
@@ -21,25 +24,15 @@ than that, because PyTorch's copy is not the fastest for all sizes.
 # The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
 TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 
-# README's first table: the key of a row, and what README calls it. Times are those of the first GPU of RESULTS.md.
-FIRST = {
-    "problem 40, float32": "KernelBench level 1, 40: 16 rows of 4,194,304, fp32",
-    "problem 34, float32, TF32 allowed for convolutions (the default)": "KernelBench level 2, 34: ConvTranspose3d, "
-    "LayerNorm, GELU, scaling",
-    "training step | 8192 x 1024 | bf16": "forward and backward, 8192 x 1024, bf16",
-    "forward | 32768 x 2041 | bf16": "forward, 32768 x 2041, bf16",
-    "ViT-B/16 128 images, autocast": "ViT-B/16, a training step, not compiled",
-}
-
 # README's table of operations on all GPUs.
 SPEED = {
-    "forward": "8192 x 768 bf16, 65536 x 1024 fp32, 1048576 x 64 bf16, 16384 x 4096 bf16",
+    "forward": "8192 x 768 bf16, 32768 x 2041 bf16, 1024 x 65536 bf16",
     "backward": "8192 x 768 bf16, 65536 x 1024 bf16",
 }
 SPEED = [f"{step} | {' | '.join(case.rsplit(' ', 1))}" for step, cases in SPEED.items() for case in cases.split(", ")]
 
 # Kind of section -> number of cells that identify a row of its table.
-KEY_CELLS = {"Sweep": 3, "KernelBench": 1, "Models": 1, "Other libraries": 3}
+KEY_CELLS = {"Sweep": 3, "Models": 2, "Other libraries": 3, "Evaluator of problem 40": 2, "Evaluator of problem 34": 2}
 
 
 def write_section(heading, text, file=FILE):
@@ -67,79 +60,176 @@ def tables_of(text, kind):
     return tables
 
 
-def times_of(text):
-    """Returns {GPU: {key: milliseconds of eager, torch.compile and layernorm_inline}} of sweeps and problems."""
-    sweeps, problems = tables_of(text, "Sweep"), tables_of(text, "KernelBench")
-    times = {}
-    for gpu in sweeps:
-        cells = {**problems[gpu], **{key: row[1:4] for key, row in sweeps[gpu].items()}}
-        times[gpu] = {key: [float(ms) for ms in cells[key]] for key in [*FIRST, *SPEED] if key in cells}
-    return times
+def floats(cells):
+    return [float(cell) for cell in cells]
 
 
-def span(ratios):
-    """Returns the smallest and the largest of some ratios as text, for example "1.01 to 1.02"."""
-    return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
+def short(gpu):
+    return gpu.removeprefix("NVIDIA ").split()[0]  # H200
 
 
-def first_table(gpu, times, models):
-    """Returns the table on README's first screen. times, models: {key: milliseconds} of this GPU."""
-    rows = []
-    for key, title in FIRST.items():
-        if key in models:
-            eager, new, *_ = models[key]
-            rows.append([title, f"{eager:#.3g}", "-", f"**{new:#.3g}**", f"{eager / new:#.3g}"])
-        else:
-            eager, compiled, new = times[key]
-            ratios = f"{eager / new:#.3g}, {compiled / new:#.3g}"
-            rows.append([title, f"{eager:#.3g}", f"{compiled:#.3g}", f"**{new:#.3g}**", ratios])
-    names = [f"{gpu}, ms", "nn.LayerNorm", "torch.compile", "layernorm_inline", "times as fast as each"]
-    return markdown_table(names, rows)
+def is_odd(columns, dtype):
+    return columns * (4 if dtype == "fp32" else 2) % 16 != 0
 
 
-def speed_table(times):
-    """Returns README's table of operations. times: a value of times_of."""
+def gain_of_norms(sweep, is_meant):
+    """Returns the median gains over eager and torch.compile of all forward and backward shapes that are meant."""
+    gains = []
+    for key, cells in sweep.items():
+        operation, shape, dtype = key.split(" | ")
+        if operation in ("forward", "backward") and is_meant(int(shape.split(" x ")[1]), dtype):
+            eager, compiled, new = floats(cells[1:4])
+            gains.append((eager / new, compiled / new))
+    return [statistics.median(of_kind) for of_kind in zip(*gains)]
+
+
+def over_both(gains):
+    eager, compiled = (f"{gain:.1f}x" if gain < 10 else f"{gain:.0f}x" for gain in gains)
+    return f"{eager} eager, {compiled} torch.compile"
+
+
+def gains_of_models(models):
+    """Returns what a training step gains that is not compiled. models: the table of one GPU."""
+    gains = {name.split(" | ")[0]: cells[5] for name, cells in models.items() if name.endswith(" | training")}
+    words = (f"{name} {gain}{'' if 'no' in gain else 'x'}" for name, gain in gains.items() if "parameters" not in name)
+    return ", ".join(words)
+
+
+def evaluated(text, problem):
+    """Returns {GPU: milliseconds of eager, torch.compile and layernorm_inline} by KernelBench's default clock."""
+    tables = tables_of(text, f"Evaluator of problem {problem}")
+    return {gpu: floats(table["fp32 | cuda_event"][1:4]) for gpu, table in tables.items()}
+
+
+def first_table(text):
+    """Returns the table on README's first screen."""
+    sweeps, models = tables_of(text, "Sweep"), tables_of(text, "Models")
+    problems = {problem: evaluated(text, problem) for problem in (40, 34)}
+    kernels = {
+        "norms of 16,384 columns or more (median)": lambda columns, dtype: columns >= 16384,
+        "norms of odd width, no multiple of 16 bytes (median)": is_odd,
+    }
+    rows = {"a model without `torch.compile`: a training step": [gains_of_models(models[gpu]) for gpu in sweeps]}
+    compiled = "nothing: PyTorch fuses its norms, and this file leaves them to it"
+    rows["a model with `torch.compile`"] = [compiled, *["nothing"] * (len(sweeps) - 1)]
+    for name, is_meant in kernels.items():
+        rows[name] = [over_both(gain_of_norms(sweep, is_meant)) for sweep in sweeps.values()]
+    for problem, name in ((40, "level 1, problem 40"), (34, "level 2, problem 34")):
+        times = [problems[problem][gpu] for gpu in sweeps]
+        rows[f"[KernelBench](#kernelbench) {name}"] = [over_both([t[0] / t[2], t[1] / t[2]]) for t in times]
+    rows["A100, RTX 30 to 50, B200"] = ["unknown: compiled and emulated, but never run", ""]
+    header = ["you run", *(f"you gain on an {short(gpu)}" for gpu in sweeps)]
+    return markdown_table(header, [[name, *cells] for name, cells in rows.items()])
+
+
+def speed_table(sweeps):
+    """Returns README's table of operations."""
     header = ["operation"]
-    for gpu in times:
-        header += [
-            f"{gpu.replace('NVIDIA ', '').split()[0]}, ms",
-            "times as fast as eager",
-            "times as fast as torch.compile",
-        ]
+    for gpu in sweeps:
+        header += [f"{short(gpu)}, ms", "over eager", "over compile"]
     rows = []
     for key in SPEED:
-        ratios = [(new, eager / new, compiled / new) for eager, compiled, new in (t[key] for t in times.values())]
-        rows.append([key.replace(" | ", ", "), *(f"{number:#.3g}" for numbers in ratios for number in numbers)])
+        row = [key.replace(" | ", ", ")]
+        for sweep in sweeps.values():
+            eager, compiled, new = floats(sweep[key][1:4])
+            row += [f"{new:#.3g}", f"{eager / new:.2f}", f"{compiled / new:.2f}"]
+        rows.append(row)
     return markdown_table(header, rows)
+
+
+def models_table(models):
+    """Returns README's table of training steps that are not compiled."""
+    header, rows = ["model, input, precision"], {}
+    for gpu, table in models.items():
+        header += [f"{short(gpu)}: eager, ms", "replaced, ms", "gain"]
+        for key, (size, precision, _, original, new, gain, _) in table.items():
+            name, step = key.split(" | ")
+            if step == "training" and "parameters" not in name:
+                row = rows.setdefault(f"{name}, {size}, {precision}", {})
+                row[gpu] = [original, new, gain if "no" in gain else f"{gain}x"]
+    return markdown_table(
+        header, [[n, *(c for g in models for c in row.get(g, ["", "", ""]))] for n, row in rows.items()]
+    )
+
+
+def models_sentences(models):
+    """Returns what README says about compiled models and the spread."""
+    cells = [(gpu, key, row) for gpu, table in models.items() for key, row in table.items() if " | " in key]
+    changes = [
+        f"{key.replace(' | ', ', ')} {row[5]}x ({short(gpu)})"
+        for gpu, key, row in cells
+        if "compiled" in key and "no" not in row[5]
+    ]
+    spreads = [float(row[6]) for _, key, row in cells if "compiled" not in key and row[6] != "-"]
+    spread = f"a gain differs by up to {max(spreads):.2f} between runs" if spreads else "one run"
+    return [f"Compiled: {', '.join(changes) or 'no change in any of them'}", spread]
+
+
+def problems_table(text):
+    """Returns README's table of the two benchmark problems."""
+    rows = []
+    for problem in (40, 34):
+        for gpu, times in evaluated(text, problem).items():
+            eager, compiled, new = times
+            gains = f"{eager / new:#.3g}x", f"{compiled / new:.2f}x"
+            rows.append([f"{problem}, {short(gpu)}", *(f"{ms:#.3g}" for ms in times), *gains])
+    names = [
+        "problem, GPU",
+        "eager, ms",
+        "torch.compile, ms",
+        "layernorm_inline, ms",
+        "over eager",
+        "over torch.compile",
+    ]
+    return markdown_table(names, rows)
 
 
 def readme_tables(text):
     """Returns README's tables, and its sentences with results, as Markdown, made from RESULTS.md's text."""
-    times = times_of(text)
-    gpu = next(iter(times))
     models = {
-        name: [float(ms) for ms in cells[1:5]]
-        for name, cells in tables_of(text, "Models")[gpu].items()
-        if name not in ("model", "---")
+        gpu: {key: cells for key, cells in table.items() if key not in ("model | step", "--- | ---")}
+        for gpu, table in tables_of(text, "Models").items()
     }
-    kinds = ("GPT-2", "ViT-B/16", "ConvNeXt-S", "pair stack")
-    gpt, vit, convnext, pairs = (span([m[0] / m[1] for name, m in models.items() if kind in name]) for kind in kinds)
-    eager_step = (
-        f"a training step is {gpt} times as fast (GPT-2, bf16), {vit} (ViT-B/16), {convnext} (ConvNeXt-S), "
-        f"{pairs} (two blocks of an AlphaFold-like pair stack)"
-    )
-    compiled_step = f"a compiled training step is {span([m[2] / m[3] for m in models.values()])} times as fast"
     other = next(iter(tables_of(text, "Other libraries").values()))
     forward, backward = (
-        span([float(cells[2]) / float(cells[3]) for key, cells in other.items() if key.startswith(step)])
+        statistics.median([float(cells[2]) / float(cells[3]) for key, cells in other.items() if key.startswith(step)])
         for step in ("forward", "backward")
     )
-    liger = f"{forward} times as fast in forward, {backward} in backward"
-    tables = [first_table(gpu, times[gpu], models), speed_table(times)]
-    eager, _, new = zip(*(times["NVIDIA H100 80GB HBM3"][problem] for problem in list(FIRST)[:2]))
-    problems = f"On an H100, they are {eager[0] / new[0]:#.3g} and {eager[1] / new[1]:#.3g} times as fast"
-    return "\n\n".join([*tables, problems, eager_step, compiled_step, liger])
+    tables = [first_table(text), speed_table(tables_of(text, "Sweep")), models_table(models), problems_table(text)]
+    liger = f"{forward:.1f} times as fast in forward, {backward:.1f} times in backward"
+    return "\n\n".join([*tables, *models_sentences(models), liger])
+
+
+def plot(sweep, gpu, file):
+    """Draws the fraction of copy bandwidth against the row length, one panel for forward and one for backward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True)
+    names = {"eager": "tab:gray", "torch.compile": "tab:orange", "layernorm_inline": "tab:green"}
+    for panel, operation in zip(panels, ("forward", "backward")):
+        for dtype, line in (("fp32", "-"), ("bf16", "--")):
+            points = []
+            for key, cells in sweep.items():
+                rows, _, columns = key.split(" | ")[1].partition(" x ")
+                if key == f"{operation} | {rows} x {columns} | {dtype}" and int(rows) * int(columns) == 2**26:
+                    points.append((int(columns), *floats(cells[4:7])))
+            lengths, *fractions = zip(*points)
+            for of_kind, (name, color) in zip(fractions, names.items()):
+                panel.plot(lengths, of_kind, line, color=color, label=f"{name}, {dtype}")
+        panel.set(title=f"{operation}, {gpu}", xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("fraction of copy bandwidth")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(file, dpi=110)
 
 
 if __name__ == "__main__":
-    print(readme_tables(FILE.read_text()))
+    if sys.argv[1:]:
+        gpu, sweep = next(iter(tables_of(FILE.read_text(), "Sweep").items()))
+        plot(sweep, gpu, sys.argv[1])
+    else:
+        print(readme_tables(FILE.read_text()))

@@ -1,7 +1,6 @@
 """Times LayerNorm in many shapes, forward and backward, beside eager PyTorch, torch.compile and a device copy.
 
     python .bench/sweep.py                  times everything, prints a table, and writes it to .bench/RESULTS.md
-    python .bench/sweep.py --plot FILE      also draws the table (needs matplotlib)
     python .bench/sweep.py --json FILE      also writes the table as JSON
 
     python .bench/sweep.py --only 8192x768:bf16                  times one shape, forward and backward; writes no file
@@ -19,7 +18,6 @@ but the copy is replayed from CUDA graphs, because a call from Python can take l
 import argparse
 import copy
 import functools
-import gc
 import importlib.util
 import json
 import os
@@ -35,7 +33,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import results  # noqa: E402
 
 import layernorm_inline  # noqa: E402
-from test_layernorm_inline import milliseconds, settings_34, settings_40, time_forward, versions  # noqa: E402
+from test_layernorm_inline import captured, milliseconds, settings_34, settings_40, time_forward, versions  # noqa: E402
 
 # (rows, cols, dtypes)
 FORWARD = [
@@ -87,21 +85,6 @@ def cases():
             for rows, cols, dtypes in sorted(shapes, key=lambda shape: shape[1]):
                 if dtype in dtypes.split():
                     yield operation, rows, cols, dtype
-
-
-def captured(run):
-    """Returns a function that replays run() from a CUDA graph. The current stream must not be the default stream."""
-    run()  # compiles and tunes
-    graph = torch.cuda.CUDAGraph()
-    gc.disable()  # a finalizer may call CUDA (those of Triton's kernels do), which would end the capture
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        run()
-    gc.enable()
-
-    def replay(run=run):  # the default argument keeps the tensors alive that the graph reads
-        graph.replay()
-
-    return replay
 
 
 def module_functions(cols, gelu, options, compiled, files):
@@ -245,34 +228,6 @@ def problems_as_markdown():
     return f"{versions()}\n\n{results.markdown_table(columns, rows)}"
 
 
-def plot(table, file):
-    """Draws the fraction of copy bandwidth against the row length, one panel for forward and one for backward."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for panel, operation in zip(panels, ("forward", "backward")):
-        for dtype, line in (("fp32", "-"), ("bf16", "--")):
-            rows = [r for r in table if (r["operation"], r["dtype"]) == (operation, dtype)]
-            rows = [r for r in rows if r["rows"] * r["cols"] == 2**26]
-            for name, label, color in (
-                ("eager", "eager", "tab:gray"),
-                ("compile", "torch.compile", "tab:orange"),
-                ("new", "layernorm_inline", "tab:green"),
-            ):
-                shares = [r["floor"] / r[name] for r in rows]
-                panel.plot([r["cols"] for r in rows], shares, line, color=color, label=f"{label}, {dtype}")
-        panel.set(title=operation, xlabel="columns N (rows x N = 67 million)", xscale="log", ylim=(0, 1.1))
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("fraction of copy bandwidth")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
-    figure.suptitle(versions())
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(file, dpi=110)
-
-
 # ---- One shape, perhaps of two versions ----
 
 
@@ -311,20 +266,17 @@ def time_only(shapes, against):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the sweep (needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write the sweep as JSON")
     parser.add_argument(
         "--only", metavar="ROWSxCOLS:DTYPE", type=parsed_shape, nargs="+", help="time only these shapes; writes no file"
     )
     parser.add_argument("--against", metavar="DIR", help="with --only: also time the layernorm_inline.py in DIR")
     arguments = parser.parse_args()
-    for file in filter(None, (arguments.plot, arguments.json)):  # checked now, not after minutes
+    if file := arguments.json:  # checked now, not after minutes
         if not os.access(os.path.dirname(os.path.abspath(file)), os.W_OK) or os.path.isdir(file):
             parser.error(f"cannot write to {file}")
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
-    if arguments.only and (arguments.plot or arguments.json):
-        parser.error("--only prints its result, so it cannot be combined with --plot or --json")
+    if arguments.only and arguments.json:
+        parser.error("--only prints its result, so it cannot be combined with --json")
     if arguments.against and not arguments.only:
         parser.error("--against needs --only")
     if arguments.against and not (Path(arguments.against) / "layernorm_inline.py").exists():
@@ -342,8 +294,6 @@ def main():
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({"versions": versions(), "rows": table}, file, indent=1)
-    if arguments.plot:
-        plot(table, arguments.plot)
     return 0
 
 

@@ -62,6 +62,8 @@ BODIES_OF_LAYER_NORM = {
     "bulk_copy": "emulator::start({shared, global, bytes, barrier}, emulator::bulk_copies);",
 }
 STATEMENTS_OF_LAYER_NORM = {
+    r'asm volatile\("ld\.relaxed.*?"memory"\);': "bits = mailboxes[block];",
+    r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = bits;",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
     r"__float_as_uint\(pair\.(\w)\)": r"emulator::bits_of_arithmetic(pair.\1)",
     r"#include <cooperative_groups.h>": "",

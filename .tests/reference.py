@@ -81,6 +81,15 @@ def chain(x, normalized_shape, weight, bias, eps, activation=None, scale=1.0):
     return (ACTIVATIONS[activation](y) if activation else y) * scale
 
 
+def formula(x, weight, bias, activation=None, scale=1.0, dims=(-1,), eps=EPS):
+    """Computes the function of layer_norm. Of PyTorch's layer_norm, derivatives of third order or in vmap are wrong."""
+    distance = x - x.mean(dims, keepdim=True)
+    y = distance * (distance.square().mean(dims, keepdim=True) + eps).rsqrt()
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return (ACTIVATIONS[activation](y) if activation else y) * scale
+
+
 def activated(z, activation):
     """Returns activation(z) and its derivative. PyTorch's gelu computes 1 + erf, which cancels for very negative z."""
     if activation is None:

@@ -7,22 +7,13 @@ import time
 
 import pytest
 import torch
-from reference import ACTIVATIONS, EPS, assert_no_worse, chain, random_case, run_case
+from reference import EPS, assert_no_worse, chain, formula, random_case, run_case
 from test_convolution import SCALED, convolutions_in_tf32, models
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from test_layernorm_inline import randomize
-
-
-def formula(x, weight, bias, activation=None, scale=1.0, dims=(-1,)):
-    """Computes the function of layer_norm. Of PyTorch's layer_norm, derivatives of third order or in vmap are wrong."""
-    distance = x - x.mean(dims, keepdim=True)
-    y = distance * (distance.square().mean(dims, keepdim=True) + EPS).rsqrt()
-    y = y if weight is None else y * weight
-    y = y if bias is None else y + bias
-    return (ACTIVATIONS[activation](y) if activation else y) * scale
 
 
 def derivatives(function, tensors, order):

@@ -1,20 +1,19 @@
 """Tests of the file as a KernelBench submission (its static rules, its harness), and of the code in README and .docs."""
 
-import gc
+import importlib.util
 import inspect
 import os
 import re
-import shutil
-import subprocess
 import sys
-import types
+import textwrap
+from importlib.machinery import ModuleSpec
 
-import emulator
 import pytest
 import torch
-from processes import ROOT, SOURCE, environment_with, import_in_subprocess, package, run
+from processes import CACHE, ROOT, SOURCE, environment_with, run
 from torch import nn
 
+import layernorm_inline
 from test_layernorm_inline import ARGUMENTS_34, Model, Model34
 
 
@@ -35,11 +34,6 @@ def test_file_follows_the_static_rules():
         assert not re.search(pattern, code), pattern
     assert "__global__" in code and "load_inline" in code and "threadIdx." in code
     assert text.startswith("# SPDX-License-Identifier: MIT\n")
-
-
-def python_blocks(page):
-    """Returns the blocks of Python in README.md or a page of .docs."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
 
 
 SUBMISSION_34 = "ModelNew = ConvTranspose3dLayerNormGELUScaling\n"  # the line that README appends for problem 34
@@ -80,119 +74,231 @@ def test_submission_runs_like_in_the_harness(problem, grad):
         assert norm(torch.rand(3, 8)).shape == (3, 8)
 
 
-@pytest.mark.full
-def test_submission_of_problem_34_on_a_gpu(backend):
-    """The whole file with the appended line runs the kernel, also when the harness executes it again."""
-    reference = "import torch\nimport torch.nn as nn\n" + inspect.getsource(Model34).replace("Model34", "Model")
-    text = SOURCE.read_text() if backend.is_cuda else emulator.module_text()
-    torch.backends.cudnn.allow_tf32 = True
-    x = torch.rand(2, 32, 3, 4, 32, device=backend.device)
-    for _ in range(2):
-        namespace = {}
-        exec(compile(reference, "<reference>", "exec"), namespace)
-        exec(compile(text + "\n" + SUBMISSION_34, "<submission>", "exec"), namespace)
-        models = []
-        for name in ("Model", "ModelNew"):
-            torch.manual_seed(42)
-            models.append(namespace[name](*ARGUMENTS_34).to(backend.device))
-        assert models[1]._in_one_kernel(x)
-        expected, y = (model(x) for model in models)
-        # PyTorch's convolution on CPUs does not round to TF32.
-        torch.testing.assert_close(y, expected, atol=1e-4 if backend.is_cuda else 5e-3, rtol=1e-4)
-    # The first namespace is gone, but its op still loads the second library.
-    del namespace, models[0]
-    gc.collect()
-    y.sum().backward()
+# A clone of KernelBench in small: the files that .bench/kernelbench.py needs, with the evaluator's signatures.
+CLONE = {
+    "src/kernelbench/__init__.py": "",
+    "src/kernelbench/eval.py": """
+        import requests
+        from types import SimpleNamespace
+        import torch
+        from dotenv import load_dotenv
+        from litellm import completion
+        from openai import OpenAI
+        from tqdm import tqdm
+        from . import timing
+
+        calls = []
+
+        def eval_kernel_against_ref(
+            original_model_src, custom_model_src, num_correct_trials=1, num_perf_trials=10, measure_performance=False,
+            timing_method="cuda_event", backend="cuda", precision=torch.float32,
+        ):
+            calls.append((timing_method, precision, num_correct_trials, num_perf_trials, measure_performance, backend))
+            namespace, outputs = {}, []
+            exec(original_model_src, namespace)
+            exec(custom_model_src, namespace)
+            for name in ("Model", "ModelNew"):
+                torch.manual_seed(42)
+                model = namespace[name](*namespace["get_init_inputs"]()).to(precision)
+                outputs.append(model(namespace["get_inputs"]()[0].to(precision)))
+            right = torch.allclose(*outputs, atol=1e-2, rtol=1e-2)
+            return SimpleNamespace(correctness=right, runtime=0.5, ref_runtime=8.0, metadata={"trials": "(0 / 5)"})
+        """,
+    "src/kernelbench/kernel_static_checker.py": """
+        def validate_kernel_static(code, backend="cuda", precision="fp16", forbidden=None, warnings=None):
+            errors = [] if "load_inline" in code and (backend, precision) == ("cuda", "fp32") else ["no kernel"]
+            return not errors, errors, ["a warning"]
+        """,
+    "src/kernelbench/timing.py": """
+        def measure_ref_program_time(
+            ref_arch_name, ref_arch_src, num_warmup=5, num_trials=100, discard_first=1, timing_method="cuda_event",
+            use_torch_compile=False, precision="fp32",
+        ):
+            return {"mean": 1.0 if use_torch_compile and "class Model" in ref_arch_src else 9.0}
+        """,
+}  # fmt: skip
+PROBLEM = """
+import torch
+import torch.nn as nn
+
+{model}
+
+def get_inputs():
+    return [torch.rand({shape})]
+
+def get_init_inputs():
+    return [*{arguments}]
+"""
 
 
-# ---- The file without its last part ----
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """Returns (the module .bench/kernelbench.py, a folder that stands in for a clone of KernelBench)."""
+    problems = {
+        "level1/40_LayerNorm.py": (Model, (2, 4, 6, 8), ((4, 6, 8),)),
+        "level2/34_ConvTranspose3d_LayerNorm_GELU_Scaling.py": (Model34, (2, 32, 3, 4, 32), ARGUMENTS_34),
+    }
+    files = {name: textwrap.dedent(text) for name, text in CLONE.items()}
+    for name, (model, shape, arguments) in problems.items():
+        text = inspect.getsource(model).replace(model.__name__, "Model")
+        files[f"KernelBench/{name}"] = PROBLEM.format(model=text, shape=shape, arguments=arguments)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("bench_kernelbench", ROOT / ".bench" / "kernelbench.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module, tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kernelbench"]:
+        del sys.modules[name]
 
 
-def layer_norm_only():
-    """Returns the file without its last part."""
-    text = SOURCE.read_text()
-    (start,) = (match.start() for match in re.finditer("^# 7  KernelBench problem 34", text, re.M))
-    assert "Everything from here on can be deleted if you only want LayerNorm." in text[start:].split("\n")[1]
-    return text[:start]
+@pytest.mark.parametrize("problem", [40, 34])
+def test_the_evaluator_gets_the_submission(problem, clone, capsys):
+    """The stand-in runs both models on the CPU, and the script prints what it returns."""
+    module, folder = clone
+    before = {name: sys.modules.get(name) for name in module.UNUSED}
+    rows, right = module.evaluated(folder, problem, ["fp32"])
+    assert right and rows == [
+        ["fp32", clock, "yes", "8.00", "1.00", "0.500", "16.0", "2.00"] for clock in module.CLOCKS
+    ]
+    calls = sys.modules["kernelbench.eval"].calls
+    assert calls == [(clock, torch.float32, 5, 100, True, "cuda") for clock in ("cuda_event", "do_bench")]
+    out = capsys.readouterr().out
+    assert "Static checker, fp32: 0 errors, 1 warnings\n    a warning\n" in out
+    assert f"Problem {problem}, precision: fp32, clock: do_bench, correct: yes, eager, ms: 8.00" in out
+    assert {name: sys.modules.get(name) for name in module.UNUSED} == before  # the stand-ins are gone
 
 
-def test_the_last_part_can_be_deleted(tmp_path):
-    """No code above refers to the part, and LayerNorm works without it."""
-    text = layer_norm_only()
-    (tmp_path / SOURCE.name).write_text(text)
-    assert not re.search("convolution|conv_transpose|ConvTranspose3d", text, re.I)
-    code = """
-        import torch, layernorm_inline
-        from layernorm_inline import *
-        x, norm = torch.randn(3, 8), torch.nn.LayerNorm(8)
-        assert all(hasattr(layernorm_inline, name) for name in layernorm_inline.__all__)
-        assert torch.equal(layer_norm(x, (8,), norm.weight, norm.bias), norm(x))
-        assert type(replace_layer_norm(norm)) is LayerNorm and torch.equal(norm(x), ModelNew(8)(x))
-    """
-    done = import_in_subprocess(tmp_path, code, TORCH_CUDA_ARCH_LIST=" ", CUDA_VISIBLE_DEVICES="", PYTHONPATH=None)
-    assert done.returncode == 0, done.stderr
+def test_wrong_results_and_errors_of_the_checker_are_reported(clone, monkeypatch, capsys):
+    module, folder = clone
+    assert module.evaluated(folder, 40, ["bf16"])[1] is False  # the stand-in's checker rejects this precision
+    assert "Static checker, bf16: 1 errors, 1 warnings\n    no kernel\n" in capsys.readouterr().out
+    wrong = "\nclass ModelNew(ModelNew):\n    def forward(self, x):\n        return super().forward(x) + 1\n"
+    monkeypatch.setitem(module.PROBLEMS, 40, (module.PROBLEMS[40][0], wrong))
+    assert module.evaluated(folder, 40, ["fp32"]) == ([], False)
+    assert "WRONG: problem 40, fp32, cuda_event: {'trials': '(0 / 5)'}" in capsys.readouterr().out
 
 
-@pytest.mark.full
-def test_no_name_is_undefined_without_the_last_part(tmp_path):
-    package("ruff")
-    (tmp_path / SOURCE.name).write_text(layer_norm_only())
-    rules = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", str(tmp_path / SOURCE.name)]
-    done = subprocess.run(rules, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+def test_arguments_of_the_evaluators_script(clone, monkeypatch, capsys):
+    module, folder = clone
+    monkeypatch.setitem(sys.modules, "pydantic", importlib.util.module_from_spec(ModuleSpec("pydantic", None)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["kernelbench.py", "--problem", "40", str(folder)])
+    assert module.main() == 1 and "no CUDA GPU" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(module, "PRECISIONS", {"fp32": torch.float32})
+    monkeypatch.setattr(module.results.write_section, "__defaults__", (folder / "RESULTS.md",))
+    assert module.main() == 0
+    written = (folder / "RESULTS.md").read_text()
+    columns = written[written.index("| ") : written.index("\n| fp32")]
+    assert "## Evaluator of problem 40, a GPU\n" in written
+    assert columns in (ROOT / ".bench" / "RESULTS.md").read_text()  # from which README's figures come
+    for arguments in (["--problem", "41", str(folder)], ["--problem", "40", str(folder / "src")], [str(folder)]):
+        monkeypatch.setattr(sys, "argv", ["kernelbench.py", *arguments])
+        with pytest.raises(SystemExit):
+            module.main()
 
 
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
-def test_layer_norm_without_the_last_part(tmp_path):
-    """The short selection of LayerNorm's tests succeeds on emulated GPUs if the last part is deleted."""
-    for name in (".tests", "test_layernorm_inline.py", ".pytest.ini"):
-        path = ROOT / name
-        shutil.copytree(path, tmp_path / name) if path.is_dir() else shutil.copy(path, tmp_path)
-    (tmp_path / SOURCE.name).write_text(layer_norm_only())
-    files = [f".tests/test_{name}.py" for name in ("values", "binding", "autograd", "modules")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-c", ".pytest.ini", *files]
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR")
-    environment = environment_with(CUDA_VISIBLE_DEVICES="", PYTHONPATH=None, TORCH_EXTENSIONS_DIR=cache)
-    done = run(command, cwd=tmp_path, env=environment)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+# ---- The code and the commands of README and .docs ----
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / ".docs").glob("*.md")), ROOT / ".github" / "CONTRIBUTING.md"]
+BLOCKS = [  # (page, language, text)
+    (page.name, language, text)
+    for page in PAGES
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.S | re.M)
+]
+COMMANDS = [
+    pytest.param(language, text, id=f"{page}-{language}") for page, language, text in BLOCKS if language != "python"
+]
 
 
-# ---- Code in the documents ----
-
-
-def test_the_evaluators_call_in_the_docs(tmp_path, monkeypatch, capsys):
-    """The call in .docs/kernelbench.md passes the texts of both files. A stand-in takes the place of KernelBench."""
-
-    def eval_kernel_against_ref(reference, submission, *, backend, precision, measure_performance, **numbers):
-        assert (reference, submission) == ("the reference", SOURCE.read_text())
-        assert (backend, precision, measure_performance) == ("cuda", torch.float32, True)
-        assert numbers == {"num_correct_trials": 5, "num_perf_trials": 100, "timing_method": "do_bench"}
-        return types.SimpleNamespace(correctness=True, runtime=1.0, ref_runtime=2.0)
-
-    stand_in = types.SimpleNamespace(eval_kernel_against_ref=eval_kernel_against_ref)
-    monkeypatch.setitem(sys.modules, "kernelbench", types.SimpleNamespace(eval=stand_in))
-    monkeypatch.setitem(sys.modules, "kernelbench.eval", stand_in)
-    for absent in ("openai", "litellm", "dotenv", "datasets", "tqdm"):  # which the call replaces, until the test ends
-        monkeypatch.setitem(sys.modules, absent, None)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "KernelBench/level1").mkdir(parents=True)
-    (tmp_path / "KernelBench/level1/40_LayerNorm.py").write_text("the reference")
-    (tmp_path / "layernorm_inline.py").write_text(SOURCE.read_text())
-    (call,) = python_blocks(".docs/kernelbench.md")
-    exec(call, {})
-    assert capsys.readouterr().out == "True 1.0 2.0\n"
-
-
-def test_code_in_the_readme_works():
-    first, use, submission = python_blocks("README.md")
+def run_python_of_the_pages(module, monkeypatch, capsys):
+    """Returns the names of the operations that README's example prints."""
+    monkeypatch.setitem(sys.modules, "layernorm_inline", module)
+    first, use, submission = (text for _, language, text in BLOCKS if language == "python")
     assert submission == SUBMISSION_34
-    namespace = {"model": nn.Sequential(nn.LayerNorm(768))}
+    namespace = {}
     exec(first, namespace)
-    assert type(namespace["norm"]) is type(namespace["model"][0]) is namespace["LayerNorm"]
+    assert type(namespace["norm"]) is type(namespace["model"][0]) is module.LayerNorm
     exec(use, namespace)
-    x, weight, bias, model = (namespace[name] for name in ("x", "weight", "bias", "model"))
-    expected = nn.functional.gelu(nn.functional.layer_norm(x, (768,), weight, bias)) * 0.5
-    torch.testing.assert_close(namespace["y"], expected)
-    assert type(model[0]) is namespace["LayerNorm"] and x.is_cuda == torch.cuda.is_available()
+    x, model = namespace["x"], namespace["model"]
+    expected = nn.functional.gelu(nn.functional.layer_norm(x.double(), (768,))) * 0.5
+    torch.testing.assert_close(namespace["y"], expected.float(), atol=1e-5, rtol=1e-5)
+    assert type(model[0]) is module.LayerNorm and x.is_cuda == torch.cuda.is_available()
+    count, operations = capsys.readouterr().out.splitlines()
+    assert count == "converted norms: 1"
+    return operations
+
+
+def test_code_in_the_readme_works(monkeypatch, capsys):
+    operations = run_python_of_the_pages(layernorm_inline, monkeypatch, capsys)
+    assert ("layernorm_inline_" if torch.cuda.is_available() else "aten::native_layer_norm") in operations
+
+
+@pytest.mark.parametrize("backend", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True)
+def test_the_profiler_shows_that_kernels_run(backend, monkeypatch, capsys):
+    operations = run_python_of_the_pages(backend.module, monkeypatch, capsys)
+    assert re.search(r"'layernorm_\w+::layer_norm'", operations) and "native_layer_norm" not in operations
+
+
+def as_script(language, text):
+    """Returns the commands of a block of bash, or those that Docker would run for a Dockerfile."""
+    if language != "dockerfile":
+        return text
+    instructions = [line.split(None, 1) for line in text.splitlines()]
+    assert instructions[0][0] == "FROM" and len(instructions) <= 10
+    shell = {"ENV": "export {}", "WORKDIR": "mkdir -p .{0} && cd .{0}", "COPY": f"cp {ROOT}/{{}}", "RUN": "{}"}
+    return "\n".join(shell[name].format(arguments) for name, arguments in instructions[1:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("language,text", COMMANDS)
+def test_commands_of_the_pages_run(language, text, clone, tmp_path):
+    """Commands run without a GPU. Those that need the network or root do nothing, and no tests run within a test."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    real = f'exec "{sys.executable}" "$@"'
+    venv = 'mkdir -p "$3/bin" && touch "$3/bin/activate"'
+    scripts = dict.fromkeys(("git", "pip", "apt", "apt-get"), "exit 0")
+    scripts["python"] = f'[ "$2" = pytest ] || {real}'
+    scripts["python3"] = f'if [ "$2" = venv ]; then {venv}; else {real}; fi'
+    for name, script in scripts.items():
+        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / name).chmod(0o755)
+    for path in (*ROOT.glob("*.py"), ROOT / ".bench"):
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "pydantic.py").touch()
+    (tmp_path / "src").rename(tmp_path / "source")  # the stand-in for the clone of KernelBench
+    (tmp_path / "KernelBench").rename(tmp_path / "problems")
+    (tmp_path / "KernelBench").mkdir()
+    (tmp_path / "source").rename(tmp_path / "KernelBench" / "src")
+    (tmp_path / "problems").rename(tmp_path / "KernelBench" / "KernelBench")
+    path = f"{tools}:{os.environ['PATH']}"
+    variables = environment_with(
+        PATH=path, CUDA_VISIBLE_DEVICES="", TORCH_EXTENSIONS_DIR=CACHE, PYTHONPATH=str(tmp_path)
+    )
+    script = as_script(language, text).replace("/opt/torch_extensions", CACHE)
+    done = run(["bash", "-uc", f"trap 'echo FAILED: $BASH_COMMAND' ERR\n{script}"], cwd=tmp_path, env=variables)
+    evaluations = script.count("kernelbench.py")  # they end with an error, because there is no GPU
+    assert done.stdout.count("FAILED: ") == evaluations, done.stdout + done.stderr
+    assert done.stdout.count("Nothing was timed, because there is no CUDA GPU") == evaluations + ("venv" in script)
+
+
+def test_links_of_the_pages_lead_somewhere():
+    titles = {}
+    for page in (
+        *PAGES,
+        ROOT / ".tests" / "README.md",
+        ROOT / ".bench" / "RESULTS.md",
+        ROOT / ".bench" / "EXPERIMENTS.md",
+    ):
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+        titles[page.resolve()] = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+    for page in titles:
+        for file, title in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), (page.name, file)
+            assert not title or title in titles[target], (page.name, title)

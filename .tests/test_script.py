@@ -7,11 +7,12 @@ import importlib
 import json
 import re
 import sys
+import time
 from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import ROOT, environment_with, run
+from processes import ROOT, environment_with, package, run
 
 import test_layernorm_inline as companion
 
@@ -71,16 +72,21 @@ def test_a_wrong_module_fails(problem, name, monkeypatch, capsys):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Makes the script believe that the CPU is a GPU, on which everything takes the returned times (ms)."""
+    """Makes the script believe that the CPU is a GPU, on which everything takes the returned times (ms).
+
+    A function that is replayed from a CUDA graph takes an eighth of its time.
+    """
     times = dict(original=8.0, new=0.5, copy=0.25, default=1.0, compile=2.0)
     times["max-autotune-no-cudagraphs"] = 0.75
     small = list(companion.settings_40("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(companion, "settings_40", lambda device: small)
-    monkeypatch.setattr(companion, "setting_of_models", lambda device: small[0])
+    monkeypatch.setattr(companion, "setting_of_models", lambda device: small[0]._replace(is_small=True))
     monkeypatch.setattr(companion, "versions", lambda: "a GPU")
     monkeypatch.setattr(companion, "milliseconds", lambda runs, **_: {name: times[name] for name in runs})
+    replayed = lambda runs, **_: {name: times[name] / 8 for name in runs}  # noqa: E731
+    monkeypatch.setattr(companion, "milliseconds_of_graphs", replayed)
     return times
 
 
@@ -92,8 +98,9 @@ def test_the_printed_lines(timed, capsys, tmp_path):
     assert second == "Original time: 8.00 ms, New time: 0.500 ms, Speedup: 16.00x"
     assert "    torch.compile (max-autotune-no-cudagraphs): 0.750 ms. New is 1.50x as fast." in rest
     assert "    A device copy of the same bytes: 0.312 ms. New runs at 0.62 of copy bandwidth." in rest
-    steps = "original 8.000 ms, compile {} ms, new 0.500 ms"
-    line = f"LayerNorm of float32: forward {steps.format('1.000')}; forward and backward {steps.format('2.000')}"
+    steps = "original 1.000 ms, compile {} ms, new 0.062 ms"
+    line = "LayerNorm of float32, replayed from CUDA graphs: "
+    line += f"forward {steps.format('0.125')}; forward and backward {steps.format('0.250')}"
     assert rest[-3:] == [line, "a GPU", ""]
     result, _ = json.loads((tmp_path / "times.json").read_text())["results"]
     assert result["forward"]["new"] == 0.5 and result["training"]["compile"] == 2.0
@@ -123,6 +130,25 @@ def test_the_clock(backend):
     x = torch.ones(64 << 20, device="cuda")
     times = companion.milliseconds({"two": lambda: (x.add_(1), x.add_(1)), "one": lambda: x.add_(1)})
     assert 1.5 < times["two"] / times["one"] < 2.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_the_clock_of_small_steps_does_not_wait_for_the_host(backend):
+    """A step whose host part needs 5 ms, as autograd's steps need longer than the GPU's kernels."""
+    norm = companion.LayerNorm(64, device="cuda")
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    y = {}
+
+    def step():
+        time.sleep(5e-3)
+        y["gradients"] = torch.autograd.grad(norm(x).sum(), [x, *norm.parameters()])
+
+    assert companion.milliseconds({"step": step}, repeats=5)["step"] > 4
+    y["gradients"][0].zero_()
+    assert companion.milliseconds_of_graphs({"step": step}, repeats=5)["step"] < 1
+    right = torch.autograd.grad(torch.nn.functional.layer_norm(x.double(), (64,)).sum(), x)[0]
+    torch.testing.assert_close(y["gradients"][0], right.float(), atol=1e-5, rtol=1e-5)  # the graph runs the whole step
 
 
 # ---- Without a GPU ----
@@ -172,9 +198,19 @@ def test_tables_of_the_readme(monkeypatch):
         columns = written[written.index("| ") : written.index("\n| ---")]
         assert columns in text and row in written
     cases = {f"{operation} | {rows} x {cols} | {dtype}" for operation, rows, cols, dtype in sweep.cases()}
-    assert {*list(results.FIRST)[2:], *results.SPEED} <= cases | models.REAL_MODELS.keys()
+    assert {*results.SPEED} <= cases
+    timed = {key.split(" | ")[0] for table in results.tables_of(text, "Models").values() for key in table}
+    assert timed - {"model", "---"} <= models.REAL_MODELS.keys()
     shown = " ".join((ROOT / "README.md").read_text().split())
-    assert [line for line in results.readme_tables(text).split("\n") if line not in shown] == []
+    lines = (" ".join(line.split()) for line in results.readme_tables(text).split("\n"))
+    assert [line for line in lines if line not in shown] == []
+
+
+def test_the_picture_of_the_readme(tmp_path):
+    package("matplotlib")
+    sweeps = results.tables_of((ROOT / ".bench" / "RESULTS.md").read_text(), "Sweep")
+    results.plot(next(iter(sweeps.values())), "a GPU", tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 10000
 
 
 @pytest.mark.full
@@ -208,14 +244,27 @@ def test_row_of_a_real_model(backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     one_step = lambda steps, **_: {name: step() or 1.0 for name, step in steps.items()}  # noqa: E731
     monkeypatch.setattr(models, "milliseconds", one_step)
-    assert models.model_row(lambda: models.pair_stack(6, backend.device))[:2] == (14, 14)
+    replaced, norms, times = models.time_model(lambda: models.pair_stack(6, backend.device))
+    assert (replaced, norms) == (14, 14)
+    steps = ["training", "inference", "training, compiled", "inference, compiled"]
+    assert times == {step: [(0.2, 0.2)] * models.RUNS for step in steps}
+
+
+def test_a_gain_within_the_spread_is_no_change():
+    for quotients, cells in (
+        ([1.05, 1.07, 1.06], ("1.06", "0.010")),
+        ([0.90, 0.95, 0.92], ("0.92", "0.030")),
+        ([1.02, 1.05, 1.00], ("no change", "0.030")),
+        ([1.009, 1.009, 1.009], ("no change", "0.000")),
+    ):
+        assert models.gain_and_spread([(8 * quotient, 8) for quotient in quotients]) == cells
 
 
 # ---- README ----
 
 
 def test_the_commands_of_the_readme_are_there():
-    pages = (ROOT / "README.md", ROOT / ".tests" / "README.md", *(ROOT / ".docs").glob("*.md"))
+    pages = (ROOT / "README.md", *ROOT.glob(".*/*.md"))
     text = "".join(page.read_text() for page in pages)
     for script, option in re.findall(r"python (\S+\.py)(?:\s+(--[a-z-]+))?", text):
         assert (ROOT / script).exists(), script
