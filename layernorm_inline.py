@@ -3933,8 +3933,13 @@ CUDA_SOURCE = _INTERFACE + _CUDA_COMMON + _CUDA_LAYER_NORM
 
 # 6  Load: what the import runs ===============================================
 
-# Names the ops. It depends only on the sources, so that a program that was saved on one machine runs on another.
-_NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()).hexdigest()[:12]
+
+# Names ops. It depends only on the sources, so that a program that was saved on one machine runs on another.
+def _name_of(sources):
+    return "layernorm_inline_" + hashlib.sha256(sources.encode()).hexdigest()[:12]
+
+
+_NAME = _name_of(CUDA_SOURCE + CPP_SOURCE)
 
 _LAYER_NORM = _Library(_NAME, "layer_norm", CPP_SOURCE, CUDA_SOURCE, [])
 _EPILOGUE = _Library(_NAME + "_epilogue", "layer_norm", CPP_SOURCE, CUDA_SOURCE, ["-DLAYERNORM_HAS_EPILOGUE"])
@@ -3965,7 +3970,6 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
 
     LayerNorm normalizes the output's width, which must equal out_channels (else RuntimeError). The parameters are those
     of an nn.ConvTranspose3d conv_transpose and an nn.LayerNorm layer_norm. scaling_factor is a number or a Tensor.
-
     One kernel computes the model for 32 input and 64 output channels, kernel 4, stride 2, padding 1 and input width 32,
     if x and the parameters are CUDA tensors of one dtype, autocast is off, the two modules have neither hooks nor
     patches, and the library has code for sm_90a. It multiplies float32 in TF32 if PyTorch allows that for convolutions.
@@ -4064,12 +4068,12 @@ bool supports_convolution(const Tensor& input) {
   return (uses_tf32 || input.scalar_type() != at::kFloat) && has_convolution_kernel();
 }
 
-// Loads the second library, whose layer_norm has an activation.
 void load_layer_norm() {
   const c10::impl::ExcludeDispatchKeyGuard not_recorded(c10::DispatchKeySet(c10::DispatchKeySet::FULL));
   call_op<load_layer_norm>("load_layer_norm");
 }
 
+// The op of the second library, which has an activation.
 Tensor layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps, int64_t activation, double scale) {
   load_layer_norm();
@@ -4587,13 +4591,11 @@ bool has_convolution_kernel() {
 }  // namespace TORCH_EXTENSION_NAME
 """
 
-_CPP_SOURCE_34 = f'#define LAYERNORM_EPILOGUE "{_EPILOGUE.name}::layer_norm"\n' + _INTERFACE + _CONVOLUTION_INTERFACE
-_CPP_SOURCE_34 += _CPP_COMMON + _CPP_CONVOLUTION
-_CUDA_SOURCE_34 = _INTERFACE + _CONVOLUTION_INTERFACE + _CUDA_COMMON + _CUDA_CONVOLUTION
-_hash_34 = hashlib.sha256((_CPP_SOURCE_34 + _CUDA_SOURCE_34).encode()).hexdigest()[:12]
-_CONVOLUTION = _Library(
-    f"layernorm_inline_{_hash_34}_convolution", "conv_transpose3d_layer_norm_gelu", _CPP_SOURCE_34, _CUDA_SOURCE_34, []
-)
+_CPP_34 = f'#define LAYERNORM_EPILOGUE "{_EPILOGUE.name}::layer_norm"\n' + _INTERFACE + _CONVOLUTION_INTERFACE
+_CPP_34 += _CPP_COMMON + _CPP_CONVOLUTION
+_CUDA_34 = _INTERFACE + _CONVOLUTION_INTERFACE + _CUDA_COMMON + _CUDA_CONVOLUTION
+_NAME_34 = _name_of(_CUDA_34 + _CPP_34) + "_convolution"
+_CONVOLUTION = _Library(_NAME_34, "conv_transpose3d_layer_norm_gelu", _CPP_34, _CUDA_34, [])
 
 _convolution_ops = getattr(torch.ops, _CONVOLUTION.name)  # has no ops before _load_convolution
 _is_convolution_loaded = False
