@@ -85,7 +85,8 @@ def test_layer_norm_without_the_last_part(tmp_path):
         shutil.copytree(path, tmp_path / name) if path.is_dir() else shutil.copy(path, tmp_path)
     (tmp_path / SOURCE.name).write_text(layer_norm_only())
     files = [f".tests/test_{name}.py" for name in ("values", "binding", "autograd", "modules")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-c", ".pytest.ini", *files]
+    command = [sys.executable, *"-m pytest -q -x -p no:cacheprovider -c .pytest.ini".split(), *files]
+    command += ["-k", "not problem_34 and not ConvTranspose3d"]
     environment = environment_with(CUDA_VISIBLE_DEVICES="", PYTHONPATH=None, TORCH_EXTENSIONS_DIR=CACHE)
     done = run(command, cwd=tmp_path, env=environment)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
