@@ -1251,12 +1251,13 @@ namespace {
 // ==== Architectures ====
 
 struct Arch {
-  bool has_async_copy;    // cp.async, mbarrier, L2 policies of loads, and L2 prefetches
+  bool has_async_copy;    // cp.async, mbarrier, and L2 policies of loads and prefetches
   bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
   bool has_large_shared;  // 227 KB of shared memory per block
 
   // Launch bounds, in blocks per SM. With more, some kernels spill (nvcc 13.0).
   int row_blocks;                      // of 512 threads
+  int warp_row_blocks;                 // of 128 threads with a row per warp
   int two_load_blocks[2];              // of 512 threads with two loads each: float32, 16 bits
   int four_load_blocks_16_bits;        // of 512 threads with four loads each
   int short_blocks_16_bits;            // of 128 threads with one load from each of several rows
@@ -1271,6 +1272,7 @@ constexpr Arch arch_of(int number) {
   arch.has_bulk_copy = number >= 90;
   arch.has_large_shared = number >= 90 && number < 120;
   arch.row_blocks = is_small ? 2 : 3;
+  arch.warp_row_blocks = number == 75 ? 8 : 9;
   arch.two_load_blocks[0] = number == 90 ? 3 : two_loads;
   arch.two_load_blocks[1] = two_loads;
   arch.four_load_blocks_16_bits = is_small ? 1 : 2;
@@ -1415,7 +1417,7 @@ __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvt
 // p must be aligned to Pack<T, V>.
 template <typename T, int V> __device__ Pack<T, V> load(const T* p) { return *reinterpret_cast<const Pack<T, V>*>(p); }
 
-// EVICT_FIRST: the pack leaves L2 before others.
+// EVICT_FIRST: packs of 16 bytes leave L2 before others.
 template <typename T, int V, bool EVICT_FIRST = false> __device__ void store(T* p, const Vec<float, V>& x) {
   const Pack<T, V> pack = packed<T>(x);
   if constexpr (EVICT_FIRST && sizeof(pack) == 16) {
@@ -1856,7 +1858,7 @@ struct Device {
   int sms = 1;
   int l2_bytes = 0;
   int shared_bytes = 0;              // that a block can use
-  Arch arch = {};                    // of the loaded code; the GPU may be newer
+  Arch arch = {};                    // that the code was compiled for; the GPU may be newer
   bool allows_programmatic = false;  // rule 4
 };
 
@@ -1980,7 +1982,7 @@ template <typename... Coefficients> __device__ float polynomial(float t, float s
   return sum;
 }
 
-// The relative error is at most 2e-6 for t <= 5.
+// The relative error is at most 4e-6 for t <= 5.
 __device__ inline float normal_tail(float t) {
   return fast_exp2(polynomial(t, -3.21420224e-08f, 9.17247689e-07f, -1.13272436e-05f, 7.71048435e-05f, -0.000277302111f,
                               -1.34687225e-05f, 0.0069725248f, -0.0524639152f, -0.459211886f, -1.1511054f, -1.0f));
@@ -2093,6 +2095,10 @@ namespace {
 // Rows that a thread adds up one by one, at most. Longer chains of additions lose digits.
 constexpr int kRowsPerSum = 256;
 
+__host__ __device__ inline bool needs_gradient_sums(const Backward& call) {
+  return call.grad_weight != nullptr || call.grad_bias != nullptr;
+}
+
 // Adds to row blockIdx.y of partials, which is_first overwrites. Without partials, the sums are the gradients.
 template <typename T, int V> __device__ void add_gradients(const Backward& call, float* partials, int64_t col,
                                                            const Vec<float, V>& grad_weight,
@@ -2152,7 +2158,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const
 // partial_rows is 0 if the backward kernel has stored the gradients itself.
 cudaError_t launch_sum_partials(const Backward& call, const float* partials, int64_t partial_rows,
                                 const LaunchContext& context) {
-  if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
+  if (partial_rows == 0 || !needs_gradient_sums(call)) return cudaSuccess;
   int threads_per_column = std::min(kMaxThreadsPerColumn, row_threads(partial_rows, 1));
   while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 512 * context.device.sms)
     threads_per_column /= 2;  // 512 threads per SM are enough; tuned on an H200
@@ -2261,8 +2267,8 @@ constexpr int max_threads(int element_bytes, int packs, int rows, RowKind kind) 
 constexpr int min_blocks(int element_bytes, int packs, int rows, RowKind kind) {
   const bool is_16_bits = element_bytes == 2;
   if (kind == kInWarp) {
-    if (packs <= 2) return 9;
-    if (packs == 3) return is_16_bits ? 7 : 9;
+    if (packs == 3 && is_16_bits) return 7;
+    if (packs <= 3) return kArch.warp_row_blocks;
     if (packs == 4) return 5;
     return 4;
   }
@@ -2646,7 +2652,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   }
 
   // Add up the block's rows in a tree, because a chain would lose digits.
-  if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
+  if (!needs_gradient_sums(call)) return;
   UNROLL(n, 2) {
     float* partial = partials + (n * gridDim.x + blockIdx.x) * int64_t(cols);
     float* gathered = blockDim.y == 1 ? partial : shared + threadIdx.y * cols;
@@ -2706,16 +2712,18 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
     const BackwardPlan one_row = plan<T, V, 2, 1>(call, context.device);
     if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) p = one_row;
   }
-  auto* partials = static_cast<float*>(context.allocate(2 * p.blocks * call.cols * sizeof(float)));
+  const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;
+  auto* partials =
+      static_cast<float*>(partial_rows > 0 ? context.allocate(2 * partial_rows * call.cols * sizeof(float)) : nullptr);
   const L2Priority priority = input_priority(call, context.device);
   const cudaError_t error = launch_kernel(p.kernel, {dim3(p.blocks), p.block}, context, call, partials, priority);
-  return error != cudaSuccess ? error : launch_sum_partials(call, partials, p.blocks, context);
+  return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
 }
 
 }  // namespace registers
 
 // ==== Two-pass kernels: every row that no other family supports, forward and backward ====
-// Input is read twice, by three kernels:
+// Input is read by the first and the last of three kernels. Without grad_input, only the last one runs.
 //   1. measure_pieces: a block computes the statistics of one piece of a row. A piece is every `pieces`-th chunk of the
 //      row, and a chunk is what a block loads at once.
 //   2. finish_rows: a block combines the pieces of one row.
@@ -2726,9 +2734,9 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
 namespace two_pass {
 
 constexpr int kMeasureThreads = 256;        // per block of kernels 1 and 2
-constexpr int kMeasureBlocks = 4;           // of kernel 1, per SM: launch bounds
+constexpr int kMeasureBlocks = 4;           // of kernel 1, per SM; unaligned forward has other launch bounds
 constexpr int64_t kMinPieceColumns = 8192;  // shorter pieces do not hide the fixed cost of a block
-constexpr int kBlockColumns = 2048;         // of a block of kernel 3: one load per thread
+constexpr int kBlockColumns = 2048;         // of a block of kernel 3: 16 bytes, or four elements, per thread
 constexpr int64_t kColumnBlocksPerSm = 8;   // of kernel 3, if there are enough rows
 
 // A thread's columns of a chunk: one pack of V or, in unaligned rows (V = 1), four columns that are THREADS apart. A
@@ -2942,10 +2950,11 @@ template <typename T, int V, typename Call> cudaError_t launch(const Call& call,
   // As many ranges of rows as fill the SMs with blocks of kernel 3, or more, so that they are not much longer than
   // kRowsPerSum.
   const int64_t column_blocks = ceil_div(cols, kBlockColumns);
-  const int64_t ranges =
-      std::max<int64_t>({1, std::min(rows, kColumnBlocksPerSm * sms / column_blocks), rows / kRowsPerSum});
+  const int64_t most_ranges = std::max(rows / kRowsPerSum, std::min(rows, kColumnBlocksPerSm * sms / column_blocks));
+  const int64_t ranges = std::clamp<int64_t>(most_ranges, 1, 65535);  // the most that gridDim.y can be
   const int64_t rows_per_block = ceil_div(rows, ranges);
-  const int64_t partial_rows = kForward || (ranges == 1 && rows <= kRowsPerSum) ? 0 : ranges;
+  int64_t partial_rows = 0;
+  if constexpr (!kForward) partial_rows = needs_gradient_sums(call) && (ranges > 1 || rows > kRowsPerSum) ? ranges : 0;
 
   // Scratch memory: partials (2, partial_rows, cols), row results (rows), parts (rows, pieces).
   const int64_t partial_sums = 2 * partial_rows * cols;
@@ -3232,7 +3241,7 @@ template <typename Block> __device__ void load_slices(const Block& block, int th
       const auto [shared, global, bytes] = copies[t];
       if (prefetches) prefetch_range(global, bytes, policy, thread, kLoaderThreads);
     }
-    RowStats stats;
+    RowStats stats = {};
     if constexpr (!Block::kForward) stats = {block.call.mean[row], block.call.rstd[row]};
 
     // Wait for the stage, and until row i - stages_in_flight has landed: more copies in flight would delay mailboxes.
@@ -3544,7 +3553,9 @@ template <typename T, typename Call> cudaError_t launch(const Call& call, const 
   const int64_t groups = std::min<int64_t>(call.rows, context.device.sms / plan.blocks_per_row);
 
   // Scratch memory: partial sums, then mailboxes on a cache line. One group with few rows needs no partial sums.
-  const int64_t partial_rows = !Block::kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
+  int64_t partial_rows = 0;
+  if constexpr (!Block::kForward)
+    partial_rows = needs_gradient_sums(call) && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
   const int64_t partial_floats = ceil_div(2 * partial_rows * call.cols, 32) * 32;
   const int64_t bytes = 4 * partial_floats + 8 * call.rows * mailboxes_per_row(plan.blocks_per_row);
   auto* scratch = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
@@ -3765,8 +3776,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
 
   // Measure the first A stages.
   Moments moments = {};
-  ROLLED(i, kRowsAhead<T> * block.stages + kStagesAhead<T>) {
-    if (i >= kRowsAhead<T> * block.stages && blockIdx.y + kRowsAhead<T> * groups >= rows) break;
+  ROLLED(i, opaque(kRowsAhead<T> * block.stages + kStagesAhead<T>)) {
     barrier_wait(&control.full[i], 0);  // still the first round, because of rule 1
     const int second = kRowsAhead<T> > 1 && i >= block.stages;
     const bool is_last = i == block.stages - 1 || (kRowsAhead<T> > 1 && i == 2 * block.stages - 1);
@@ -4204,7 +4214,7 @@ template <typename T> __device__ uint32_t add_pairs(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hadd2_rn(bit_cast<Pair>(a), bit_cast<Pair>(b)));
 }
 
-// For results of TF32: 8.1e-6 for t <= 5.
+// For results of TF32: 1e-5 for t <= 5.
 __device__ inline float normal_tail_5_digits(float t) {
   return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f, -0.0536014629f,
                               -0.458833878f, -1.15109677f, -1.00000961f));
