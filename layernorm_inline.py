@@ -585,9 +585,9 @@ namespace TORCH_EXTENSION_NAME {
 // An epilogue follows layer norm in the same kernel: an activation, a scale or both. A second library, compiled from
 // the same text, has the kernels with an epilogue.
 #ifdef LAYERNORM_HAS_EPILOGUE
-constexpr bool kHasEpilogue = true;
+inline constexpr bool kHasEpilogue = true;
 #else
-constexpr bool kHasEpilogue = false;
+inline constexpr bool kHasEpilogue = false;
 #endif
 
 enum class DType { Float32, Float16, BFloat16 };
