@@ -192,7 +192,7 @@ MUTANTS = [
     Mutant("build: one folder for all flags of nvcc", "*machine, *_CUDA_FLAGS, *_CPP_FLAGS]", "*machine, *_CPP_FLAGS]", "one_namespace"),
     Mutant("build: one folder for all flags of the C++ compiler", "*_CUDA_FLAGS, *_CPP_FLAGS]", "*_CUDA_FLAGS]", "one_namespace"),
     Mutant("build: the filter for PyTorch's warning left", 'restored.callback(setattr, logger, "disabled", logger.disabled)', "", "error_of_the_build"),
-    Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program"),
+    Mutant("build: a namespace for each machine", "_name_of(CUDA_SOURCE + CPP_SOURCE)", '_name_of(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", ""))', "traced_program"),
     Mutant("build: library without code for all GPUs accepted", "if {*codes} <= {*", "if {*codes} & {*", "container"),
     Mutant("build: a container's library not looked for", '{*codes} <= {*os.path.basename(path)[:-3].split("-")}', 'codes == os.path.basename(path)[:-3].split("-")[1:]', "container"),
     Mutant("build: the library with the most architectures chosen", 'key=lambda path: path.count("-")', 'key=lambda path: -path.count("-")', "container"),
@@ -207,13 +207,13 @@ MUTANTS = [
     Mutant("build: creates a lock that others can hold", "os.open(path, flags, 0o600)", "os.open(path, flags, 0o644)", "built_once"),
     Mutant("build: does not wait for the lock", "fcntl.flock(file, fcntl.LOCK_EX) return lock", "return lock", "the_lock"),
     Mutant("build: files of an unfinished build kept", "lock.callback(shutil.rmtree, folder, ignore_errors=True)", "", "unfinished_build"),
-    Mutant("build: a library that only its owner can read", 'os.chmod(f"{folder}/{name}.so", 0o644)', "None", "built_once"),
+    Mutant("build: a library that only its owner can read", 'os.chmod(f"{folder}/{library.name}.so", 0o644)', "None", "built_once"),
     Mutant("build: a library that cannot be loaded is kept", "or os.stat(path).st_ino == broken", "", "cannot_be_loaded"),
     Mutant("build: toolkit of another CUDA version accepted", "_parse_version(release)[0] == major and", "", "toolkit"),
     Mutant("build: nvcc that does not run raises", "with contextlib.suppress(OSError): return subprocess", "with contextlib.suppress():\n        return subprocess", "toolkit"),
     Mutant("build: PATH left changed", "self.callback(*restore)", "None", "reaches_the_user"),
     Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
-    Mutant("build: the second library compiled without its macro", '["-DLAYERNORM_HAS_EPILOGUE"] if', '[] if', "second_library"),
+    Mutant("build: the second library compiled without its macro", 'CPP_SOURCE, CUDA_SOURCE, ["-DLAYERNORM_HAS_EPILOGUE"])', 'CPP_SOURCE, CUDA_SOURCE, [])', "sources_and_macros"),
     Mutant("build: Dynamo traces it", "_dynamo_marked_constant = True", "_dynamo_marked_constant = False", "first_use"),
     Mutant("binding: unknown activation accepted", "activation <= static_cast<int64_t>(Activation::GeluTanh)", "true", "only_what_its_library_has"),
     Mutant("binding: the first library accepts an activation", "kHasEpilogue || (activation == 0 && scale == 1)", "true", "only_what_its_library_has"),
@@ -274,6 +274,12 @@ MUTANTS = [
     Mutant("Python: hooks ignored", 'getattr(module, f"_{kind}") or', "", "fused_conditions or with_hooks"),
     Mutant("Python: global hooks ignored", 'or getattr(nn.modules.module, f"_global_{kind}")', "", "with_hooks"),
     Mutant("Python: patched forwards ignored", 'is_patched = "forward" in module.__dict__ or cls.forward is not _ORIGINAL_FORWARDS[cls]', "is_patched = False", "with_hooks"),
+    Mutant("convolution, vmap: samples in a wrong order", "mapped->value().movedim(mapped->bdim(), 0)", "mapped->value().movedim(mapped->bdim(), 0).flip(0)", "conv_under_vmap"),
+    Mutant("convolution, vmap: mapped parameters ignored", "if (vmap_level(t) >= level) return", "if (vmap_level(t) > level) return", "conv_under_vmap"),
+    Mutant("convolution, vmap: PyTorch's operations for every input", "if (vmap_level(t) >= level) return", "return", "vmap_runs_the_kernel"),
+    Mutant("convolution: composed operations do not load their library", 'library.impl("load_layer_norm", _load_epilogue,', 'library.impl("load_layer_norm", lambda: None,', "first_step_of_problem_34"),
+    Mutant("convolution: the constructor compiles the library of LayerNorm with an activation", "self.scaling_factor = scaling_factor _load_convolution()", "self.scaling_factor = scaling_factor\n        _load_epilogue()", "first_step_of_problem_34"),
+    Mutant("convolution: the op that loads ends with the file's namespace", "_convolution_ops.implementation = library", "_convolution_ops.implementation = None", "submission_of_problem_34"),
     Mutant("composed formula: eps of 1e-5", "(row_mean(centered * centered) + eps).rsqrt();", "(row_mean(centered * centered) + 1e-5).rsqrt();", "second_derivatives or third_derivatives or forward_mode"),
     Mutant("vmap with one weight per sample: eps of 1e-5", "OptionalTensor(), OptionalTensor(), eps, 0, 1)", "OptionalTensor(), OptionalTensor(), 1e-5, 0, 1)", "vmap"),
     Mutant("composed convolution: scale of 1", "static_cast<int64_t>(Activation::Gelu), scale)", "static_cast<int64_t>(Activation::Gelu), 1)", "conv_double_backward or conv_forward_mode"),
@@ -321,7 +327,7 @@ MUTANTS = [
     Mutant("binding: grad_bias in spite of the mask", "if (output_mask[2] && is_given(bias)) grad_bias", "if (is_given(bias)) grad_bias", OUTPUT_MASK),
     Mutant("binding: grad_input in spite of the mask", "if (output_mask[0]) grad_input", "grad_input", OUTPUT_MASK),
     Mutant("binding: grad_bias has input's dtype", "grad_bias = allocate_as(*bias);", "grad_bias = allocate(bias->sym_sizes(), input.scalar_type(), input);", TRANSFORMS),
-    Mutant("convolution: stride and padding of one dimension", "conv_transpose3d(input, conv_weight, conv_bias, 2, 1)", "conv_transpose3d(input, conv_weight, conv_bias, 1, 2)", CONVOLUTION + " or samples_of_problem_34"),
+    Mutant("convolution: stride and padding of one dimension", "conv_bias, {2, 2, 2}, {1, 1, 1})", "conv_bias, {1, 1, 1}, {2, 2, 2})", CONVOLUTION + " or samples_of_problem_34"),
     Mutant("grid-resident: float32 weight with 16-bit input accepted", "if (sizeof(T) == 2 && call.affine_float32) return {};", "", LAUNCHES + " or expected_kernels", emulated=PLANNED),
     Mutant("grid-resident: rows of a group counted off by one", "call.rows < kMinRows * groups", "call.rows <= kMinRows * groups", LAUNCHES, emulated=PLANNED),
     Mutant("grid-resident: GPUs without large shared memory accepted", "if (!device.arch.has_large_shared || groups == 0", "if (groups == 0", LAUNCHES + " or plans_keep", emulated=PLANNED),
@@ -343,9 +349,9 @@ MUTANTS = [
     Mutant("backward: longest row in registers off by one", "return call.cols <= columns * kBackwardThreads;", "return call.cols < columns * kBackwardThreads;", LAUNCHES, emulated=PLANNED),
     Mutant("backward: never one row of 16 columns", "if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows)", "if (call.cols > kBackwardColumns * kBackwardThreads)", LAUNCHES, emulated=PLANNED),
     Mutant("Python: classes of packages whose names begin with torch are not converted", 'cls.__module__.startswith("torch.")', 'cls.__module__.startswith("torch")', "begin_with_torch"),
-    Mutant("build: the name depends on the kernels only", "(CUDA_SOURCE + CPP_SOURCE).encode()", "CUDA_SOURCE.encode()", "name_of_the_ops"),
-    Mutant("build: the name depends on the binding only", "(CUDA_SOURCE + CPP_SOURCE).encode()", "CPP_SOURCE.encode()", "name_of_the_ops"),
-    Mutant("build: both libraries have one name", '_epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")', "_epilogue_ops = getattr(torch.ops, _NAME)", "name_of_the_ops"),
+    Mutant("build: the name depends on the kernels only", "_name_of(CUDA_SOURCE + CPP_SOURCE)", "_name_of(CUDA_SOURCE)", "name_of_the_ops"),
+    Mutant("build: the name depends on the binding only", "_name_of(CUDA_SOURCE + CPP_SOURCE)", "_name_of(CPP_SOURCE)", "name_of_the_ops"),
+    Mutant("build: both libraries have one name", '_Library(_NAME + "_epilogue",', '_Library(_NAME,', "name_of_the_ops"),
     Mutant("build: a shared lock", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) return lock", "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)\n            return lock", "another_process_compiles"),
     Mutant("build: one lock for all libraries", 'file = open(f"{cache}/build.lock"', 'file = open(f"{cache}/../build.lock"', "built_once or own_folders"),
     Mutant("build: compiles again after waiting", "if not _is_trusted(path) or os.stat(path).st_ino == broken: with", "if True:\n            with", "another_process_compiles"),
@@ -460,8 +466,9 @@ class Runner:
         """Builds the libraries in the folder. Returns the compiler's error, or "" if the build succeeds."""
         code = "import layernorm_inline"
         if mark == "emulated":
-            code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
-            code += "emulator.build_kernels(macros=emulator.EPILOGUE); emulator.load_module()._load_epilogue()"
+            code = "import sys; sys.path.insert(0, '.tests'); import emulator; module = emulator.load_module();"
+            code += "[emulator.build_kernels(library=name) for name in emulator.sources()];"
+            code += "module._load_epilogue(); module._load_convolution()"
         with self.builds:
             status, output = run(["nice", sys.executable, "-c", code], folder, mark)
         errors = re.findall(r"^.*\berror\b.*$", output, re.M | re.I) or [output.strip().split("\n")[-1]]
