@@ -457,11 +457,11 @@ GPUS = {
 
 
 @functools.lru_cache
-def libraries_of(sms, code, shared_bytes):
+def libraries_of(sms, code, shared_bytes, flags):
     """Returns {macros: a copy of the kernels' library}. Its host code reads the properties of the GPU only once."""
     loaded = {}
     for macros in ((), EPILOGUE):
-        library = build_kernels(80 <= code < 90, macros)
+        library = build_kernels(80 <= code < 90, (*macros, *flags))
         copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(library, copy)
         loaded[macros] = ctypes.CDLL(str(copy))
@@ -480,9 +480,12 @@ def switch_to_current():
 
 
 @contextlib.contextmanager
-def on(gpu, seed=0, dry=False):
-    """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded."""
-    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes)
+def on(gpu, seed=0, dry=False, flags=()):
+    """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded.
+
+    flags: with which the kernels are compiled.
+    """
+    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes, flags)
     CURRENT.append(libraries)
     switch_to_current()
     for loaded in libraries.values():
