@@ -279,6 +279,8 @@ def replace_layer_norm(
 
 _CUDA_FLAGS = ["-O1"]  # for host code; nvcc always optimizes device code
 _CPP_FLAGS = ["-O2"]
+if os.environ.get("LAYERNORM_INLINE_BATCH_INVARIANT") == "1":
+    _CUDA_FLAGS.append("-DLAYERNORM_BATCH_INVARIANT")
 _OLDEST_CUDA = (11, 8)  # the first version with cudaLaunchKernelExC
 
 
@@ -1330,6 +1332,14 @@ constexpr Arch arch_of(int number) {
 constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 #else
 constexpr Arch kArch = arch_of(90);
+#endif
+
+// LAYERNORM_INLINE_BATCH_INVARIANT=1: forward gives a row the same bits in every batch. What depends on the number of
+// rows, or on the alignment of a row, then has a fixed value.
+#if defined(LAYERNORM_BATCH_INVARIANT)
+constexpr bool kBatchInvariant = true;
+#else
+constexpr bool kBatchInvariant = false;
 #endif
 
 // ==== Elements: vectors, packs, conversions, arithmetic ====
@@ -2495,7 +2505,8 @@ cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
 // faster there.
 template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& call, const LaunchContext& context) {
   const int64_t loads = loads_of(call);
-  const double waves = double(call.rows) * loads / (2048 * context.device.sms);  // of 2048 loads per SM
+  const int64_t rows = kBatchInvariant ? 4096 : call.rows;
+  const double waves = double(rows) * loads / (2048 * context.device.sms);  // of 2048 loads per SM
   constexpr bool k16Bits = sizeof(T) == 2;
   if constexpr (UNALIGNED) {
     if (loads <= 32) return launch_rows<T, 1, 4, kUnaligned>(call, context);
@@ -2988,9 +2999,10 @@ template <typename T, int V, typename Call> cudaError_t launch(const Call& call,
   const int64_t sms = context.device.sms;
 
   // As many pieces as fill whole waves of kernel 1, with at least 8 pieces for each long row.
-  const int64_t waves = ceil_div(8 * rows, kMeasureBlocks * sms);
+  const int64_t piece_rows = kForward && kBatchInvariant ? 16 : rows;
+  const int64_t waves = ceil_div(8 * piece_rows, kMeasureBlocks * sms);
   const int pieces =
-      std::min(ceil_div(cols, kMinPieceColumns), std::max<int64_t>(1, waves * kMeasureBlocks * sms / rows));
+      std::min(ceil_div(cols, kMinPieceColumns), std::max<int64_t>(1, waves * kMeasureBlocks * sms / piece_rows));
   // As many ranges of rows as fill the SMs with blocks of kernel 3, or more, so that they are not much longer than
   // kRowsPerSum.
   const int64_t column_blocks = ceil_div(cols, kBlockColumns);
@@ -3570,7 +3582,8 @@ template <typename T, typename Call> Plan choose_plan(const Call& call, const De
   // The fewest blocks that can hold a row, or all SMs if there are fewer rows.
   const int64_t fewest = ceil_div(call.cols, longest_slice<Block>(device));
   const int64_t most = std::min<int64_t>(kMaxBlocksPerRow, call.cols / kMinSharedColumns);
-  const int64_t blocks = std::max(fewest, std::min(most, device.sms / std::min<int64_t>(call.rows, device.sms)));
+  const int64_t rows = kForward && kBatchInvariant ? device.sms : std::min<int64_t>(call.rows, device.sms);
+  const int64_t blocks = std::max(fewest, std::min(most, device.sms / rows));
   plan.slice_columns = ceil_div(ceil_div(call.cols, blocks), kLineColumns) * kLineColumns;
   plan.slice_bytes = plan.slice_columns * sizeof(T) + kLineBytes;
   plan.blocks_per_row = ceil_div(call.cols, plan.slice_columns);
@@ -3888,7 +3901,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
 }
 
 template <typename T> Plan choose_plan(const Forward& call, const Device& device) {
-  if (sizeof(T) == 2 && call.affine_float32) return {};
+  if (kBatchInvariant || (sizeof(T) == 2 && call.affine_float32)) return {};
   const int64_t min_blocks = ceil_div(call.cols / V<T>, kSliceStages<T> * kStagePacks<T>);  // that can hold a row
   const int64_t groups = std::min(call.rows, device.sms / min_blocks);
   if (!device.arch.has_large_shared || groups == 0 || call.rows < kMinRows * groups) return {};
@@ -3927,7 +3940,8 @@ template <typename T> cudaError_t launch(const Forward& call, const Plan& plan, 
 // cooperative launch, the next family runs the call.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   constexpr bool kAligned = V > 1;
-  if (registers::supports(call, kAligned)) return registers::launch_forward<T, !kAligned>(call, context);
+  if (registers::supports(call, kAligned) && (kAligned || !kBatchInvariant))
+    return registers::launch_forward<T, !kAligned>(call, context);
   if constexpr (kAligned && !kHasEpilogue) {
     if (pipelined::supports<T>(call, context.device)) {
       if (const cudaError_t error = pipelined::launch<T>(call, context); !cannot_cooperate(error)) return error;

@@ -353,11 +353,11 @@ def numbered(kind, library):
 
 
 @functools.lru_cache
-def build_kernels(before_hopper=False, library=""):
+def build_kernels(before_hopper=False, library="", more_flags=()):
     """Compiles the kernels, for sm_80 or for Hopper and newer, if necessary, and returns the path of the library."""
     source = sources()[library]
     text = emulated(source.cuda, library)
-    flags = [*source.macros, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
+    flags = [*source.macros, *more_flags, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *FLAGS, *flags)
     path = folder / "kernels.so"
     with building(path, numbered(before_hopper, library)):
@@ -531,11 +531,11 @@ GPUS = {
 
 
 @functools.lru_cache
-def libraries_of(sms, code, shared_bytes):
+def libraries_of(sms, code, shared_bytes, flags):
     """Returns {name: a copy of the library of kernels}. Its host code reads the properties of the GPU only once."""
     loaded = {}
     for name in sources():
-        path = build_kernels(80 <= code < 90, name)
+        path = build_kernels(80 <= code < 90, name, flags)
         copy = path.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(path, copy)
         loaded[name] = ctypes.CDLL(str(copy))
@@ -555,9 +555,12 @@ def switch_to_current():
 
 
 @contextlib.contextmanager
-def on(gpu, seed=0, dry=False):
-    """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded."""
-    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes)
+def on(gpu, seed=0, dry=False, flags=()):
+    """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded.
+
+    flags: with which the kernels are compiled.
+    """
+    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes, flags)
     CURRENT.append(libraries)
     switch_to_current()
     for loaded in libraries.values():

@@ -41,6 +41,7 @@ ACTIVATION = "test_activation or test_values[ and registers-registers and not mp
 CONVOLUTION = "test_conv and not compiled"
 REPEATED = "streams_and_threads or graph_of_a_training_step or test_values[ and hopper_8"
 OUTPUT_MASK = "output_mask"
+BATCHES = "same_bits_in_every_batch"
 TRANSFORMS = "test_every_transform and not fake"
 LAUNCHES = "launches_at_every_condition"
 PLANNED = "a real GPU is one of the emulated ones"  # whose sizes and architectures the list of launches needs
@@ -111,6 +112,14 @@ MUTANTS = [
     Mutant("pipelined, backward: mean(wdy) dropped for 16-bit types", "constant = -means.wdy - stats.mean * x_factor", "constant = -stats.mean * x_factor", PIPELINED),
     Mutant("pipelined, backward: sums of many rows keep only the last 256 rows", "is_first ? sums[i] : sums[i] + widened(load<float, V>(to))", "sums[i]", "gradients_of_many_rows", emulated="no test on a real GPU has enough long rows"),
     Mutant("backward: all rows of a thread added to one sum", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "gradients_of_many_rows", emulated="no test on a real GPU has enough long rows"),
+    Mutant("backward: partial sums that nobody needs, registers", "const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;", "const int64_t partial_rows = p.blocks;", "allocates_no_sums"),
+    Mutant("backward: partial sums that nobody needs, two-pass", "partial_rows = needs_gradient_sums(call) && (ranges > 1", "partial_rows = (ranges > 1", "allocates_no_sums"),
+    Mutant("backward: partial sums that nobody needs, pipelined", "partial_rows = needs_gradient_sums(call) && (groups > 1", "partial_rows = (groups > 1", "allocates_no_sums"),
+    Mutant("batch invariance: the ladder reads the number of rows", "kBatchInvariant ? 4096 : call.rows", "call.rows", BATCHES),
+    Mutant("batch invariance: unaligned rows in registers", " && (kAligned || !kBatchInvariant))", ")", BATCHES),
+    Mutant("batch invariance: blocks per row depend on rows", "kForward && kBatchInvariant ? device.sms : ", "", BATCHES),
+    Mutant("batch invariance: grid-resident kernel from four rows on", "if (kBatchInvariant || ", "if (", BATCHES),
+    Mutant("batch invariance: pieces depend on rows", "kForward && kBatchInvariant ? 16 : rows;", "rows;", BATCHES),
     Mutant("mailboxes: not emptied after an earlier call", "*mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;", ";", REPEATED),
     Mutant("mailboxes: rows overlap if more than 16 blocks share one", "(blocks + 15) / 16 * 16", "16", PIPELINED),
     Mutant("grid-resident: last pack of a slice not written", "j * kBlockThreads<T> + block.thread < block.last_packs", "j * kBlockThreads<T> + block.thread < block.last_packs - 1", GRID_RESIDENT),
