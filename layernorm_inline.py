@@ -4239,8 +4239,8 @@ Tensor convolution_vmap(const Tensor& input, const Tensor& conv_weight, const Op
   const Tensor samples = mapped->value().movedim(mapped->bdim(), 0);
   const Tensor output = call_op<convolution>("conv_transpose3d_layer_norm_gelu", samples.flatten(0, 1), conv_weight,
                                              conv_bias, weight, bias, eps, scale);
-  const auto sizes = {samples.sym_size(0), samples.sym_size(1)};
-  return at::functorch::makeBatched(output.unflatten_symint(0, sizes), 0, level);
+  const SymInt sizes[] = {samples.sym_size(0), samples.sym_size(1), 64, output.sym_size(2), output.sym_size(3), 64};
+  return at::functorch::makeBatched(output.reshape_symint(sizes), 0, level);
 }
 
 }  // namespace
