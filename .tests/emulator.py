@@ -404,11 +404,14 @@ def load_binding(name):
     text, folder = binding()
     library = folder / name / f"{name}.so"
     library.parent.mkdir(exist_ok=True)
+    # PyTorch 2.8 and newer need not include torch/extension.h, which takes most of the time.
+    has_option = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames
+    without_headers = {"no_implicit_headers": True} if has_option else {}
     with building(library):
         cpp_extension.load_inline(
             name, text, extra_cflags=["-O0", "-w", *macros], extra_ldflags=["-Wl,-Bsymbolic"],
             extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(library.parent),
-            is_python_module=False,
+            is_python_module=False, **without_headers,
         )  # fmt: skip
     BINDINGS[macros] = ctypes.CDLL(str(library)).emulate_on
     switch_to_current()
