@@ -14,12 +14,13 @@ Gradients can be differentiated again, and work with torch.func and in forward m
 
 The file needs Linux, Python 3.9, PyTorch 2.0 built with CUDA 11.8 (or newer ones), ninja, setuptools, a C++ compiler
 (before PyTorch 2.8 also Python.h), and an nvcc of the same major version as PyTorch's CUDA. For CUDA 13, pip can
-install nvcc: `pip install "cuda-toolkit[nvcc,crt,cccl]"`.
+install nvcc: `pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"`.
 
-The first import compiles the kernels for the machine's GPUs, in 15 to 30 s, and stores the library in the folder
+The first import compiles the kernels for the machine's GPUs, in 15 s to a minute, and stores the library in the folder
 TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later imports load it. The first use of an
 activation, scale or the convolution compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the
 architectures, or nothing is compiled. The import neither initializes CUDA nor changes PyTorch or the environment.
+With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations.
 
 Sections: API, build, interface, binding, CUDA kernels, load. The repository explains the kernels in .docs/kernels.md.
 
@@ -47,6 +48,7 @@ import logging
 import numbers
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -181,7 +183,8 @@ def layer_norm(
         raise ValueError(f"Expected activation to be one of {_ACTIVATION_NAMES}, but got {activation!r}")
     is_recorded = is_tracing or _is_exporting()
     if (
-        not isinstance(input, torch.Tensor)
+        _is_disabled
+        or not isinstance(input, torch.Tensor)
         or not input.is_cuda
         or input.dtype is _float64
         or input.is_nested
@@ -332,6 +335,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
 #
 #   layernorm_inline_<hash of the sources>/          _cache(name)
 #     build.lock                                     locked by the process that compiles
+#     build-<machine>-<random>/                      the folder in which it compiles
 #     <hash of versions and flags>-sm_80-sm_90a.so   _library_path(cache, codes), moved here when it is complete
 
 _CUDA_FLAGS = ["-O1"]  # for host code; nvcc always optimizes device code
@@ -364,13 +368,35 @@ def _architecture_number(code):
     return int(re.sub(r"\D", "", code))  # 90 for sm_90a and compute_90
 
 
+def _say(text):
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be missing or closed
+        sys.stderr.write(f"layernorm_inline: {text}\n")
+
+
+_environments: list = []  # those that a build has changed and not yet restored
+
+
 class _environment(contextlib.ExitStack):
     def __init__(self, **variables):
         super().__init__()
+        _environments.append(self)
+        self.callback(_environments.remove, self)
         for name in variables:
-            restore = (os.environ.update, {name: os.environ[name]}) if name in os.environ else (os.environ.pop, name)
+            value = os.environ.get(name)
+            # Another thread may remove the variable at any time.
+            restore = (os.environ.pop, name, None) if value is None else (os.environ.update, {name: value})
             self.callback(*restore)
         os.environ.update(variables)
+
+
+def _after_fork():
+    """Does in the child of a fork what a thread that builds would do, because the child does not have this thread."""
+    for environment in reversed(_environments[:]):
+        environment.close()
+    vars(sys).pop("_layernorm_inline_lock", None)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _cpp_extension():
@@ -449,7 +475,7 @@ def _find_cuda_home():
     needed = "11.8" if major == 11 else str(major)
     advice = f"Install NVIDIA's or conda's CUDA toolkit {needed} and set CUDA_HOME to its folder."
     if major >= 13:
-        advice = 'Run: pip install "cuda-toolkit[nvcc,crt,cccl]"'
+        advice = 'Run: pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"'
     built = f"PyTorch {torch.__version__} was built with CUDA {torch.version.cuda} and needs an nvcc of CUDA {needed}"
     raise RuntimeError(f"layernorm_inline: {', '.join(rejected) or missing}; {built}. {advice}")
 
@@ -464,11 +490,11 @@ def _compile(name, folder, codes):
         raise RuntimeError(f"layernorm_inline: {problem}. nvcc --list-gpu-code printed: {listed}")
     macros = ["-DLAYERNORM_HAS_EPILOGUE"] if name.endswith("_epilogue") else []
     compiled_for = ", ".join(supported)
-    seconds = 10 + 10 * len(supported)
-    print(f"layernorm_inline: compiling {name} for {compiled_for}, about {seconds} s, only once", file=sys.stderr)
+    cores = len(os.sched_getaffinity(0))
+    seconds = (10 if cores >= 8 else 30) * (1 + len(supported))
     cuda_flags = [f"-gencode=arch={code.replace('sm', 'compute')},code={code}" for code in supported]
     if "--split-compile" in _output(f"{cuda_home}/bin/ptxas", "--help"):  # not in CUDA 11
-        cuda_flags += ["-Xptxas", f"--split-compile={min(8, len(os.sched_getaffinity(0)))}"]
+        cuda_flags += ["-Xptxas", f"--split-compile={min(8, cores)}"]
     # The linker looks for libcudart.so, and the toolkit that pip installs only has libcudart.so.13.
     for library in glob.glob(f"{glob.escape(cuda_home)}/lib/libcudart.so.{_parse_version(release)[0]}*")[:1]:
         os.symlink(library, f"{folder}/libcudart.so")
@@ -479,6 +505,10 @@ def _compile(name, folder, codes):
     path = f"{os.environ.get('PATH', os.defpath)}:{sysconfig.get_path('scripts')}"
     with contextlib.suppress(Exception):  # no package ninja, or another one
         path += f":{importlib.import_module('ninja').BIN_DIR}"
+    compiler = os.environ.get("CXX", "c++").partition(" ")[0]  # as PyTorch does
+    if shutil.which(compiler, path=path) is None:
+        raise RuntimeError(f"layernorm_inline: the C++ compiler {compiler} was not found. Install g++, or set CXX.")
+    _say(f"compiling {name} for {compiled_for}, about {seconds} s, only once")
     with _environment(PATH=path) as restored:
         restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
         cpp_extension.CUDA_HOME = cuda_home
@@ -515,8 +545,11 @@ def _is_trusted(path):
 
 
 def _cache(name):
-    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
-    root = os.path.realpath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch_extensions")
+    root = os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    if root.startswith("~"):  # it would be a folder of this name in the current one
+        raise _bad_cache("the home folder", "is unknown: neither HOME nor the user database names it")
+    root = os.path.realpath(root)
     folder = os.path.join(root, name)
     with _catch(OSError) as caught:
         for path in (root, folder):
@@ -526,6 +559,8 @@ def _cache(name):
             raise _bad_cache(folder, "must belong to you or root, and must not be writable by others")
         if mode & 0o002 and not mode & 0o1000:  # in a sticky folder like /tmp, only an owner can replace `folder`
             raise _bad_cache(folder, "must not lie in a folder that others can write to, unless sticky like /tmp")
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            raise _bad_cache(folder, "must not lie on a file system that is mounted noexec, where no library loads")
         return folder
     raise _bad_cache(folder, f"must be a folder that you can write to: {caught.error}")
 
@@ -555,23 +590,31 @@ def _acquire_lock(cache):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
-        print(f"layernorm_inline: waiting for another process, which compiles in {cache}", file=sys.stderr)
+        _say(f"waiting for another process, which compiles in {cache}")
         fcntl.flock(file, fcntl.LOCK_EX)
         return lock
     raise _bad_cache(cache, f"must be a folder that you can write and lock: {caught.error}")
 
 
-def _build(cache, codes):
-    """Compiles the library, or waits until another process has compiled it, and returns its path."""
+def _build(cache, codes, broken=None):
+    """Compiles the library, or waits until another process has compiled it, and returns its path.
+
+    A library with the inode `broken` is replaced.
+    """
     name, path = os.path.basename(cache), _library_path(cache, codes)
-    with _acquire_lock(cache):
-        if not _is_trusted(path):
+    prefix = f"{cache}/build-{os.uname().nodename}-"  # some file systems lock for each machine alone
+    with _acquire_lock(cache) as lock:
+        if not _is_trusted(path) or os.stat(path).st_ino == broken:
             with contextlib.suppress(FileNotFoundError):
                 tempfile.gettempdir()  # Python remembers TMPDIR, which may name no folder, so the build sets it
-            with tempfile.TemporaryDirectory(dir=cache) as folder, _environment(TMPDIR=folder):
+            for unfinished in glob.glob(f"{glob.escape(prefix)}*"):  # by processes that were killed
+                shutil.rmtree(unfinished, ignore_errors=True)
+            folder = tempfile.mkdtemp(prefix=prefix)
+            lock.callback(shutil.rmtree, folder, ignore_errors=True)
+            with _environment(TMPDIR=folder):
                 _compile(name, folder, codes)
-                os.chmod(f"{folder}/{name}.so", 0o644)  # readable by other users, whatever the umask
-                os.replace(f"{folder}/{name}.so", path)
+            os.chmod(f"{folder}/{name}.so", 0o644)  # readable by other users, whatever the umask
+            os.replace(f"{folder}/{name}.so", path)
     return path
 
 
@@ -595,16 +638,15 @@ def _load(name):
         if not codes:
             return None, f"compute capability 7.5 is the oldest supported, not {', '.join(architectures)}"
         cache = _cache(name)
-        path = _find_library(cache, codes)
+        path, broken = _find_library(cache, codes), None
         if path is not None:
             with _catch(OSError) as caught:
+                broken = os.stat(path).st_ino
                 torch.ops.load_library(path)
                 return ops, None
             why = caught.error.__cause__ or caught.error  # PyTorch's error does not name the reason
-            print(f"layernorm_inline: cannot load {path}, so it is compiled again: {why}", file=sys.stderr)
-            with contextlib.suppress(OSError):  # if the cache is read-only, _acquire_lock says so
-                os.unlink(path)
-        path = _build(cache, codes)
+            _say(f"cannot load {path}, so it is compiled again: {why}")
+        path = _build(cache, codes, broken)
         if not hasattr(ops, "layer_norm"):  # compiled by another process
             torch.ops.load_library(path)
         return ops, None
@@ -868,7 +910,8 @@ template <typename Call> void launch_call(const Call& call, const Tensor& input)
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
                 std::to_string(major) + "." + std::to_string(minor),
                 ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
-                ". If it is 7.5 or newer, install an nvcc that supports it, and clear TORCH_EXTENSIONS_DIR");
+                ". If it is 7.5 or newer, install an nvcc that supports it, and delete the folder " C10_STRINGIZE(
+                    TORCH_EXTENSION_NAME) " in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions)");
   }
   C10_CUDA_CHECK(error);
 }
@@ -1421,12 +1464,13 @@ namespace {
 // ==== Architectures ====
 
 struct Arch {
-  bool has_async_copy;    // cp.async, mbarrier, L2 policies of loads, and L2 prefetches
+  bool has_async_copy;    // cp.async, mbarrier, and L2 policies of loads and prefetches
   bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
   bool has_large_shared;  // 227 KB of shared memory per block
 
   // Launch bounds, in blocks per SM. With more, some kernels spill (nvcc 13.0).
   int row_blocks;                      // of 512 threads
+  int warp_row_blocks;                 // of 128 threads with a row per warp
   int two_load_blocks[2];              // of 512 threads with two loads each: float32, 16 bits
   int four_load_blocks_16_bits;        // of 512 threads with four loads each
   int short_blocks_16_bits;            // of 128 threads with one load from each of several rows
@@ -1441,6 +1485,7 @@ constexpr Arch arch_of(int number) {
   arch.has_bulk_copy = number >= 90;
   arch.has_large_shared = number >= 90 && number < 120;
   arch.row_blocks = is_small ? 2 : 3;
+  arch.warp_row_blocks = number == 75 ? 8 : 9;
   arch.two_load_blocks[0] = number == 90 ? 3 : two_loads;
   arch.two_load_blocks[1] = two_loads;
   arch.four_load_blocks_16_bits = is_small ? 1 : 2;
@@ -1596,7 +1641,7 @@ template <typename T> __device__ T* keep_pointer(T* pointer) {
 // p must be aligned to Pack<T, V>.
 template <typename T, int V> __device__ Pack<T, V> load(const T* p) { return *reinterpret_cast<const Pack<T, V>*>(p); }
 
-// EVICT_FIRST: the pack leaves L2 before others.
+// EVICT_FIRST: packs of 16 bytes leave L2 before others.
 template <typename T, int V, bool EVICT_FIRST = false> __device__ void store(T* p, const Vec<float, V>& x) {
   const Pack<T, V> pack = packed<T>(x);
   if constexpr (EVICT_FIRST && sizeof(pack) == 16) {
@@ -2037,7 +2082,7 @@ struct Device {
   int sms = 1;
   int l2_bytes = 0;
   int shared_bytes = 0;              // that a block can use
-  Arch arch = {};                    // of the loaded code; the GPU may be newer
+  Arch arch = {};                    // that the code was compiled for; the GPU may be newer
   bool allows_programmatic = false;  // rule 4
 };
 
@@ -2140,13 +2185,13 @@ template <typename... Coefficients> __device__ float polynomial(float t, float s
   return sum;
 }
 
-// The relative error is at most 2e-6 for t <= 5.
+// The relative error is at most 4e-6 for t <= 5.
 __device__ inline float normal_tail(float t) {
   return fast_exp2(polynomial(t, -3.21420224e-08f, 9.17247689e-07f, -1.13272436e-05f, 7.71048435e-05f, -0.000277302111f,
                               -1.34687225e-05f, 0.0069725248f, -0.0524639152f, -0.459211886f, -1.1511054f, -1.0f));
 }
 
-// For results of TF32: 8.1e-6 for t <= 5.
+// For results of TF32: 1e-5 for t <= 5.
 __device__ inline float normal_tail_5_digits(float t) {
   return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f, -0.0536014629f,
                               -0.458833878f, -1.15109677f, -1.00000961f));
@@ -2237,6 +2282,10 @@ template <typename T, int V> __device__ void apply_derivative(Pack<T, V>& grad_o
 // Rows that a thread adds up one by one, at most. Longer chains of additions lose digits.
 constexpr int kRowsPerSum = 256;
 
+__host__ __device__ inline bool needs_gradient_sums(const Backward& call) {
+  return call.grad_weight != nullptr || call.grad_bias != nullptr;
+}
+
 // Adds to row blockIdx.y of partials, which is_first overwrites. Without partials, the sums are the gradients.
 template <typename T, int V> __device__ void add_gradients(const Backward& call, float* partials, int64_t col,
                                                            const Vec<float, V>& grad_weight,
@@ -2296,7 +2345,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const
 // partial_rows is 0 if the backward kernel has stored the gradients itself.
 cudaError_t launch_sum_partials(const Backward& call, const float* partials, int64_t partial_rows,
                                 const LaunchContext& context) {
-  if (partial_rows == 0 || (call.grad_weight == nullptr && call.grad_bias == nullptr)) return cudaSuccess;
+  if (partial_rows == 0 || !needs_gradient_sums(call)) return cudaSuccess;
   int threads_per_column = std::min(kMaxThreadsPerColumn, row_threads(partial_rows, 1));
   while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 512 * context.device.sms)
     threads_per_column /= 2;  // 512 threads per SM are enough; tuned on an H200
@@ -2405,8 +2454,8 @@ constexpr int max_threads(int element_bytes, int packs, int rows, RowKind kind) 
 constexpr int min_blocks(int element_bytes, int packs, int rows, RowKind kind) {
   const bool is_16_bits = element_bytes == 2;
   if (kind == kInWarp) {
-    if (packs <= 2) return 9;
-    if (packs == 3) return is_16_bits ? 7 : 9;
+    if (packs == 3 && is_16_bits) return 7;
+    if (packs <= 3) return kArch.warp_row_blocks;
     if (packs == 4) return 5;
     return 4;
   }
@@ -2790,7 +2839,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   }
 
   // Add up the block's rows in a tree, because a chain would lose digits.
-  if (call.grad_weight == nullptr && call.grad_bias == nullptr) return;
+  if (!needs_gradient_sums(call)) return;
   UNROLL(n, 2) {
     float* partial = partials + (n * gridDim.x + blockIdx.x) * int64_t(cols);
     float* gathered = blockDim.y == 1 ? partial : shared + threadIdx.y * cols;
@@ -2850,16 +2899,18 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
     const BackwardPlan one_row = plan<T, V, 2, 1>(call, context.device);
     if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) p = one_row;
   }
-  auto* partials = static_cast<float*>(context.allocate(2 * p.blocks * call.cols * sizeof(float)));
+  const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;
+  auto* partials =
+      static_cast<float*>(partial_rows > 0 ? context.allocate(2 * partial_rows * call.cols * sizeof(float)) : nullptr);
   const L2Priority priority = input_priority(call, context.device);
   const cudaError_t error = launch_kernel(p.kernel, {dim3(p.blocks), p.block}, context, call, partials, priority);
-  return error != cudaSuccess ? error : launch_sum_partials(call, partials, p.blocks, context);
+  return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
 }
 
 }  // namespace registers
 
 // ==== Two-pass kernels: every row that no other family supports, forward and backward ====
-// Input is read twice, by three kernels:
+// Input is read by the first and the last of three kernels. Without grad_input, only the last one runs.
 //   1. measure_pieces: a block computes the statistics of one piece of a row. A piece is every `pieces`-th chunk of the
 //      row, and a chunk is what a block loads at once.
 //   2. finish_rows: a block combines the pieces of one row.
@@ -2870,9 +2921,9 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
 namespace two_pass {
 
 constexpr int kMeasureThreads = 256;        // per block of kernels 1 and 2
-constexpr int kMeasureBlocks = 4;           // of kernel 1, per SM: launch bounds
+constexpr int kMeasureBlocks = 4;           // of kernel 1, per SM; unaligned forward has other launch bounds
 constexpr int64_t kMinPieceColumns = 8192;  // shorter pieces do not hide the fixed cost of a block
-constexpr int kBlockColumns = 2048;         // of a block of kernel 3: one load per thread
+constexpr int kBlockColumns = 2048;         // of a block of kernel 3: 16 bytes, or four elements, per thread
 constexpr int64_t kColumnBlocksPerSm = 8;   // of kernel 3, if there are enough rows
 
 // A thread's columns of a chunk: one pack of V or, in unaligned rows (V = 1), four columns that are THREADS apart. A
@@ -3086,10 +3137,11 @@ template <typename T, int V, typename Call> cudaError_t launch(const Call& call,
   // As many ranges of rows as fill the SMs with blocks of kernel 3, or more, so that they are not much longer than
   // kRowsPerSum.
   const int64_t column_blocks = ceil_div(cols, kBlockColumns);
-  const int64_t ranges =
-      std::max<int64_t>({1, std::min(rows, kColumnBlocksPerSm * sms / column_blocks), rows / kRowsPerSum});
+  const int64_t most_ranges = std::max(rows / kRowsPerSum, std::min(rows, kColumnBlocksPerSm * sms / column_blocks));
+  const int64_t ranges = std::clamp<int64_t>(most_ranges, 1, 65535);  // the most that gridDim.y can be
   const int64_t rows_per_block = ceil_div(rows, ranges);
-  const int64_t partial_rows = kForward || (ranges == 1 && rows <= kRowsPerSum) ? 0 : ranges;
+  int64_t partial_rows = 0;
+  if constexpr (!kForward) partial_rows = needs_gradient_sums(call) && (ranges > 1 || rows > kRowsPerSum) ? ranges : 0;
 
   // Scratch memory: partials (2, partial_rows, cols), row results (rows), parts (rows, pieces).
   const int64_t partial_sums = 2 * partial_rows * cols;
@@ -3393,7 +3445,7 @@ template <typename Block> __device__ void load_slices(const Block& block, int th
       const auto [shared, global, bytes] = copies[t];
       if (prefetches) prefetch_range(global, bytes, policy, thread, kLoaderThreads);
     }
-    RowStats stats;
+    RowStats stats = {};
     if constexpr (!Block::kForward) stats = {block.call.mean[row], block.call.rstd[row]};
 
     // Wait for the stage, and until row i - stages_in_flight has landed: more copies in flight would delay mailboxes.
@@ -3705,7 +3757,9 @@ template <typename T, typename Call> cudaError_t launch(const Call& call, const 
   const int64_t groups = std::min<int64_t>(call.rows, context.device.sms / plan.blocks_per_row);
 
   // Scratch memory: partial sums, then mailboxes on a cache line. One group with few rows needs no partial sums.
-  const int64_t partial_rows = !Block::kForward && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
+  int64_t partial_rows = 0;
+  if constexpr (!Block::kForward)
+    partial_rows = needs_gradient_sums(call) && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
   const int64_t partial_floats = ceil_div(2 * partial_rows * call.cols, 32) * 32;
   const int64_t bytes = 4 * partial_floats + 8 * call.rows * mailboxes_per_row(plan.blocks_per_row);
   auto* scratch = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
@@ -3926,8 +3980,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
 
   // Measure the first A stages.
   Moments moments = {};
-  ROLLED(i, kRowsAhead<T> * block.stages + kStagesAhead<T>) {
-    if (i >= kRowsAhead<T> * block.stages && blockIdx.y + kRowsAhead<T> * groups >= rows) break;
+  ROLLED(i, opaque(kRowsAhead<T> * block.stages + kStagesAhead<T>)) {
     barrier_wait(&control.full[i], 0);  // still the first round, because of rule 1
     const int second = kRowsAhead<T> > 1 && i >= block.stages;
     const bool is_last = i == block.stages - 1 || (kRowsAhead<T> > 1 && i == 2 * block.stages - 1);
@@ -4488,5 +4541,10 @@ _NAME = "layernorm_inline_" + hashlib.sha256((CUDA_SOURCE + CPP_SOURCE).encode()
 
 _epilogue_ops = getattr(torch.ops, _NAME + "_epilogue")  # has no ops before _load_epilogue
 _is_epilogue_loaded = False
-_ops, _why_not = _load(_NAME)  # _why_not is the reason if _ops is None
+_is_disabled = os.environ.get("LAYERNORM_INLINE_DISABLE") == "1"
+if _is_disabled:
+    _ops, _why_not = None, "LAYERNORM_INLINE_DISABLE=1 is in the environment"
+    _say(f"{_why_not}: every call runs PyTorch's operations")
+else:
+    _ops, _why_not = _load(_NAME)  # _why_not is the reason if _ops is None
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, for speed

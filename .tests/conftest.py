@@ -128,6 +128,15 @@ def pytest_collection_finish(session):
         session.config.stash[BUILDS] = processes.start(command, cwd=emulator.HERE, stderr=emulator.TERMINAL)
 
 
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """Says at the end that no kernel was tested, which is easily overlooked among the reasons of skipped tests."""
+    yield
+    if not HAVE_GPU and not emulator.can_build():
+        needed = 'g++ and the headers of a CUDA toolkit (pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]")'
+        terminalreporter.line(f"No kernel was tested: there is no GPU, and emulated GPUs need {needed}.", red=True)
+
+
 # ---- Seeds ----
 
 

@@ -234,7 +234,7 @@ def can_build():
 
 def cache(name, *texts):
     """Returns the folder for files that are built from these texts, and creates it. Deletes what nobody used lately."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions"))
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
     folder = root / "layernorm_tests" / f"layernorm_{name}_{hashlib.sha256(''.join(texts).encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
@@ -264,7 +264,7 @@ ERRORS = {}  # library -> the error of its build
 
 
 @contextlib.contextmanager
-def building(library):
+def building(library, what):
     """Lets only one process at a time build the library, and says so. After an error, later calls raise it again."""
     if library in ERRORS:
         raise RuntimeError(ERRORS[library])
@@ -272,7 +272,7 @@ def building(library):
     with open(library.parent / "one_builds", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if not library.exists():
-            message = f"\nemulated GPUs: compiling {library.name} with g++, which takes about a minute\n"
+            message = f"\nemulated GPUs: compiling {what} with g++, which takes about a minute, only once\n"
             os.write(TERMINAL, message.encode())
         try:
             yield
@@ -290,15 +290,27 @@ def version(name):
 
 
 @functools.lru_cache
-def sources(text=None):
-    """Returns CUDA_SOURCE and CPP_SOURCE of a version of the file, without loading its kernels."""
-    text = text or SOURCE.read_text()
+def definitions(text):
+    """Returns what a version of the file defines, as a dict, without loading its kernels."""
     namespace = {"__name__": "layernorm_sources"}
     exec(compile(text[: text.index("# 6  Load")], str(SOURCE), "exec"), namespace)
+    return namespace
+
+
+def sources(text=None):
+    """Returns CUDA_SOURCE and CPP_SOURCE of a version of the file."""
+    namespace = definitions(text or SOURCE.read_text())
     return namespace["CUDA_SOURCE"], namespace["CPP_SOURCE"]
 
 
 EPILOGUE = ("-DLAYERNORM_HAS_EPILOGUE",)  # the macro of the second library
+MACROS = ((), EPILOGUE)
+KERNELS = [(before_hopper, macros) for before_hopper in (False, True) for macros in MACROS]
+LIBRARIES = [*KERNELS, *(("binding", macros) for macros in MACROS)]  # all that a run compiles at most
+
+
+def numbered(*library):
+    return f"library {LIBRARIES.index(library) + 1} of {len(LIBRARIES)}"
 
 
 @functools.lru_cache
@@ -308,7 +320,7 @@ def build_kernels(before_hopper=False, macros=()):
     flags = [*macros, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *FLAGS, *flags)
     library = folder / "kernels.so"
-    with building(library):
+    with building(library, numbered(before_hopper, macros)):
         if not library.exists():
             (folder / "kernels.cpp").write_text(text)
             compile_with_gxx(folder / "kernels.cpp", library, *flags)
@@ -316,9 +328,8 @@ def build_kernels(before_hopper=False, macros=()):
 
 
 def build_all_kernels():
-    for before_hopper in (False, True):
-        for macros in ((), EPILOGUE):
-            build_kernels(before_hopper, macros)
+    for before_hopper, macros in KERNELS:
+        build_kernels(before_hopper, macros)
 
 
 # ---- The binding, for CPU tensors ----
@@ -363,6 +374,7 @@ template <typename Call>
 cudaError_t emulate(const char* function, const Call& call, const Allocate& allocate, cudaStream_t stream) {
   TORCH_CHECK(guards > 0, "the device of the tensors is not current");
   TORCH_CHECK(stream == c10::cuda::getCurrentCUDAStream(), "the kernels do not run on the current stream");
+  if (kernels == nullptr) return cudaErrorNoKernelImageForDevice;
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string message = of_kernels<const char*(const Call*, const Allocate*)>(function)(&call, &allocate);
@@ -407,7 +419,7 @@ def load_binding(name):
     # PyTorch 2.8 and newer need not include torch/extension.h, which takes most of the time.
     has_option = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames
     without_headers = {"no_implicit_headers": True} if has_option else {}
-    with building(library):
+    with building(library, numbered("binding", macros)):
         cpp_extension.load_inline(
             name, text, extra_cflags=["-O0", "-w", *macros], extra_ldflags=["-Wl,-Bsymbolic"],
             extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(library.parent),
@@ -468,7 +480,7 @@ GPUS = {
 def libraries_of(sms, code, shared_bytes):
     """Returns {macros: a copy of the kernels' library}. Its host code reads the properties of the GPU only once."""
     loaded = {}
-    for macros in ((), EPILOGUE):
+    for macros in MACROS:
         library = build_kernels(80 <= code < 90, macros)
         copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(library, copy)

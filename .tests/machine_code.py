@@ -5,10 +5,12 @@
     python .tests/machine_code.py other.py                    against another file
 
 Prints every kernel whose instructions, registers or local memory differ, and every kernel that only one version has,
-unless it was renamed. The exit status is 0 if all kernels are equal, and 1 otherwise. Needs nvcc and Triton.
+unless it was renamed. The exit status is 0 if all kernels are equal, and 1 otherwise. Needs Triton, and an nvcc, which
+is searched as layernorm_inline.py does.
 """
 
 import argparse
+import functools
 import importlib.util
 import re
 import subprocess
@@ -29,13 +31,19 @@ def cuobjdump():
     return path if path and path.exists() else None
 
 
+@functools.lru_cache
+def nvcc():
+    """Returns the path of nvcc. Raises RuntimeError with the advice of layernorm_inline.py if there is none."""
+    return emulator.definitions(emulator.SOURCE.read_text())["_find_cuda_home"]()[0] + "/bin/nvcc"
+
+
 def compile_kernels(source, arch, macros, folder):
     """Returns the path of the cubin, and {kernel: (registers, bytes of local memory per thread)}."""
     cu, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
     cu.write_text(source)
     flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", "-Xptxas=-v", *macros]
     target = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
-    command = ["nvcc", "-cubin", target, *flags, "-o", str(cubin), str(cu)]
+    command = [nvcc(), "-cubin", target, *flags, "-o", str(cubin), str(cu)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(done.stderr)
@@ -84,6 +92,10 @@ def main():
     arguments = parser.parse_args()
     if cuobjdump() is None:
         parser.error("cuobjdump was not found: pip install triton")
+    try:
+        nvcc()
+    except RuntimeError as error:
+        parser.error(str(error))
     versions = [emulator.version(arguments.revision), emulator.SOURCE.read_text()]
     differ = total = 0
     for arch in arguments.arch:

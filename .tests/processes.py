@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "layernorm_inline.py"
-CACHE = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+CACHE = os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions")
 
 
 def end_with_parent():
@@ -53,9 +53,14 @@ def run_here(code, **environment):
     return run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT / ".tests", env=variables)
 
 
+def lacks(what):
+    """Skips a test that lacks something, or fails it with REQUIRE_PACKAGES=1."""
+    report = pytest.fail if os.environ.get("REQUIRE_PACKAGES") == "1" else pytest.skip
+    report(what)
+
+
 def package(name):
-    """Imports an optional package. If it is not installed, skips the test, or fails it with REQUIRE_PACKAGES=1."""
+    """Imports an optional package. If it is not installed, the test is skipped or fails."""
     if importlib.util.find_spec(name) is None:
-        report = pytest.fail if os.environ.get("REQUIRE_PACKAGES") == "1" else pytest.skip
-        report(f"{name} is not installed")
+        lacks(f"{name} is not installed")
     return importlib.import_module(name)

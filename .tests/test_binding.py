@@ -2,6 +2,7 @@
 
 import itertools
 
+import emulator
 import pytest
 import torch
 from cases import some_cases
@@ -44,6 +45,21 @@ def test_no_rows_give_empty_output_and_zero_gradients(backend, shape, normalized
         y.sum().backward()
     assert y.shape == shape and x.grad.shape == shape
     assert (module.weight.grad == 0).all() and (module.bias.grad == 0).all()
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_the_error_without_code_for_the_gpu_names_the_folder_to_delete(activation):
+    if not emulator.can_build():
+        pytest.skip("needs g++ and the headers of a CUDA toolkit")
+    module, x = emulator.load_module(), torch.ones(2, 5)
+    if activation:
+        module._load_epilogue()
+    for emulate_on in emulator.BINDINGS.values():
+        emulate_on(None)  # no library of kernels, until the next on()
+    name = module._NAME + ("_epilogue" if activation else "")
+    message = f"compute capability is 0.0, and the kernels were compiled for .* delete the folder {name} in TORCH_EXT"
+    with pytest.raises(RuntimeError, match=message):
+        module.layer_norm(x, (5,), activation=activation)
 
 
 BAD_CALLS = [  # (type of the error, pattern of its message, call of a function f with x of shape (2, 5))

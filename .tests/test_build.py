@@ -4,12 +4,15 @@ The fixture `builds` replaces _compile, `compiled` replaces load_inline, and `to
 script. Most tests that compile use two tiny sources (TINY).
 """
 
+import atexit
 import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib.util
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -17,12 +20,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import machine_code
+import processes
 import pytest
 import torch
 from processes import SOURCE, import_in_subprocess
@@ -105,7 +110,7 @@ def test_one_namespace_of_ops_for_all_libraries(builds, monkeypatch):
     """Other versions, flags or architectures need another library, but its ops have the same names."""
     _load()
     for owner, attribute, value in (
-        (os, "uname", lambda: SimpleNamespace(machine="another")),
+        (os, "uname", lambda: SimpleNamespace(machine="another", nodename="here")),
         (torch.version, "cuda", "13.1"),
         (torch, "__version__", "99.9"),
         (torch, "compiled_with_cxx11_abi", lambda: None),
@@ -252,8 +257,26 @@ def test_the_cache_is_in_torch_extensions_dir_or_xdg_cache_home(builds, monkeypa
         monkeypatch.delenv(variable)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     _load()
-    roots = [Path(path).parent.parent for path in builds.loaded]
-    assert roots == [tmp_path / "relative", tmp_path / "xdg" / "torch_extensions"]
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for variable, folder in (("XDG_CACHE_HOME", "~/xdg"), ("TORCH_EXTENSIONS_DIR", "~/ext")):
+        monkeypatch.setenv(variable, folder)
+        _load()
+    roots = [Path(path).parent.parent.relative_to(tmp_path) for path in builds.loaded]
+    assert [*map(str, roots)] == ["relative", "xdg/torch_extensions", "home/xdg/torch_extensions", "home/ext"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"XDG_CACHE_HOME": "~/xdg"}, {"TORCH_EXTENSIONS_DIR": "~/ext"}])
+def test_the_error_without_a_home_names_torch_extensions_dir(builds, monkeypatch, tmp_path, variables):
+    """A container runs as a user without an entry in the user database. No folder with the name ~ appears."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    with raises_for_folder("the home folder", "is unknown"):
+        _load()
+    assert not builds.built and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("which", ["folder", "library"])
@@ -299,6 +322,17 @@ def test_the_parent_of_the_cache_must_not_be_writable_by_others(builds, mode, tr
     assert len(builds.built) == trusted
 
 
+def test_a_folder_that_is_mounted_noexec_raises_an_error(builds, monkeypatch):
+    """Nothing is compiled for it, and a library that was copied there is not deleted."""
+    _load()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID))
+    monkeypatch.setattr(torch.ops, "load_library", Mock(side_effect=OSError("Operation not permitted")))
+    for _ in "12":
+        with raises_for_folder(builds.folder, "must not lie on a file system that is mounted noexec"):
+            _load()
+    assert len(builds.built) == 1 and len(list(builds.folder.glob("*.so"))) == 1
+
+
 def test_an_unfinished_build_leaves_no_library(builds, monkeypatch):
     compile_ = layernorm_inline._compile
 
@@ -314,6 +348,28 @@ def test_an_unfinished_build_leaves_no_library(builds, monkeypatch):
     assert len(builds.loaded) == 1
 
 
+def test_the_next_build_deletes_what_a_killed_build_left(builds, monkeypatch):
+    compile_ = layernorm_inline._compile
+
+    def is_killed(*arguments):
+        compile_(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in "12":
+        if (child := os.fork()) == 0:
+            layernorm_inline._compile = is_killed
+            try:
+                _load()
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = builds.folder.glob("build-*")
+    other = left.with_name(left.name.replace(os.uname().nodename, "another"))
+    other.mkdir()  # another machine may build, if the file system locks for each machine alone
+    _load()
+    assert sorted(builds.folder.iterdir()) == sorted([Path(*builds.loaded), builds.folder / "build.lock", other])
+
+
 @pytest.mark.parametrize("curable", [True, False])
 def test_a_library_that_cannot_be_loaded_is_built_again_once(builds, monkeypatch, capsys, curable):
     def load_library(path):
@@ -326,13 +382,17 @@ def test_a_library_that_cannot_be_loaded_is_built_again_once(builds, monkeypatch
         _load()
     assert len(builds.built) == 2
     assert "so it is compiled again: GLIBC_2.99 not found" in capsys.readouterr().err
+    monkeypatch.setattr(torch.ops, "load_library", Mock(side_effect=OSError("GLIBC_2.99 not found")))
+    monkeypatch.setattr(layernorm_inline, "_compile", Mock(side_effect=RuntimeError("no nvcc")))
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        _load()
+    assert list(builds.folder.glob("*.so")), "another machine may be able to load it"
 
 
 def test_the_error_of_a_library_that_can_neither_be_loaded_nor_replaced(builds, monkeypatch, capsys):
     _load()
     monkeypatch.setattr(torch.ops, "load_library", Mock(side_effect=OSError("invalid ELF header")))
-    for function in ("unlink", "open"):
-        monkeypatch.setattr(os, function, Mock(side_effect=OSError("Read-only file system")))
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError("Read-only file system")))
     with raises_for_folder(builds.folder, "must be a folder that you can write and lock: .*Read-only file system"):
         _load()
     assert "invalid ELF header" in capsys.readouterr().err
@@ -456,6 +516,23 @@ def test_the_error_names_setuptools_if_they_are_missing(monkeypatch):
         layernorm_inline._cpp_extension()
 
 
+@pytest.mark.parametrize("cxx,named", [(None, "c++"), ("no-such-g++ -m64", "no-such-g++")])
+def test_the_error_names_the_compiler_if_it_is_missing(tmp_path, monkeypatch, compiled, cxx, named):
+    """The compiler may also lie beside Python, as in an environment of conda that is not activated."""
+    monkeypatch.delenv("CXX", raising=False)
+    if cxx:
+        monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "scripts"))
+    with pytest.raises(RuntimeError, match=f"the C.. compiler {re.escape(named)} was not found. Install g..,"):
+        layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
+    assert "name" not in compiled
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(sys.executable, tmp_path / "scripts" / named)
+    layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
+    assert compiled["name"] == NAME
+
+
 def test_a_failed_build_does_not_rename_the_library(tmp_path, compiled):
     """PyTorch would append a number to the name of a library that it compiles in another folder than before."""
     cpp_extension.JIT_EXTENSION_VERSIONER.entries[NAME] = "an earlier build"
@@ -463,10 +540,12 @@ def test_a_failed_build_does_not_rename_the_library(tmp_path, compiled):
     assert NAME not in cpp_extension.JIT_EXTENSION_VERSIONER.entries
 
 
-def test_architectures_that_nvcc_does_not_support_are_left_out(tmp_path, capsys, compiled):
+@pytest.mark.parametrize("cores,seconds", [(2, 90), (16, 30)])
+def test_architectures_that_nvcc_does_not_support_are_left_out(tmp_path, monkeypatch, capsys, compiled, cores, seconds):
     home = cpp_extension.CUDA_HOME
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     layernorm_inline._compile(NAME, str(tmp_path), ["sm_80", "sm_90a", "sm_120"])
-    message = f"compiling {NAME} for sm_80, sm_90a, about 30 s"  # 10 s, and 10 s for each architecture
+    message = f"compiling {NAME} for sm_80, sm_90a, about {seconds} s"
     assert message in capsys.readouterr().err and compiled["cpp_sources"][0].endswith('"sm_80, sm_90a"')
     assert compiled["home"] == compiled["toolkit"]
     assert cpp_extension.CUDA_HOME == home, "CUDA_HOME must be restored after the build"
@@ -539,12 +618,17 @@ def test_one_of_many_processes_builds(tmp_path):
 @pytest.mark.parametrize("library", machine_code.MACROS)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_110", "sm_120"])
 def test_no_kernel_has_local_memory(tmp_path, arch, library):
-    """A kernel has local memory if registers spill, or if an array's index is only known at run time."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("needs nvcc on PATH")
-    if arch not in subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True).stdout + " sm_90a":
-        pytest.skip(f"this nvcc does not support {arch}")
-    macros = machine_code.MACROS[library]
+    """A kernel has local memory if registers spill, or if an array's index is only known at run time.
+
+    No warning either: ptxas warns if the launch bounds ask for more threads than an SM has.
+    """
+    try:
+        nvcc = machine_code.nvcc()
+    except RuntimeError as error:
+        processes.lacks(str(error))
+    if arch not in subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout + " sm_90a":
+        processes.lacks(f"this nvcc does not support {arch}")
+    macros = (*machine_code.MACROS[library], "-Werror=all-warnings", "-Wno-deprecated-gpu-targets")
     _, kernels = machine_code.compile_kernels(layernorm_inline.CUDA_SOURCE, arch, macros, tmp_path)
     assert len(kernels) > 30
     assert {name: local for name, (_, local) in kernels.items() if local > 0} == {}
@@ -594,6 +678,54 @@ def test_the_error_on_a_gpu_that_nothing_was_compiled_for(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_switch_makes_every_call_run_pytorchs_operations(tmp_path):
+    """With shapes and dtypes that the kernels would take, in fake CUDA tensors."""
+    code = """
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.utils._python_dispatch import TorchDispatchMode
+        import layernorm_inline as L
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                ops.append(function.name())
+                return function(*args, **(kwargs or {}))
+
+        def run(function):
+            ops.clear()
+            y = function()
+            print(*[op[6:].split(".")[0] for op in ops if "norm" in op or "gelu" in op or "mul" in op or "conv" in op])
+            assert y.is_cuda and not any("layernorm_inline" in op for op in ops)
+
+        ops, device = [], dict(device="cuda")
+        with FakeTensorMode(), Record():
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.empty(2, 40001, dtype=dtype, **device)
+                w = torch.empty(40001, **device)
+                run(lambda: L.layer_norm(x, (40001,)))
+                run(lambda: L.layer_norm(x, (40001,), w, w, activation="gelu_tanh", scale=2.0))
+                run(lambda: L.LayerNorm(40001, dtype=dtype, **device)(x))
+                run(lambda: L.ModelNew(40001, dtype=dtype, **device)(x))
+                run(lambda: L.replace_layer_norm(torch.nn.LayerNorm(40001, dtype=dtype, **device))(x))
+            with torch.device("cuda"):
+                model = L.ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1, scaling_factor=2.0)
+            run(lambda: model(torch.empty(1, 32, 8, 8, 32, **device)))
+    """
+    done = import_in_subprocess(tmp_path, code, **{**FOR_9_0, "LAYERNORM_INLINE_DISABLE": "1"})
+    norms = ["native_layer_norm", "native_layer_norm gelu mul", *["native_layer_norm"] * 3]
+    assert done.stdout.splitlines() == [*norms, *norms, "convolution native_layer_norm gelu mul"], done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "LAYERNORM_INLINE_DISABLE=1" in done.stderr
+        and not (tmp_path / "cache").exists()
+    )
+    for value in ("0", ""):  # they do not disable it
+        (tmp_path / "layernorm_inline.py").unlink(missing_ok=True)
+        write_copy(tmp_path, old="\n    _ops, _why_not = _load(", new="\n    _ops, _why_not = None, print('load', ")
+        done = import_in_subprocess(tmp_path, **{**FOR_9_0, "LAYERNORM_INLINE_DISABLE": value})
+        assert done.returncode == 0 and done.stdout.startswith("load") and done.stderr == "", done.stderr
+
+
 @pytest.mark.parametrize("cuda,arch_list,why", [
     ("13.0", " ", "there was no usable GPU"),
     (None, "9.0", "PyTorch .* without CUDA"),
@@ -614,14 +746,32 @@ def test_a_cuda_tensor_raises_if_there_was_nothing_to_compile_for(builds, monkey
 # ---- Unusual environments ----
 
 
-@pytest.mark.parametrize("stream,how", [("stderr", "None"), ("stderr", "only write"), ("stdout", "closed")])
-def test_a_process_compiles_whose_output_cannot_be_flushed(tmp_path, monkeypatch, compiled, stream, how):
+@pytest.mark.parametrize(
+    "stream,how", [("stderr", "None"), ("stderr", "closed"), ("stderr", "only write"), ("stdout", "closed")]
+)
+def test_a_process_compiles_whose_output_cannot_be_flushed(tmp_path, monkeypatch, capfd, compiled, stream, how):
     closed = open(os.devnull, "w")
     closed.close()
     value = {"None": None, "only write": SimpleNamespace(write=lambda text: None), "closed": closed}[how]
     monkeypatch.setattr(sys, stream, value)
     layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
     assert getattr(sys, stream) is value and compiled["name"] == NAME
+    assert capfd.readouterr().out == "", "messages must not get into the program's output"
+
+
+def test_the_message_about_another_build_needs_no_stderr(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stderr", None)
+    flock, calls = fcntl.flock, []
+
+    def is_held_once(file, operation):
+        calls.append(operation)
+        if operation & fcntl.LOCK_NB:
+            raise BlockingIOError
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", is_held_once)
+    with layernorm_inline._acquire_lock(str(tmp_path)):
+        assert len(calls) == 2 and capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize("ninja", [SimpleNamespace(BIN_DIR="/where/ninja/is"), SimpleNamespace(), None])
@@ -641,6 +791,56 @@ def test_compilers_use_the_folder_of_the_build_for_temporary_files(builds, tmp_p
     _load()
     folder, variable, remembered = builds.temporary
     assert variable == folder != remembered and os.environ["TMPDIR"] == str(tmp_path / "ended")
+
+
+def test_variables_that_another_thread_removes_do_not_matter(monkeypatch):
+    monkeypatch.setenv("BEFORE", "value")
+    monkeypatch.delenv("ADDED", raising=False)
+    with layernorm_inline._environment(BEFORE="x", ADDED="x"):
+        del os.environ["BEFORE"], os.environ["ADDED"]
+    assert os.environ["BEFORE"] == "value" and "ADDED" not in os.environ
+
+    class Changing(dict):
+        def __contains__(self, name):
+            return True
+
+    monkeypatch.setattr(os, "environ", Changing())  # the variable disappears after the question whether it exists
+    with layernorm_inline._environment(ADDED="x"):
+        assert os.environ["ADDED"] == "x"
+    assert not list(os.environ)
+
+
+def test_a_child_that_was_forked_while_another_thread_builds_can_build(builds, monkeypatch):
+    """It has the environment from before the build, neither waits for the thread nor deletes the thread's folder."""
+    started, may_end, before = threading.Event(), threading.Event(), dict(os.environ)
+
+    def compile_(name, folder, codes, compile_=layernorm_inline._compile):
+        with layernorm_inline._environment(PATH="of the build"):
+            started.set()
+            may_end.wait(60)
+        compile_(name, folder, codes)
+
+    monkeypatch.setattr(layernorm_inline, "_compile", compile_)
+    thread = threading.Thread(target=_load)
+    thread.start()
+    started.wait(60)
+    assert os.environ["PATH"] == "of the build"
+    if (child := os.fork()) == 0:
+        signal.alarm(60)  # ends a child that waits for ever
+        is_right = False
+        try:
+            may_end.set()
+            is_restored = dict(os.environ) == before
+            _load(NAME + "_epilogue")
+            gc.collect()
+            atexit._run_exitfuncs()
+            is_right = is_restored and len(builds.built) == 1 and len(list(builds.folder.glob("build-*"))) == 1
+        finally:
+            os._exit(0 if is_right else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    may_end.set()
+    thread.join()
+    assert status == 0 and len(builds.loaded) == 1 and dict(os.environ) == before
 
 
 def test_a_child_that_was_forked_during_a_build_does_not_keep_the_lock(tmp_path):

@@ -265,7 +265,7 @@ def test_plans_keep_their_rules(family, sms, shared_bytes, code):
     families = emulator.emulated(emulator.sources()[0]).partition("// ==== Dispatch:")[0]
     text = families.replace('#include "emulator.h"', '#include "emulator.h"\n#include <string>', 1) + PLANS
     path = emulator.cache("plans", text) / "plans.so"
-    with emulator.building(path):
+    with emulator.building(path, "the plans of two families"):
         if not path.exists():
             path.with_suffix(".cpp").write_text(text)
             emulator.compile_with_gxx(path.with_suffix(".cpp"), path)

@@ -179,6 +179,19 @@ def test_a_driver_that_does_not_work(message, status, monkeypatch, capsys):
     assert out.startswith("Nothing was timed" if status == 0 else f"FAILED: the GPU cannot be used: {message}")
 
 
+def test_the_script_fails_if_the_switch_disables_the_kernels():
+    command = [sys.executable, ROOT / "test_layernorm_inline.py"]
+    done = run(command, env=environment_with(LAYERNORM_INLINE_DISABLE="1"))
+    assert done.returncode == 1 and done.stdout.startswith("FAILED: LAYERNORM_INLINE_DISABLE=1"), done.stderr
+
+
+def test_pytest_says_at_the_end_that_no_kernel_was_tested(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", ".tests/test_binding.py", "-k", "no_rows"]
+    hidden = dict(PATH=str(tmp_path), CUDA_VISIBLE_DEVICES="", TORCH_CUDA_ARCH_LIST="")  # no g++
+    lines = run(command, cwd=ROOT, env=environment_with(**hidden)).stdout.splitlines()
+    assert lines[-2].startswith("No kernel was tested") and "skipped" in lines[-1], lines
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["sweep", "models", "sizes", "ddp", "libraries"])
 def test_the_benchmarks_need_a_gpu(script):

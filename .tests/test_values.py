@@ -84,6 +84,21 @@ def test_output_mask_selects_gradients(backend, case):
         check(backend, case, case.tensors(), wanted=wanted)
 
 
+@parameters([case for case in SOME if case.form == "plain"])
+def test_backward_without_weight_gradients_allocates_no_sums(backend, case):
+    """Beside grad_input, it allocates 8 bytes for each mailbox (at most 160 per row) and each piece of a row."""
+    x, weight, bias, dy = case.tensors()
+    with backend.on(case.gpu):
+        _, statistics = backend.ops.layer_norm_forward(x, [case.cols], weight, bias, EPS, 0, 1.0)
+        call = (dy, x, [case.cols], statistics, weight, bias, EPS, 0, 1.0, [True, False, False])
+        with torch.profiler.profile(profile_memory=True) as profile:
+            grad_input = backend.ops.layer_norm_backward(*call)[0]
+    events = profile.profiler.kineto_results.events()
+    allocated = sum(max(event.nbytes(), 0) for event in events if event.name() == "[memory]")
+    pieces = max(160, case.cols // 8192 + 2)
+    assert grad_input.nbytes <= allocated <= grad_input.nbytes + 8 * case.rows * pieces + 1024
+
+
 @pytest.mark.full
 @some_cases
 def test_eps_of_any_size(backend, case):
