@@ -468,11 +468,14 @@ def load_binding(library):
     text, folder = binding(library.cpp_source, launches)
     path = folder / library.name / f"{library.name}.so"
     path.parent.mkdir(exist_ok=True)
+    # PyTorch 2.8 and newer need not include torch/extension.h, which takes most of the time.
+    has_option = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames
+    without_headers = {"no_implicit_headers": True} if has_option else {}
     with building(path, numbered("binding", kind)):
         cpp_extension.load_inline(
             library.name, text, extra_cflags=["-O0", "-w", *library.macros], extra_ldflags=["-Wl,-Bsymbolic"],
             extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(path.parent),
-            is_python_module=False,
+            is_python_module=False, **without_headers,
         )  # fmt: skip
     BINDINGS[kind] = ctypes.CDLL(str(path)).emulate_on
     switch_to_current()

@@ -43,6 +43,7 @@ REPEATED = "streams_and_threads or graph_of_a_training_step or test_values[ and 
 OUTPUT_MASK = "output_mask"
 BATCHES = "same_bits_in_every_batch"
 TRANSFORMS = "test_every_transform and not fake"
+CONVERTED = "autograd converts the gradients that a node returns"
 LAUNCHES = "launches_at_every_condition"
 PLANNED = "a real GPU is one of the emulated ones"  # whose sizes and architectures the list of launches needs
 BEFORE_HOPPER = "older_architecture or test_values[ and (ampere or ada)"
@@ -302,16 +303,16 @@ MUTANTS = [
     Mutant("double backward: weight is not reshaped", "x = as_matrix(input, shape), w = as_float_row(weight, shape);", "x = as_matrix(input, shape), w = is_given(weight) ? weight.to(at::kFloat) : Tensor();", TRANSFORMS),
     Mutant("double backward: gradient of grad_weight is not reshaped", "const Tensor g_dw = as_float_row(grads[1], shape), g_db", "const Tensor g_dw = grads[1].defined() ? grads[1].to(at::kFloat) : Tensor(), g_db", TRANSFORMS),
     Mutant("double backward: gradient of grad_bias is not reshaped", "g_db = as_float_row(grads[2], shape);", "g_db = grads[2].defined() ? grads[2].to(at::kFloat) : Tensor();", TRANSFORMS),
-    Mutant("double backward: gradients have float32", "t.reshape_symint(like.sym_sizes()).to(like.scalar_type()) : t;", "t.reshape_symint(like.sym_sizes()) : t;", TRANSFORMS),
+    Mutant("double backward: gradients have float32", "t.reshape_symint(like.sym_sizes()).to(like.scalar_type()) : t;", "t.reshape_symint(like.sym_sizes()) : t;", TRANSFORMS, CONVERTED),
     Mutant("double backward: gradient of weight has input's dtype", "shaped_like(grad_w, weight)}", "shaped_like(grad_w, weight).to(input.scalar_type())}", TRANSFORMS),
     Mutant("double backward: gradient of weight is not reshaped", "shaped_like(grad_w, weight)}", "grad_w.defined() ? grad_w.to(weight.scalar_type()) : grad_w}", TRANSFORMS),
     Mutant("double backward: no gradient through grad_weight alone", "} else if (v.defined()) { grad_x = project(v, row_mean(v * xhat)); }", "}", TRANSFORMS),
     Mutant("double backward: weight left out of grad_output's gradient", "add(grad_dy, apply_weight(projected, w));", "add(grad_dy, projected);", TRANSFORMS),
     Mutant("binding: weight and bias saved without a version check", "node.saved = {{SavedVariable(inputs, /*is_output=*/false)...}};", "int index = 0; const auto copy = [&](const OptionalTensor& t) { return index++ == 0 || !is_given(t) ? t : OptionalTensor(t->variable_data()); }; node.saved = {{SavedVariable(copy(inputs), /*is_output=*/false)...}};", "change_in_place or step_of_an_optimizer"),
-    Mutant("composed backward: grad_weight has input's dtype", "reshape_symint(shape).to(weight->scalar_type());", "reshape_symint(shape).to(input.scalar_type());", TRANSFORMS),
-    Mutant("composed backward: grad_bias has input's dtype", "reshape_symint(shape).to(bias->scalar_type());", "reshape_symint(shape).to(input.scalar_type());", TRANSFORMS),
+    Mutant("composed backward: grad_weight has input's dtype", "reshape_symint(shape).to(weight->scalar_type());", "reshape_symint(shape).to(input.scalar_type());", OUTPUT_MASK + " or " + TRANSFORMS),
+    Mutant("composed backward: grad_bias has input's dtype", "reshape_symint(shape).to(bias->scalar_type());", "reshape_symint(shape).to(input.scalar_type());", OUTPUT_MASK + " or " + TRANSFORMS),
     Mutant("composed backward: grad_weight is not reshaped", "dw = (dy * xhat).sum(0).reshape_symint(shape).to(", "dw = (dy * xhat).sum(0).to(", TRANSFORMS),
-    Mutant("composed backward: grad_input has float32", "dx = dx.reshape_symint(input.sym_sizes()).to(input.scalar_type());", "dx = dx.reshape_symint(input.sym_sizes());", TRANSFORMS),
+    Mutant("composed backward: grad_input has float32", "dx = dx.reshape_symint(input.sym_sizes()).to(input.scalar_type());", "dx = dx.reshape_symint(input.sym_sizes());", OUTPUT_MASK),
     Mutant("composed backward: grad_weight without the epilogue's derivative", "dw = (dy * xhat).sum(0)", "dw = (as_matrix(grad_output, shape) * xhat).sum(0)", TRANSFORMS),
     Mutant("composed backward: scale before the activation's argument", "gelu_backward(dy, apply_affine(xhat, w, b), gelu_form(function))", "gelu_backward(dy, apply_affine(xhat, w, b) * scale, gelu_form(function))", TRANSFORMS),
     Mutant("composed output: scale before the activation", "y = at::gelu(y, gelu_form(function)); if (scale != 1) y = y * scale;", "y = at::gelu(y * scale, gelu_form(function)); else if (scale != 1) y = y * scale;", TRANSFORMS),
@@ -337,16 +338,16 @@ MUTANTS = [
     Mutant("binding: grad_input in spite of the mask", "if (output_mask[0]) grad_input", "grad_input", OUTPUT_MASK),
     Mutant("binding: grad_bias has input's dtype", "grad_bias = allocate_as(*bias);", "grad_bias = allocate(bias->sym_sizes(), input.scalar_type(), input);", TRANSFORMS),
     Mutant("convolution: stride and padding of one dimension", "conv_bias, {2, 2, 2}, {1, 1, 1})", "conv_bias, {1, 1, 1}, {2, 2, 2})", CONVOLUTION + " or samples_of_problem_34"),
-    Mutant("grid-resident: float32 weight with 16-bit input accepted", "if (sizeof(T) == 2 && call.affine_float32) return {};", "", LAUNCHES + " or expected_kernels", emulated=PLANNED),
+    Mutant("grid-resident: float32 weight with 16-bit input accepted", "(sizeof(T) == 2 && call.affine_float32)", "false", LAUNCHES + " or expected_kernels", emulated=PLANNED),
     Mutant("grid-resident: rows of a group counted off by one", "call.rows < kMinRows * groups", "call.rows <= kMinRows * groups", LAUNCHES, emulated=PLANNED),
     Mutant("grid-resident: GPUs without large shared memory accepted", "if (!device.arch.has_large_shared || groups == 0", "if (groups == 0", LAUNCHES + " or plans_keep", emulated=PLANNED),
     Mutant("grid-resident: short slices accepted", "|| stages_of<T>(packs) <= kStagesAhead<T>) return {};", ") return {};", LAUNCHES + " or plans_keep", emulated=PLANNED),
     Mutant("pipelined: GPUs without asynchronous copies accepted", "return device.arch.has_async_copy && call.cols <=", "return call.cols <=", LAUNCHES, emulated=PLANNED),
     Mutant("pipelined: longest row off by one", "call.cols <= longest_slice<", "call.cols < longest_slice<", LAUNCHES, emulated=PLANNED),
-    Mutant("pipelined: few rows do not use all SMs", "std::max(fewest, std::min(most, device.sms / std::min<int64_t>(call.rows, device.sms)))", "fewest", LAUNCHES, emulated=PLANNED),
+    Mutant("pipelined: few rows do not use all SMs", "std::max(fewest, std::min(most, device.sms / rows))", "fewest", LAUNCHES, emulated=PLANNED),
     Mutant("pipelined: partial sums left out for many rows of one group", "(groups > 1 || call.rows > kRowsPerSum) ? groups : 0", "groups > 1 ? groups : 0", LAUNCHES + " or gradients_of_many_rows", emulated=PLANNED),
     Mutant("two-pass: partial sums left out for many rows of one range", "(ranges > 1 || rows > kRowsPerSum) ? ranges : 0", "ranges > 1 ? ranges : 0", LAUNCHES + " or many_rows", "ranges is 1 only for up to kRowsPerSum rows, or for twice as many that are longer than any test", emulated=PLANNED),
-    Mutant("two-pass: one piece per row", "std::max<int64_t>(1, waves * kMeasureBlocks * sms / rows)", "1", LAUNCHES, emulated=PLANNED),
+    Mutant("two-pass: one piece per row", "std::max<int64_t>(1, waves * kMeasureBlocks * sms / piece_rows)", "1", LAUNCHES, emulated=PLANNED),
     Mutant("registers: limit of aligned rows off by one", "loads_of(call) <= kMaxLoads *", "loads_of(call) < kMaxLoads *", LAUNCHES, emulated=PLANNED),
     Mutant("registers: late loads of float32 weight left out of the ladder", "if (k16Bits && call.affine_float32) return launch_rows<T, 4, 1>(call, context);", "", LAUNCHES + " or " + VALUES, emulated=PLANNED),
     Mutant("registers: waves of short rows compared the other way", "if (loads <= 32 && waves <= 0.5)", "if (loads <= 32 && waves > 0.5)", LAUNCHES, emulated=PLANNED),

@@ -1,5 +1,6 @@
 """Tests of the binding: shapes and strides, inputs without rows, and the errors for wrong arguments."""
 
+import functools
 import itertools
 
 import emulator
@@ -185,6 +186,32 @@ def test_each_output_mask_gives_these_gradients_only(backend):
                 for gradient, expected, t, wanted in zip(gradients, every, given, mask):
                     assert (gradient is not None) == (wanted and t is not None), (affine, mask)
                     assert gradient is None or (torch.equal(gradient, expected) and gradient.dtype == t.dtype)
+
+
+@pytest.mark.parametrize("affine", AFFINE)
+def test_each_output_mask_under_vmap_gives_the_gradients_of_each_sample(backend, affine):
+    """With their shapes and dtypes, which PyTorch would correct if it called the op for autograd."""
+    dtype = torch.float16 if "float32" in affine else torch.bfloat16
+    tensors = random_case(6, 12, dtype, affine, device=backend.device)
+    x, weight, bias, dy = (t if t is None else torch.stack([t, t.flip(-1)]) for t in tensors)
+    x, dy = (t.view(2, 6, 4, 3) for t in (x, dy))
+    weight, bias = (t if t is None else t.view(2, 4, 3) for t in (weight, bias))
+
+    def gradients(ops, activation, mask, dy, x, weight, bias):
+        _, statistics = ops.layer_norm_forward(x, [4, 3], weight, bias, EPS, activation, 1.0)
+        results = ops.layer_norm_backward(dy, x, [4, 3], statistics, weight, bias, EPS, activation, 1.0, mask)
+        return tuple(t for t in results if t is not None)
+
+    for ops, activation in ((backend.ops, 0), (backend.epilogue_ops, 1)):
+        for mask in itertools.product((False, True), repeat=3):
+            function = functools.partial(gradients, ops, activation, mask)
+            expected = [function(*(t if t is None else t[i] for t in (dy, x, weight, bias))) for i in (0, 1)]
+            if not expected[0]:
+                continue
+            in_dims = tuple(None if t is None else 0 for t in (dy, x, weight, bias))
+            results = torch.vmap(function, in_dims)(dy, x, weight, bias)
+            for result, *right in zip(results, *expected):
+                torch.testing.assert_close(result, torch.stack(right), atol=2e-2, rtol=2e-2)
 
 
 def test_only_needed_results_are_computed(backend):

@@ -28,6 +28,11 @@ SAVE_SAMPLES = """
 """
 LARGE = ("jacobians", "hessians")  # transforms whose results have one entry for each pair of elements
 full = pytest.mark.full
+# Without --full, the samples of modules run with these, because test_transforms.py runs all.
+FEW = ("forward", "backward", "double_backward", "jvp", "vjp_of_vjp", "vmap_over_all", "vmap_of_grad", "grad_of_vmap")
+few_transforms = pytest.mark.parametrize(
+    "transform", [name if name in FEW else pytest.param(name, marks=full) for name in TRANSFORMS]
+)
 every_transform = pytest.mark.parametrize(  # linearize is slow
     "transform", [pytest.param(name, marks=full) if name == "linearize" else name for name in TRANSFORMS]
 )
@@ -99,7 +104,7 @@ def test_samples_of_layer_norm(backend, samples, transform, activation, scale, d
     assert not problems, "\n".join(problems)
 
 
-@every_transform
+@few_transforms
 @pytest.mark.parametrize("cls", ["LayerNorm", pytest.param("ModelNew", marks=full)])
 def test_samples_of_nn_layer_norm(backend, samples, cls, transform):
     problems = []
@@ -155,11 +160,11 @@ MODELS = {
 
 
 def samples_of_problem_34():
-    """Yields the names of models and transforms. Without --full, the kernel runs in three of them."""
+    """Yields the names of models and transforms. Without --full, the kernel runs in two of them."""
     for name in MODELS:
         for transform in TRANSFORMS:
-            is_short = transform != "linearize" and name == "other arguments"
-            is_short |= name == "bfloat16, one kernel" and transform in ("forward", "backward", "jvp")
+            is_short = name == "other arguments" and transform in FEW
+            is_short |= name == "bfloat16, one kernel" and transform in FEW[:2]
             if transform not in LARGE:
                 yield pytest.param(name, transform, marks=[] if is_short else [full])
 
