@@ -49,6 +49,7 @@ BODIES = {
     "named_barrier_wait": "emulator::named_barrier(name, 2 * kGroupThreads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, 2 * kGroupThreads, false);",
     "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
+    "sync_grid": "emulator::sync_grid();",
     "wait_for_previous": "emulator::wait_for_previous();",
     "l2_policy": "return 0;",
     "prefetch_to_l2": "emulator::check_units(global, bytes); emulator::check_in_tensor(global, bytes - 15);",
@@ -67,8 +68,6 @@ STATEMENTS = {
     r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
     r"__float_as_uint\(pair\.(\w)\)": r"emulator::bits_of_arithmetic(pair.\1)",
-    r"#include <cooperative_groups.h>": "",
-    r"cooperative_groups::this_grid\(\)\.sync\(\)": "emulator::sync_grid()",
 }
 
 # The functions that Python and the emulated binding call. They run a call in guarded memory.
@@ -114,14 +113,14 @@ template <typename Call> static const char* emulate(Call call, const Allocate& a
   try {
     guard_tensors(call);
     emulator::follows_caller = true;
-    const auto allocate_guarded = [&](size_t bytes) -> void* {
-      memset(allocate(bytes), 0xff, bytes);
+    const auto allocate_guarded = [](void* of_binding, size_t bytes) -> void* {
+      memset((*static_cast<const Allocate*>(of_binding))(bytes), 0xff, bytes);
       // The previous piece is freed, so that any later access to it ends the kernel.
       if (!tensors.empty() && tensors.back()->name == "scratch") tensors.pop_back();
       tensors.push_back(std::make_unique<emulator::Guarded>("scratch", bytes, nullptr, false));
       return tensors.back()->data;
     };
-    const cudaError_t error = launch(call, allocate_guarded, nullptr);
+    const cudaError_t error = launch(call, {allocate_guarded, const_cast<Allocate*>(&allocate)}, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
     for (const auto& tensor : tensors) tensor->finish();
