@@ -49,23 +49,24 @@ def run_step(model, x, grad_output, mode):
 
 def milliseconds(model, x, grad_output, mode):
     """Returns the median time of a step on this GPU. Both GPUs start each measurement together."""
+    synchronize = torch.cuda.synchronize if x.is_cuda else lambda: None
     times = []
     for _ in range(REPEATS + 1):  # the first one is not counted: it allocates memory and buckets
-        torch.cuda.synchronize()
+        synchronize()
         distributed.barrier()
         start = time.perf_counter()
         for _ in range(STEPS):
             run_step(model, x, grad_output, mode)
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - start) * 1000 / STEPS)
     return statistics.median(times[1:])
 
 
-def time_width(cols, dtype):
+def time_width(cols, elements, dtype, device):
     """Returns a row of the table: the columns, the dtype, and the time of each model and mode."""
     torch.manual_seed(0)
-    original = nn.Sequential(*(nn.LayerNorm(cols) for _ in range(NORMS))).to("cuda", dtype)
-    x, grad_output = (torch.randn(ELEMENTS // cols, cols, device="cuda", dtype=dtype) for _ in range(2))
+    original = nn.Sequential(*(nn.LayerNorm(cols) for _ in range(NORMS))).to(device, dtype)
+    x, grad_output = (torch.randn(elements // cols, cols, device=device, dtype=dtype) for _ in range(2))
     x.requires_grad_()
     row = [cols, str(dtype).replace("torch.", "")]
     for model in (original, replace_layer_norm(copy.deepcopy(original))):
@@ -74,21 +75,21 @@ def time_width(cols, dtype):
     return row
 
 
-def main():
-    """Runs in both processes. The first one prints the table."""
-    if torch.cuda.device_count() < 2:
+def main(device="cuda", columns=COLUMNS, elements=ELEMENTS):
+    """Runs in both processes. The first one prints the table. Without GPUs, main("cpu") tests the script with gloo."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
         print("Nothing was timed, because there are fewer than two CUDA GPUs.")
         return 1
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl")
-    rows = [time_width(cols, dtype) for dtype in (torch.bfloat16, torch.float32) for cols in COLUMNS]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    rows = [time_width(cols, elements, dtype, device) for dtype in (torch.bfloat16, torch.float32) for cols in columns]
     if distributed.get_rank() == 0:
         table = results.markdown_table(NAMES, rows)
         print(table)
-        text = (
-            f"{versions()}\n\nMilliseconds per training step of {NORMS} norms, {ELEMENTS >> 20}M elements.\n\n{table}"
-        )
-        results.write_section(f"Two GPUs, {torch.cuda.get_device_name()}", text)
+        if device == "cuda":
+            text = f"{versions()}\n\nMilliseconds per training step of {NORMS} norms, {elements >> 20}M elements.\n\n{table}"
+            results.write_section(f"Two GPUs, {torch.cuda.get_device_name()}", text)
     distributed.destroy_process_group()
     return 0
 

@@ -25,7 +25,7 @@ def formatted(match):
 
 before = FILE.read_text()
 after, count = SOURCES.subn(formatted, before)
-assert count == 3, f"expected 3 strings of C++ and CUDA, but found {count}"
+assert count == 8, f"expected 8 strings of C++ and CUDA, but found {count}"
 if "--check" not in sys.argv:
     FILE.write_text(after)
     sys.exit()

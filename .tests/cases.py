@@ -91,6 +91,12 @@ class Case(typing.NamedTuple):
             return "pipelined"
         return "registers" if in_registers else "two_pass"
 
+    @property
+    def families(self):
+        """Those of both directions, and those of an aligned, plain call of the same shape: what a condition changes."""
+        plain = self._replace(form="plain", off="", affine="both")
+        return self.forward, self.backward, plain.forward, plain.backward
+
     def has_pipelined_kernels(self, tensors):
         """Returns True if the pipelined kernels support rows of this length. tensors: 1 for forward, 2 for backward.
 
@@ -154,7 +160,7 @@ def candidates(gpu):
             for form in FORMS:
                 case = Case(gpu, rows, cols, dtype, form)
                 aligned = case.aligned("xwb")
-                yield (gpu.name, case.forward, case.backward, dtype, form, aligned), case
+                yield (gpu.name, *case.families, dtype, form, aligned), case
                 if every_shape and form in ("plain", pick(["gelu", "tanh", "scale"], rows, cols)):
                     yield (gpu, rows, cols, dtype, form), case
             if dtype not in ("fp32", "bf16") or cols < 60:
@@ -167,10 +173,10 @@ def candidates(gpu):
                     case = Case(gpu, rows, cols, dtype, form, off)
                     kind = "odd" if cols % 2 else 512 < size and cols <= 4096 and 1 + (rows > 4 * gpu.sms)
                     if size % 16 == 0 or cols % 2 and form == pick(["plain", "gelu"], off):
-                        yield (gpu.name, case.forward, case.backward, dtype, form, off, kind), case
+                        yield (gpu.name, *case.families, dtype, form, off, kind), case
                 for affine in AFFINE[1:] if dtype == "bf16" else AFFINE[1:4]:
                     case = Case(gpu, rows, cols, dtype, form, "", affine)
-                    yield (gpu.name, case.forward, case.backward, dtype, form, affine), case
+                    yield (gpu.name, *case.families, dtype, form, affine), case
 
 
 def cases_of(gpus):

@@ -108,14 +108,5 @@ template <typename T> constexpr bool constants_are_valid() {
 static_assert(constants_are_valid<float>() && constants_are_valid<__half>());
 }  // namespace grid_resident
 
-// ---- Convolution ----
-
-#ifdef LAYERNORM_HAS_EPILOGUE
-namespace convolution {
-static_assert(kInChannels == 32 && kInWidth == 32 && kOutChannels == 64 && kGroups == 2);
-static_assert(kTaskLines * kInWidth == 128 && kGroupThreads == 128, "wgmma multiplies 64 rows by 128 columns");
-}  // namespace convolution
-#endif
-
 }  // namespace
 }  // namespace TORCH_EXTENSION_NAME

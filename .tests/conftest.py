@@ -34,7 +34,6 @@ class Backend:
         self.module = layernorm_inline if self.is_cuda else emulator.load_module()
         self.layer_norm, self.ModelNew = self.module.layer_norm, self.module.ModelNew
         self.LayerNorm, self.replace_layer_norm = self.module.LayerNorm, self.module.replace_layer_norm
-        self.Convolution = self.module.ConvTranspose3dLayerNormGELUScaling
         self.ops = self.module._ops
 
     @property
@@ -42,6 +41,17 @@ class Backend:
         """The ops of the second library, which is loaded on the first use."""
         self.module._load_epilogue()
         return self.module._epilogue_ops
+
+    @property
+    def convolution_ops(self):
+        """The ops of the library of problem 34, which is loaded on the first use."""
+        self.module._load_convolution()
+        return self.module._convolution_ops
+
+    @property
+    def Convolution(self):
+        """The model of problem 34, in the part of the file that can be deleted."""
+        return self.module.ConvTranspose3dLayerNormGELUScaling
 
     def on(self, gpu=None, seed=0):
         """Returns a context manager. Emulated calls inside run on this GPU, in the order of threads that seed gives."""

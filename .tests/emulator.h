@@ -27,6 +27,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -56,6 +57,7 @@ struct Gpu {
 inline Gpu gpu;
 inline cudaError_t last_error = cudaSuccess;  // the result of the next cudaGetLastError
 inline bool dry = false;                      // a launch runs one thread, which returns at once
+inline std::string launches;                  // a line for each launch: kernel, blocks, threads, shared memory, kind
 inline std::mt19937_64 random_numbers;        // the source of all random choices
 
 // ---- Guarded memory ----
@@ -520,6 +522,10 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<
   for (size_t i = 0; i < indices.size(); i += at_once) {
     run_blocks(running, {indices.begin() + i, indices.begin() + std::min(indices.size(), i + at_once)});
   }
+  std::ostringstream line;
+  line << *running.name << ' ' << size.x << 'x' << size.y << ' ' << block.x << 'x' << block.y << ' '
+       << config.dynamicSmemBytes << (cooperative ? " cooperative" : early ? " early" : "") << '\n';
+  launches += line.str();
   return cudaSuccess;
 }
 

@@ -33,76 +33,56 @@ SOURCE = HERE.parent / "layernorm_inline.py"
 
 # ---- The kernels, as C++ ----
 
-# Name of a function of CUDA_SOURCE -> its body on an emulated GPU.
+# Name of a function of the kernels -> its body on an emulated GPU.
 BODIES = {
     "keep_pointer": "return pointer;",
     "shared_address": "return static_cast<const unsigned char*>(p) - emulator::current->block->dynamic;",
-    "copy_or_zero": "emulator::start({shared, exists ? global : nullptr, 16}, emulator::current->copies);",
+    "wait_for_previous": "emulator::wait_for_previous();",
+    "l2_policy": "return 0;",
+    "prefetch_to_l2": "emulator::check_units(global, bytes); emulator::check_in_tensor(global, bytes - 15);",
+}
+# Pattern in the kernels -> its replacement: inline assembly, macros of nvcc, and the loop that polls mailboxes.
+STATEMENTS = {
+    r'asm volatile\("(?:wgmma\.(?:fence|commit)|setmaxnreg|fence\.|griddepcontrol\.launch|" : "\+f").*?\);': ";",
+    r"__CUDA_ARCH__": "EMULATED_ARCH",
+    r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
+    r'asm volatile\("prefetch\.global\.L2.*?"l"\((.*?)\)\);': r"emulator::check_in_tensor(\1, 1);",
+    r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
+    r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
+}
+
+# Those of the two libraries of LayerNorm only, and those of the convolution only.
+BODIES_OF_LAYER_NORM = {
     "copy_async": "emulator::start({shared, global, 16}, emulator::current->copies);",
-    "wait_for_copies": "emulator::wait_for_copies();",
     "barrier_init": "emulator::mbarriers[barrier] = {0, arrivals};",
     "barrier_arrive": "emulator::arrive(barrier, 0);",
     "barrier_arrive_with_copies": "emulator::arrive_with_copies(barrier);",
     "barrier_wait": "emulator::wait(barrier, parity);",
     "barrier_arrive_expecting": "emulator::arrive(barrier, bytes);",
     "bulk_copy": "emulator::start({shared, global, bytes, barrier}, emulator::bulk_copies);",
+    "sync_grid": "emulator::sync_grid();",
+}
+STATEMENTS_OF_LAYER_NORM = {
+    r'asm volatile\("ld\.relaxed.*?"memory"\);': "bits = mailboxes[block];",
+    r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = bits;",
+    r"bool complete = true;": "bool complete = true; emulator::poll();",
+    r"__float_as_uint\(pair\.(\w)\)": r"emulator::bits_of_arithmetic(pair.\1)",
+}
+BODIES_OF_CONVOLUTION = {
+    "copy_or_zero": "emulator::start({shared, exists ? global : nullptr, 16}, emulator::current->copies);",
+    "wait_for_copies": "emulator::wait_for_copies();",
     "named_barrier_wait": "emulator::named_barrier(name, 2 * kGroupThreads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, 2 * kGroupThreads, false);",
     "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
-    "sync_grid": "emulator::sync_grid();",
-    "wait_for_previous": "emulator::wait_for_previous();",
-    "l2_policy": "return 0;",
-    "prefetch_to_l2": "emulator::check_units(global, bytes); emulator::check_in_tensor(global, bytes - 15);",
 }
-# Pattern in CUDA_SOURCE -> its replacement: inline assembly, macros of nvcc, and the loop that polls mailboxes.
-STATEMENTS = {
+STATEMENTS_OF_CONVOLUTION = {
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
-    r'asm volatile\("(?:wgmma\.(?:fence|commit)|setmaxnreg|fence\.|griddepcontrol\.launch|" : "\+f").*?\);': ";",
-    r"attributes\.maxThreadsPerBlock": "(emulator::gpu.code == 90 ? convolution::kThreads : 32)",
-    r"__CUDA_ARCH__": "EMULATED_ARCH",
-    r'asm volatile\("ld\.global\.L2.*?\)\);': "bits = *reinterpret_cast<const uint4*>(p);",
-    r'asm volatile\("prefetch\.global\.L2.*?"l"\((.*?)\)\);': r"emulator::check_in_tensor(\1, 1);",
-    r'asm volatile\("ld\.relaxed.*?"memory"\);': "bits = mailboxes[block];",
-    r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = bits;",
-    r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
-    r'asm\("rcp\.approx.*?\)\);': "y = 1 / x;",
-    r"bool complete = true;": "bool complete = true; emulator::poll();",
-    r"__float_as_uint\(pair\.(\w)\)": r"emulator::bits_of_arithmetic(pair.\1)",
+    r"attributes\.maxThreadsPerBlock": "(emulator::gpu.code == 90 ? kThreads : 32)",
 }
 
 # The functions that Python and the emulated binding call. They run a call in guarded memory.
 WRAPPER = r"""
 namespace TORCH_EXTENSION_NAME {
-// Makes a call use guarded memory.
-template <typename Call> static void guard_tensors(Call& call) {
-  using emulator::guard;
-  const size_t each = size_of(call.dtype), affine = call.affine_float32 ? 4 : each;
-  if constexpr (std::is_same_v<Call, Convolution>) {
-    const size_t places = call.batch * call.depth * call.height;
-    guard(call.input, places * 32 * 32 * each, "input");
-    guard(call.conv_weight, 32 * 64 * 64 * each, "conv_weight");
-    guard(call.conv_bias, 64 * each, "conv_bias");
-    guard(call.weight, 64 * affine, "weight");
-    guard(call.bias, 64 * affine, "bias");
-    guard(call.output, places * 4 * 64 * 64 * each, "output");
-  } else {
-    const size_t all = call.rows * call.cols * each, of_rows = call.rows * 4;
-    guard(call.input, all, "input");
-    guard(call.weight, call.cols * affine, "weight");
-    guard(call.bias, call.cols * affine, "bias");
-    guard(call.mean, of_rows, "mean");
-    guard(call.rstd, of_rows, "rstd");
-    if constexpr (std::is_same_v<Call, Forward>) {
-      guard(call.output, all, "output");
-    } else {
-      guard(call.grad_output, all, "grad_output");
-      guard(call.grad_input, all, "grad_input");
-      guard(call.grad_weight, call.cols * affine, "grad_weight");
-      guard(call.grad_bias, call.cols * affine, "grad_bias");
-    }
-  }
-}
-
 static std::string answer;  // holds the text that a function below returned last
 
 // Runs a call, and returns an error message, which is empty if there was no error. The kernels get guarded scratch
@@ -146,14 +126,60 @@ const char* emulated_kernels(bool all) {
   }
   return answer.c_str();
 }
-const char* emulate_forward(const Forward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
-const char* emulate_backward(const Backward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
-#ifdef LAYERNORM_HAS_EPILOGUE
-const char* emulate_convolution(const Convolution* call, const Allocate* allocate) { return emulate(*call, *allocate); }
-bool emulate_has_convolution_kernel() { return has_convolution_kernel(); }
-#endif
+// Returns a line for each launch since the last call of this function.
+const char* emulated_launches() {
+  answer = std::exchange(emulator::launches, "");
+  return answer.c_str();
+}
+CALLS
 }
 }  // namespace TORCH_EXTENSION_NAME
+"""
+# Before it: functions that make a call use guarded memory. CALLS: the calls of the library.
+GUARD_LAYER_NORM = r"""
+namespace TORCH_EXTENSION_NAME {
+template <typename Call> static void guard_tensors(Call& call) {
+  using emulator::guard;
+  const size_t each = size_of(call.dtype), affine = call.affine_float32 ? 4 : each;
+  const size_t all = call.rows * call.cols * each, of_rows = call.rows * 4;
+  guard(call.input, all, "input");
+  guard(call.weight, call.cols * affine, "weight");
+  guard(call.bias, call.cols * affine, "bias");
+  guard(call.mean, of_rows, "mean");
+  guard(call.rstd, of_rows, "rstd");
+  if constexpr (std::is_same_v<Call, Forward>) {
+    guard(call.output, all, "output");
+  } else {
+    guard(call.grad_output, all, "grad_output");
+    guard(call.grad_input, all, "grad_input");
+    guard(call.grad_weight, call.cols * affine, "grad_weight");
+    guard(call.grad_bias, call.cols * affine, "grad_bias");
+  }
+}
+}  // namespace TORCH_EXTENSION_NAME
+"""
+CALLS_LAYER_NORM = """
+const char* emulate_forward(const Forward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
+const char* emulate_backward(const Backward* call, const Allocate* allocate) { return emulate(*call, *allocate); }
+"""
+GUARD_CONVOLUTION = r"""
+namespace TORCH_EXTENSION_NAME {
+static void guard_tensors(Convolution& call) {
+  using emulator::guard;
+  const size_t each = size_of(call.dtype), affine = call.affine_float32 ? 4 : each;
+  const size_t places = call.batch * call.depth * call.height;
+  guard(call.input, places * 32 * 32 * each, "input");
+  guard(call.conv_weight, 32 * 64 * 64 * each, "conv_weight");
+  guard(call.conv_bias, 64 * each, "conv_bias");
+  guard(call.weight, 64 * affine, "weight");
+  guard(call.bias, 64 * affine, "bias");
+  guard(call.output, places * 4 * 64 * 64 * each, "output");
+}
+}  // namespace TORCH_EXTENSION_NAME
+"""
+CALLS_CONVOLUTION = """
+const char* emulate_convolution(const Convolution* call, const Allocate* allocate) { return emulate(*call, *allocate); }
+bool emulate_has_convolution_kernel() { return has_convolution_kernel(); }
 """
 
 
@@ -175,16 +201,22 @@ def end_of(text, start):
     raise ValueError("a bracket is not closed")
 
 
-def emulated(source):
-    """Returns C++ that includes emulator.h, for the CUDA C++ of CUDA_SOURCE."""
-    for name, body in BODIES.items():
+def emulated(source, library=""):
+    """Returns C++ that includes emulator.h, for the CUDA C++ of a library."""
+    if library == "convolution":
+        bodies, statements = BODIES_OF_CONVOLUTION, STATEMENTS_OF_CONVOLUTION
+        guard, calls = GUARD_CONVOLUTION, CALLS_CONVOLUTION
+    else:
+        bodies, statements = BODIES_OF_LAYER_NORM, STATEMENTS_OF_LAYER_NORM
+        guard, calls = GUARD_LAYER_NORM, CALLS_LAYER_NORM
+    for name, body in {**BODIES, **bodies}.items():
         function = rf"^(?:template <[^;{{}}]*> )?__device__ [^;{{}}]*?\b{name}\([^{{;]*?\)\s*{{"
         found = list(re.finditer(function, source, re.M))
-        assert found, f"CUDA_SOURCE has no function {name}: edit BODIES"
+        assert found, f"the kernels have no function {name}: edit BODIES"
         for match in reversed(found):
             end = end_of(source, match.end() - 1)
             source = f"{source[: match.end()]} {body} }}{source[end:]}"
-    source = replaced(source, STATEMENTS)
+    source = replaced(source, {**STATEMENTS, **statements})
 
     # Shared memory. A declaration becomes a reference to memory of the current block.
     dynamic = r"auto* \2 = reinterpret_cast<\1*>(emulator::current->block->dynamic);"
@@ -199,7 +231,7 @@ def emulated(source):
         brace = source.index("{", end) + 1
         begin = f" struct Here {{}}; emulator::begin<Here>{source[match.end() : end]};"
         source = source[:brace] + begin + source[brace:]
-    return f'#include "emulator.h"\n{source}{WRAPPER}'
+    return f'#include "emulator.h"\n{source}{guard}{WRAPPER.replace("CALLS", calls)}'
 
 
 FLAGS = [
@@ -283,52 +315,66 @@ def version(name):
     return subprocess.run(show, capture_output=True, text=True, check=True).stdout
 
 
+class Source(typing.NamedTuple):
+    """What a library is compiled from."""
+
+    cuda: str
+    cpp: str
+    macros: tuple
+
+
 @functools.lru_cache
 def definitions(text):
     """Returns what a version of the file defines, as a dict, without loading its kernels."""
+    text = re.sub(r"(def _load\(\w+\):\n)", r"\1    return None, 'not loaded'\n", text)
     namespace = {"__name__": "layernorm_sources"}
-    exec(compile(text[: text.index("# 6  Load")], str(SOURCE), "exec"), namespace)
+    exec(compile(text, str(SOURCE), "exec"), namespace)
     return namespace
 
 
 def sources(text=None):
-    """Returns CUDA_SOURCE and CPP_SOURCE of a version of the file."""
+    """Returns {name of a library: its Source} for a version of the file, without loading its kernels.
+
+    The libraries are "", which the import loads, "epilogue" and, if the file has its last part, "convolution".
+    """
     namespace = definitions(text or SOURCE.read_text())
-    return namespace["CUDA_SOURCE"], namespace["CPP_SOURCE"]
+    cuda, cpp = namespace["CUDA_SOURCE"], namespace["CPP_SOURCE"]
+    found = {"": Source(cuda, cpp, ()), "epilogue": Source(cuda, cpp, ("-DLAYERNORM_HAS_EPILOGUE",))}
+    if convolution := namespace.get("_CONVOLUTION"):
+        found["convolution"] = Source(convolution.cuda_source, convolution.cpp_source, ())
+    return found
 
 
-EPILOGUE = ("-DLAYERNORM_HAS_EPILOGUE",)  # the macro of the second library
-MACROS = ((), EPILOGUE)
-KERNELS = [(before_hopper, macros) for before_hopper in (False, True) for macros in MACROS]
-LIBRARIES = [*KERNELS, *(("binding", macros) for macros in MACROS)]  # all that a run compiles at most
-
-
-def numbered(*library):
-    return f"library {LIBRARIES.index(library) + 1} of {len(LIBRARIES)}"
+def numbered(kind, library):
+    """Returns which of all libraries this is that a run compiles at most. kind: before_hopper, or "binding"."""
+    everything = [(kind, library) for kind in (False, True, "binding") for library in sources()]
+    return f"library {everything.index((kind, library)) + 1} of {len(everything)}"
 
 
 @functools.lru_cache
-def build_kernels(before_hopper=False, macros=()):
+def build_kernels(before_hopper=False, library="", more_flags=()):
     """Compiles the kernels, for sm_80 or for Hopper and newer, if necessary, and returns the path of the library."""
-    text = emulated(sources()[0])
-    flags = [*macros, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
+    source = sources()[library]
+    text = emulated(source.cuda, library)
+    flags = [*source.macros, *more_flags, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *FLAGS, *flags)
-    library = folder / "kernels.so"
-    with building(library, numbered(before_hopper, macros)):
-        if not library.exists():
+    path = folder / "kernels.so"
+    with building(path, numbered(before_hopper, library)):
+        if not path.exists():
             (folder / "kernels.cpp").write_text(text)
-            compile_with_gxx(folder / "kernels.cpp", library, *flags)
-    return library
+            compile_with_gxx(folder / "kernels.cpp", path, *flags)
+    return path
 
 
 def build_all_kernels():
-    for before_hopper, macros in KERNELS:
-        build_kernels(before_hopper, macros)
+    for before_hopper in (False, True):
+        for library in sources():
+            build_kernels(before_hopper, library)
 
 
 # ---- The binding, for CPU tensors ----
 
-# Pattern in CPP_SOURCE -> its replacement: names that differ for CPU tensors.
+# Pattern in a binding -> its replacement: names that differ for CPU tensors.
 BINDING = {r"#include <(?:c10|ATen)/cuda/.*?>\n": "", r"c10::kCUDA": "c10::kCPU", r"AutocastCUDA": "AutocastCPU"}
 BINDING_BEGINS = r"""
 #include <ATen/ops/empty.h>
@@ -375,12 +421,18 @@ cudaError_t emulate(const char* function, const Call& call, const Allocate& allo
   TORCH_CHECK(message.empty(), message);
   return cudaSuccess;
 }
+LAUNCHES
+}  // namespace TORCH_EXTENSION_NAME
+"""
+LAUNCHES_OF_LAYER_NORM = r"""
 cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream) {
   return emulate("emulate_forward", call, allocate, stream);
 }
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream) {
   return emulate("emulate_backward", call, allocate, stream);
 }
+"""
+LAUNCHES_OF_CONVOLUTION = r"""
 cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream_t stream) {
   return emulate("emulate_convolution", call, allocate, stream);
 }
@@ -388,52 +440,65 @@ bool has_convolution_kernel() {
   TORCH_CHECK(guards > 0, "the device of the tensors is not current");
   return of_kernels<bool()>("emulate_has_convolution_kernel")();
 }
-}  // namespace TORCH_EXTENSION_NAME
 """
 
 
-@functools.lru_cache
-def binding():
-    """Returns CPP_SOURCE for CPU tensors, and the folder of the libraries that are compiled from it."""
-    text = '#define LAYERNORM_COMPILED_FOR ""\n' + BINDING_BEGINS + replaced(sources()[1], BINDING) + BINDING_ENDS
+def binding(source, launches):
+    """Returns a binding for CPU tensors, and the folder of the libraries that are compiled from it."""
+    text = '#define LAYERNORM_COMPILED_FOR ""\n' + BINDING_BEGINS + replaced(source, BINDING)
+    text += BINDING_ENDS.replace("LAUNCHES", launches)
     return text, cache("binding", text, torch.__version__)
 
 
-BINDINGS = {}  # macros -> function emulate_on of the binding that was compiled with them, once it is loaded
+def name_of_binding():
+    """Returns what replaces _NAME, which is not the name of the libraries for real GPUs."""
+    return binding(sources()[""].cpp, LAUNCHES_OF_LAYER_NORM)[1].name
 
 
-def load_binding(name):
-    """Compiles and loads a library of the binding. Replaces the function _load of layernorm_inline.py."""
+BINDINGS = {}  # name of a library -> function emulate_on of its binding, once that is loaded
+
+
+def load_binding(library):
+    """Compiles and loads the binding of a _Library. Replaces the function _load of layernorm_inline.py."""
     from torch.utils import cpp_extension
 
-    macros = EPILOGUE if name.endswith("_epilogue") else ()
-    text, folder = binding()
-    library = folder / name / f"{name}.so"
-    library.parent.mkdir(exist_ok=True)
-    with building(library, numbered("binding", macros)):
+    kind = next((kind for kind in ("epilogue", "convolution") if library.name.endswith(f"_{kind}")), "")
+    launches = LAUNCHES_OF_CONVOLUTION if kind == "convolution" else LAUNCHES_OF_LAYER_NORM
+    text, folder = binding(library.cpp_source, launches)
+    path = folder / library.name / f"{library.name}.so"
+    path.parent.mkdir(exist_ok=True)
+    # PyTorch 2.8 and newer need not include torch/extension.h, which takes most of the time.
+    has_option = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames
+    without_headers = {"no_implicit_headers": True} if has_option else {}
+    with building(path, numbered("binding", kind)):
         cpp_extension.load_inline(
-            name, text, extra_cflags=["-O0", "-w", *macros], extra_ldflags=["-Wl,-Bsymbolic"],
-            extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(library.parent),
-            is_python_module=False,
+            library.name, text, extra_cflags=["-O0", "-w", *library.macros], extra_ldflags=["-Wl,-Bsymbolic"],
+            extra_include_paths=[str(path) for path in cuda_include()], build_directory=str(path.parent),
+            is_python_module=False, **without_headers,
         )  # fmt: skip
-    BINDINGS[macros] = ctypes.CDLL(str(library)).emulate_on
+    BINDINGS[kind] = ctypes.CDLL(str(path)).emulate_on
     switch_to_current()
-    return getattr(torch.ops, name), None
+    return getattr(torch.ops, library.name), None
 
 
 # Pattern in layernorm_inline.py -> its replacement: the loading of libraries, and queries about CUDA tensors.
 MODULE = {
-    r"(def _load\(name\):\n[^\n]*\n)": r"\1    return __import__('emulator').load_binding(name)\n",
-    r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').binding()[1].name",
+    r"(def _load\(library\):\n[^\n]*\n)": r"\1    return __import__('emulator').load_binding(library)\n",
+    r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').name_of_binding()",
     r"\.is_cuda\b": ".is_cpu",
     r"is_autocast_enabled\(\)": "is_autocast_enabled('cpu')",
 }
 
 
+def module_text():
+    """Returns the text of layernorm_inline.py for CPU tensors."""
+    return replaced(SOURCE.read_text(), MODULE)
+
+
 @functools.lru_cache
 def load_module():
     """Returns layernorm_inline for CPU tensors. The module is named layernorm_emulated."""
-    text = replaced(SOURCE.read_text(), MODULE)
+    text = module_text()
     path = cache("module", text) / "layernorm_emulated.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location("layernorm_emulated", path)
@@ -468,15 +533,16 @@ GPUS = {
 
 
 @functools.lru_cache
-def libraries_of(sms, code, shared_bytes):
-    """Returns {macros: a copy of the kernels' library}. Its host code reads the properties of the GPU only once."""
+def libraries_of(sms, code, shared_bytes, flags):
+    """Returns {name: a copy of the library of kernels}. Its host code reads the properties of the GPU only once."""
     loaded = {}
-    for macros in MACROS:
-        library = build_kernels(80 <= code < 90, macros)
-        copy = library.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
-        shutil.copy(library, copy)
-        loaded[macros] = ctypes.CDLL(str(copy))
-        loaded[macros].emulated_kernels.restype = ctypes.c_char_p
+    for name in sources():
+        path = build_kernels(80 <= code < 90, name, flags)
+        copy = path.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
+        shutil.copy(path, copy)
+        loaded[name] = ctypes.CDLL(str(copy))
+        for function in (loaded[name].emulated_kernels, loaded[name].emulated_launches):
+            function.restype = ctypes.c_char_p
         copy.unlink()
     return loaded
 
@@ -485,20 +551,24 @@ CURRENT = []  # the libraries of nested on() blocks, innermost last
 
 
 def switch_to_current():
-    for macros, emulate_on in BINDINGS.items():
+    for name, emulate_on in BINDINGS.items():
         if CURRENT:
-            emulate_on(ctypes.c_void_p(CURRENT[-1][macros]._handle))
+            emulate_on(ctypes.c_void_p(CURRENT[-1][name]._handle))
 
 
 @contextlib.contextmanager
-def on(gpu, seed=0, dry=False):
-    """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded."""
-    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes)
+def on(gpu, seed=0, dry=False, flags=()):
+    """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded.
+
+    flags: with which the kernels are compiled.
+    """
+    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes, flags)
     CURRENT.append(libraries)
     switch_to_current()
     for loaded in libraries.values():
         loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.lacks_cooperative_launches, dry)
         loaded.emulated_kernels(False)
+        loaded.emulated_launches()
     try:
         yield libraries
     finally:
@@ -508,5 +578,10 @@ def on(gpu, seed=0, dry=False):
 
 def kernels(libraries, every=False):
     """Returns the names of the kernels that ran since the last call, or of all: "family::name<template arguments>"."""
-    names = {macros: loaded.emulated_kernels(every).decode().splitlines() for macros, loaded in libraries.items()}
-    return {f"{'epilogue::' if macros else ''}{name}" for macros in names for name in names[macros]}
+    names = {library: loaded.emulated_kernels(every).decode().splitlines() for library, loaded in libraries.items()}
+    return {f"{library}::{name}" if library else name for library in names for name in names[library]}
+
+
+def launches(libraries):
+    """Returns a line for each launch since the last call: kernel, blocks, threads, bytes of shared memory, and kind."""
+    return [line for loaded in libraries.values() for line in loaded.emulated_launches().decode().splitlines()]

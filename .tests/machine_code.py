@@ -21,8 +21,6 @@ from pathlib import Path
 
 import emulator
 
-MACROS = {"": (), "epilogue": emulator.EPILOGUE}  # library -> its compiler flags
-
 
 def cuobjdump():
     """Returns the path of cuobjdump, or None if Triton is not installed."""
@@ -37,11 +35,11 @@ def nvcc():
     return emulator.definitions(emulator.SOURCE.read_text())["_find_cuda_home"]()[0] + "/bin/nvcc"
 
 
-def compile_kernels(source, arch, macros, folder):
+def compile_kernels(source, arch, folder):
     """Returns the path of the cubin, and {kernel: (registers, bytes of local memory per thread)}."""
     cu, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
-    cu.write_text(source)
-    flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", "-Xptxas=-v", *macros]
+    cu.write_text(source.cuda)
+    flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DTORCH_EXTENSION_NAME=version", "-Xptxas=-v", *source.macros]
     target = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
     command = [nvcc(), "-cubin", target, *flags, "-o", str(cubin), str(cu)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -59,10 +57,10 @@ def demangled(names):
     return [re.sub(r"\([\w:]+\)(?=\d)|\(.*", "", line) for line in lines]  # also without the types of enum values
 
 
-def kernels_of(text, arch, macros):
-    """Returns {demangled name: (instructions, registers, bytes of local memory)} for a version of the file."""
+def kernels_of(source, arch):
+    """Returns {demangled name: (instructions, registers, bytes of local memory)} for a library."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin, usage = compile_kernels(emulator.sources(text)[0], arch, macros, folder)
+        cubin, usage = compile_kernels(source, arch, folder)
         sass = subprocess.run([cuobjdump(), "-sass", cubin], capture_output=True, text=True, check=True).stdout
     names, _, bodies = zip(*(part.partition("\n") for part in sass.split("Function : ")[1:]))
     code = [re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?;)", body) for body in bodies]  # without addresses and encodings
@@ -99,13 +97,16 @@ def main():
     versions = [emulator.version(arguments.revision), emulator.SOURCE.read_text()]
     differ = total = 0
     for arch in arguments.arch:
-        for library, macros in MACROS.items():
+        kernels = []  # of all libraries of each version, because a kernel can move from one library to another
+        for libraries in map(emulator.sources, versions):
             with ThreadPoolExecutor(2) as pool:
-                old, new = pool.map(lambda text, a=arch, m=macros: kernels_of(text, a, m), versions)
-            total += len(new)
-            for name, a, b in differences(old, new):
-                differ += 1
-                print(f"{arch} {library} {name}: {size(a)} -> {size(b)}")
+                found = pool.map(lambda source, a=arch: kernels_of(source, a), libraries.values())
+            of_all = [(f"{library} {k}".strip(), v) for library, of in zip(libraries, found) for k, v in of.items()]
+            kernels.append(dict(of_all))
+        total += len(kernels[1])
+        for name, a, b in differences(*kernels):
+            differ += 1
+            print(f"{arch} {name}: {size(a)} -> {size(b)}")
     print(f"{differ} kernels differ" if differ else f"all {total} kernels are equal")
     return 1 if differ else 0
 

@@ -41,6 +41,11 @@ ACTIVATION = "test_activation or test_values[ and registers-registers and not mp
 CONVOLUTION = "test_conv and not compiled"
 REPEATED = "streams_and_threads or graph_of_a_training_step or test_values[ and hopper_8"
 OUTPUT_MASK = "output_mask"
+BATCHES = "same_bits_in_every_batch"
+TRANSFORMS = "test_every_transform and not fake"
+CONVERTED = "autograd converts the gradients that a node returns"
+LAUNCHES = "launches_at_every_condition"
+PLANNED = "a real GPU is one of the emulated ones"  # whose sizes and architectures the list of launches needs
 BEFORE_HOPPER = "older_architecture or test_values[ and (ampere or ada)"
 
 # Expression -> the one that replaces it on emulated GPUs; None if no test without a GPU detects the bug.
@@ -108,6 +113,14 @@ MUTANTS = [
     Mutant("pipelined, backward: mean(wdy) dropped for 16-bit types", "constant = -means.wdy - stats.mean * x_factor", "constant = -stats.mean * x_factor", PIPELINED),
     Mutant("pipelined, backward: sums of many rows keep only the last 256 rows", "is_first ? sums[i] : sums[i] + widened(load<float, V>(to))", "sums[i]", "gradients_of_many_rows", emulated="no test on a real GPU has enough long rows"),
     Mutant("backward: all rows of a thread added to one sum", "kRowsPerSum = 256", "kRowsPerSum = 1 << 30", "gradients_of_many_rows", emulated="no test on a real GPU has enough long rows"),
+    Mutant("backward: partial sums that nobody needs, registers", "const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;", "const int64_t partial_rows = p.blocks;", "allocates_no_sums"),
+    Mutant("backward: partial sums that nobody needs, two-pass", "partial_rows = needs_gradient_sums(call) && (ranges > 1", "partial_rows = (ranges > 1", "allocates_no_sums"),
+    Mutant("backward: partial sums that nobody needs, pipelined", "partial_rows = needs_gradient_sums(call) && (groups > 1", "partial_rows = (groups > 1", "allocates_no_sums"),
+    Mutant("batch invariance: the ladder reads the number of rows", "kBatchInvariant ? 4096 : call.rows", "call.rows", BATCHES),
+    Mutant("batch invariance: unaligned rows in registers", " && (kAligned || !kBatchInvariant))", ")", BATCHES),
+    Mutant("batch invariance: blocks per row depend on rows", "kForward && kBatchInvariant ? device.sms : ", "", BATCHES),
+    Mutant("batch invariance: grid-resident kernel from four rows on", "if (kBatchInvariant || ", "if (", BATCHES),
+    Mutant("batch invariance: pieces depend on rows", "kForward && kBatchInvariant ? 16 : rows;", "rows;", BATCHES),
     Mutant("mailboxes: not emptied after an earlier call", "*mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;", ";", REPEATED),
     Mutant("mailboxes: rows overlap if more than 16 blocks share one", "(blocks + 15) / 16 * 16", "16", PIPELINED),
     Mutant("grid-resident: last pack of a slice not written", "j * kBlockThreads<T> + block.thread < block.last_packs", "j * kBlockThreads<T> + block.thread < block.last_packs - 1", GRID_RESIDENT),
@@ -189,7 +202,7 @@ MUTANTS = [
     Mutant("build: one folder for all flags of nvcc", "*machine, *_CUDA_FLAGS, *_CPP_FLAGS]", "*machine, *_CPP_FLAGS]", "one_namespace"),
     Mutant("build: one folder for all flags of the C++ compiler", "*_CUDA_FLAGS, *_CPP_FLAGS]", "*_CUDA_FLAGS]", "one_namespace"),
     Mutant("build: the filter for PyTorch's warning left", 'restored.callback(setattr, logger, "disabled", logger.disabled)', "", "error_of_the_build"),
-    Mutant("build: a namespace for each machine", "(CUDA_SOURCE + CPP_SOURCE).encode()", '(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", "")).encode()', "traced_program"),
+    Mutant("build: a namespace for each machine", "_name_of(CUDA_SOURCE + CPP_SOURCE)", '_name_of(CUDA_SOURCE + CPP_SOURCE + os.environ.get("TORCH_CUDA_ARCH_LIST", ""))', "traced_program"),
     Mutant("build: library without code for all GPUs accepted", "if {*codes} <= {*", "if {*codes} & {*", "container"),
     Mutant("build: a container's library not looked for", '{*codes} <= {*os.path.basename(path)[:-3].split("-")}', 'codes == os.path.basename(path)[:-3].split("-")[1:]', "container"),
     Mutant("build: the library with the most architectures chosen", 'key=lambda path: path.count("-")', 'key=lambda path: -path.count("-")', "container"),
@@ -204,13 +217,13 @@ MUTANTS = [
     Mutant("build: creates a lock that others can hold", "os.open(path, flags, 0o600)", "os.open(path, flags, 0o644)", "built_once"),
     Mutant("build: does not wait for the lock", "fcntl.flock(file, fcntl.LOCK_EX) return lock", "return lock", "the_lock"),
     Mutant("build: files of an unfinished build kept", "lock.callback(shutil.rmtree, folder, ignore_errors=True)", "", "unfinished_build"),
-    Mutant("build: a library that only its owner can read", 'os.chmod(f"{folder}/{name}.so", 0o644)', "None", "built_once"),
+    Mutant("build: a library that only its owner can read", 'os.chmod(f"{folder}/{library.name}.so", 0o644)', "None", "built_once"),
     Mutant("build: a library that cannot be loaded is kept", "or os.stat(path).st_ino == broken", "", "cannot_be_loaded"),
     Mutant("build: toolkit of another CUDA version accepted", "_parse_version(release)[0] == major and", "", "toolkit"),
     Mutant("build: nvcc that does not run raises", "with contextlib.suppress(OSError): return subprocess", "with contextlib.suppress():\n        return subprocess", "toolkit"),
     Mutant("build: PATH left changed", "self.callback(*restore)", "None", "reaches_the_user"),
     Mutant("build: CUDA_HOME left changed", 'restored.callback(setattr, cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)', "", "left_out"),
-    Mutant("build: the second library compiled without its macro", '["-DLAYERNORM_HAS_EPILOGUE"] if', '[] if', "second_library"),
+    Mutant("build: the second library compiled without its macro", 'CPP_SOURCE, CUDA_SOURCE, ["-DLAYERNORM_HAS_EPILOGUE"])', 'CPP_SOURCE, CUDA_SOURCE, [])', "sources_and_macros"),
     Mutant("build: Dynamo traces it", "_dynamo_marked_constant = True", "_dynamo_marked_constant = False", "first_use"),
     Mutant("binding: unknown activation accepted", "activation <= static_cast<int64_t>(Activation::GeluTanh)", "true", "only_what_its_library_has"),
     Mutant("binding: the first library accepts an activation", "kHasEpilogue || (activation == 0 && scale == 1)", "true", "only_what_its_library_has"),
@@ -271,6 +284,12 @@ MUTANTS = [
     Mutant("Python: hooks ignored", 'getattr(module, f"_{kind}") or', "", "fused_conditions or with_hooks"),
     Mutant("Python: global hooks ignored", 'or getattr(nn.modules.module, f"_global_{kind}")', "", "with_hooks"),
     Mutant("Python: patched forwards ignored", 'is_patched = "forward" in module.__dict__ or cls.forward is not _ORIGINAL_FORWARDS[cls]', "is_patched = False", "with_hooks"),
+    Mutant("convolution, vmap: samples in a wrong order", "mapped->value().movedim(mapped->bdim(), 0)", "mapped->value().movedim(mapped->bdim(), 0).flip(0)", "conv_under_vmap"),
+    Mutant("convolution, vmap: mapped parameters ignored", "if (vmap_level(t) >= level) return", "if (vmap_level(t) > level) return", "conv_under_vmap"),
+    Mutant("convolution, vmap: PyTorch's operations for every input", "if (vmap_level(t) >= level) return", "return", "vmap_runs_the_kernel"),
+    Mutant("convolution: composed operations do not load their library", 'library.impl("load_layer_norm", _load_epilogue,', 'library.impl("load_layer_norm", lambda: None,', "first_step_of_problem_34"),
+    Mutant("convolution: the constructor compiles the library of LayerNorm with an activation", "self.scaling_factor = scaling_factor _load_convolution()", "self.scaling_factor = scaling_factor\n        _load_epilogue()", "first_step_of_problem_34"),
+    Mutant("convolution: the op that loads ends with the file's namespace", "_convolution_ops.implementation = library", "_convolution_ops.implementation = None", "submission_of_problem_34"),
     Mutant("composed formula: eps of 1e-5", "(row_mean(centered * centered) + eps).rsqrt();", "(row_mean(centered * centered) + 1e-5).rsqrt();", "second_derivatives or third_derivatives or forward_mode"),
     Mutant("vmap with one weight per sample: eps of 1e-5", "OptionalTensor(), OptionalTensor(), eps, 0, 1)", "OptionalTensor(), OptionalTensor(), 1e-5, 0, 1)", "vmap"),
     Mutant("composed convolution: scale of 1", "static_cast<int64_t>(Activation::Gelu), scale)", "static_cast<int64_t>(Activation::Gelu), 1)", "conv_double_backward or conv_forward_mode"),
@@ -281,6 +300,73 @@ MUTANTS = [
     Mutant("rejected launches do not clear their error", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and mps", emulated="real GPUs reject cooperative launches only in special setups such as MPS"),
     Mutant("backward: one set of slots instead of two", "combine_row(sums, slots[parity]);", "combine_row(sums, slots[0]);", VALUES, emulated="on a real GPU, no warp is ever that far ahead"),
     Mutant("sums over rows: no wait for the previous kernel", "wait_for_previous(); float sum = 0; if (grad", "float sum = 0; if (grad", VALUES, emulated="on a real GPU, the kernel rarely starts that early"),
+    Mutant("double backward: weight is not reshaped", "x = as_matrix(input, shape), w = as_float_row(weight, shape);", "x = as_matrix(input, shape), w = is_given(weight) ? weight.to(at::kFloat) : Tensor();", TRANSFORMS),
+    Mutant("double backward: gradient of grad_weight is not reshaped", "const Tensor g_dw = as_float_row(grads[1], shape), g_db", "const Tensor g_dw = grads[1].defined() ? grads[1].to(at::kFloat) : Tensor(), g_db", TRANSFORMS),
+    Mutant("double backward: gradient of grad_bias is not reshaped", "g_db = as_float_row(grads[2], shape);", "g_db = grads[2].defined() ? grads[2].to(at::kFloat) : Tensor();", TRANSFORMS),
+    Mutant("double backward: gradients have float32", "t.reshape_symint(like.sym_sizes()).to(like.scalar_type()) : t;", "t.reshape_symint(like.sym_sizes()) : t;", TRANSFORMS, CONVERTED),
+    Mutant("double backward: gradient of weight has input's dtype", "shaped_like(grad_w, weight)}", "shaped_like(grad_w, weight).to(input.scalar_type())}", TRANSFORMS),
+    Mutant("double backward: gradient of weight is not reshaped", "shaped_like(grad_w, weight)}", "grad_w.defined() ? grad_w.to(weight.scalar_type()) : grad_w}", TRANSFORMS),
+    Mutant("double backward: no gradient through grad_weight alone", "} else if (v.defined()) { grad_x = project(v, row_mean(v * xhat)); }", "}", TRANSFORMS),
+    Mutant("double backward: weight left out of grad_output's gradient", "add(grad_dy, apply_weight(projected, w));", "add(grad_dy, projected);", TRANSFORMS),
+    Mutant("binding: weight and bias saved without a version check", "node.saved = {{SavedVariable(inputs, /*is_output=*/false)...}};", "int index = 0; const auto copy = [&](const OptionalTensor& t) { return index++ == 0 || !is_given(t) ? t : OptionalTensor(t->variable_data()); }; node.saved = {{SavedVariable(copy(inputs), /*is_output=*/false)...}};", "change_in_place or step_of_an_optimizer"),
+    Mutant("composed backward: grad_weight has input's dtype", "reshape_symint(shape).to(weight->scalar_type());", "reshape_symint(shape).to(input.scalar_type());", OUTPUT_MASK + " or " + TRANSFORMS),
+    Mutant("composed backward: grad_bias has input's dtype", "reshape_symint(shape).to(bias->scalar_type());", "reshape_symint(shape).to(input.scalar_type());", OUTPUT_MASK + " or " + TRANSFORMS),
+    Mutant("composed backward: grad_weight is not reshaped", "dw = (dy * xhat).sum(0).reshape_symint(shape).to(", "dw = (dy * xhat).sum(0).to(", TRANSFORMS),
+    Mutant("composed backward: grad_input has float32", "dx = dx.reshape_symint(input.sym_sizes()).to(input.scalar_type());", "dx = dx.reshape_symint(input.sym_sizes());", OUTPUT_MASK),
+    Mutant("composed backward: grad_weight without the epilogue's derivative", "dw = (dy * xhat).sum(0)", "dw = (as_matrix(grad_output, shape) * xhat).sum(0)", TRANSFORMS),
+    Mutant("composed backward: scale before the activation's argument", "gelu_backward(dy, apply_affine(xhat, w, b), gelu_form(function))", "gelu_backward(dy, apply_affine(xhat, w, b) * scale, gelu_form(function))", TRANSFORMS),
+    Mutant("composed output: scale before the activation", "y = at::gelu(y, gelu_form(function)); if (scale != 1) y = y * scale;", "y = at::gelu(y * scale, gelu_form(function)); else if (scale != 1) y = y * scale;", TRANSFORMS),
+    Mutant("composed output: float32 for 16-bit input", "return y.reshape_symint(input.sym_sizes()).to(input.scalar_type());", "return y.reshape_symint(input.sym_sizes());", TRANSFORMS),
+    Mutant("composed output: activation's forms swapped", 'return activation == Activation::Gelu ? "none" : "tanh";', 'return activation == Activation::Gelu ? "tanh" : "none";', TRANSFORMS),
+    Mutant("vmap: activation dropped if weight is mapped", "composed_output(as_matrix(xhat, shape), input, shape, weight, bias, activation, scale)", "composed_output(as_matrix(xhat, shape), input, shape, weight, bias, 0, 1)", TRANSFORMS),
+    Mutant("vmap: bias that is mapped alone is not noticed", "std::max(vmap_level(weight), vmap_level(bias)) >= level", "vmap_level(weight) >= level", TRANSFORMS),
+    Mutant("vmap: weight of the same level as input taken for a constant", "vmap_level(bias)) >= level", "vmap_level(bias)) > level", TRANSFORMS),
+    Mutant("vmap: statistics treated as constants under torch.func", "|| t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper)", "", TRANSFORMS + " or mapped_gradients"),
+    Mutant("vmap: statistics treated as constants in forward mode", "t.requires_grad() || has_tangent(t) ||", "t.requires_grad() ||", TRANSFORMS, "a tensor with a tangent is inside of a wrapper of torch.func, too, or vmap does not see it"),
+    Mutant("autocast: activation dropped", "cast(weight), cast(bias), eps, activation, scale);", "cast(weight), cast(bias), eps, 0, 1);", TRANSFORMS),
+    Mutant("autocast: eps and scale swapped", "cast(weight), cast(bias), eps, activation, scale);", "cast(weight), cast(bias), scale, activation, eps);", TRANSFORMS),
+    Mutant("autocast: bias not cast", "cast(weight), cast(bias)", "cast(weight), bias", TRANSFORMS),
+    Mutant("autograd: eps and scale swapped in backward", "saved_shape, saved_statistics, w, b, eps, activation, scale, output_mask)", "saved_shape, saved_statistics, w, b, scale, activation, eps, output_mask)", TRANSFORMS),
+    Mutant("autograd: an activation's backward is not composed for second derivatives", "|| (kHasEpilogue && needs_grad)) {", ") {", TRANSFORMS),
+    Mutant("autograd: a tangent of weight or bias is ignored", "compute_requires_grad(input, weight, bias) || has_tangent(input, weight, bias)) {", "compute_requires_grad(input, weight, bias) || has_tangent(input)) {", TRANSFORMS),
+    Mutant("autograd: a tangent of bias is ignored in backward", "if (has_tangent(grad_output, input, weight, bias) ||", "if (has_tangent(grad_output, input, weight) ||", TRANSFORMS),
+    Mutant("autograd: every gradient computed", "output_mask = {grad_mask[0], grad_mask[1], grad_mask[2]};", "output_mask = {true, true, true};", "only_needed"),
+    Mutant("autograd: statistics saved when no gradient is needed", "if (torch::autograd::compute_requires_grad(input, weight, bias) || has_tangent(input, weight, bias)) {", "if (true) {", "only_needed"),
+    Mutant("autograd: gradient of bias left out if weight needs none", "if (output_mask[2] && is_given(bias)) grad_bias", "if (output_mask[1] && output_mask[2] && is_given(bias)) grad_bias", OUTPUT_MASK),
+    Mutant("binding: grad_weight in spite of the mask", "if (output_mask[1] && is_given(weight)) grad_weight", "if (is_given(weight)) grad_weight", OUTPUT_MASK),
+    Mutant("binding: grad_bias in spite of the mask", "if (output_mask[2] && is_given(bias)) grad_bias", "if (is_given(bias)) grad_bias", OUTPUT_MASK),
+    Mutant("binding: grad_input in spite of the mask", "if (output_mask[0]) grad_input", "grad_input", OUTPUT_MASK),
+    Mutant("binding: grad_bias has input's dtype", "grad_bias = allocate_as(*bias);", "grad_bias = allocate(bias->sym_sizes(), input.scalar_type(), input);", TRANSFORMS),
+    Mutant("convolution: stride and padding of one dimension", "conv_bias, {2, 2, 2}, {1, 1, 1})", "conv_bias, {1, 1, 1}, {2, 2, 2})", CONVOLUTION + " or samples_of_problem_34"),
+    Mutant("grid-resident: float32 weight with 16-bit input accepted", "(sizeof(T) == 2 && call.affine_float32)", "false", LAUNCHES + " or expected_kernels", emulated=PLANNED),
+    Mutant("grid-resident: rows of a group counted off by one", "call.rows < kMinRows * groups", "call.rows <= kMinRows * groups", LAUNCHES, emulated=PLANNED),
+    Mutant("grid-resident: GPUs without large shared memory accepted", "if (!device.arch.has_large_shared || groups == 0", "if (groups == 0", LAUNCHES + " or plans_keep", emulated=PLANNED),
+    Mutant("grid-resident: short slices accepted", "|| stages_of<T>(packs) <= kStagesAhead<T>) return {};", ") return {};", LAUNCHES + " or plans_keep", emulated=PLANNED),
+    Mutant("pipelined: GPUs without asynchronous copies accepted", "return device.arch.has_async_copy && call.cols <=", "return call.cols <=", LAUNCHES, emulated=PLANNED),
+    Mutant("pipelined: longest row off by one", "call.cols <= longest_slice<", "call.cols < longest_slice<", LAUNCHES, emulated=PLANNED),
+    Mutant("pipelined: few rows do not use all SMs", "std::max(fewest, std::min(most, device.sms / rows))", "fewest", LAUNCHES, emulated=PLANNED),
+    Mutant("pipelined: partial sums left out for many rows of one group", "(groups > 1 || call.rows > kRowsPerSum) ? groups : 0", "groups > 1 ? groups : 0", LAUNCHES + " or gradients_of_many_rows", emulated=PLANNED),
+    Mutant("two-pass: partial sums left out for many rows of one range", "(ranges > 1 || rows > kRowsPerSum) ? ranges : 0", "ranges > 1 ? ranges : 0", LAUNCHES + " or many_rows", "ranges is 1 only for up to kRowsPerSum rows, or for twice as many that are longer than any test", emulated=PLANNED),
+    Mutant("two-pass: one piece per row", "std::max<int64_t>(1, waves * kMeasureBlocks * sms / piece_rows)", "1", LAUNCHES, emulated=PLANNED),
+    Mutant("registers: limit of aligned rows off by one", "loads_of(call) <= kMaxLoads *", "loads_of(call) < kMaxLoads *", LAUNCHES, emulated=PLANNED),
+    Mutant("registers: late loads of float32 weight left out of the ladder", "if (k16Bits && call.affine_float32) return launch_rows<T, 4, 1>(call, context);", "", LAUNCHES + " or " + VALUES, emulated=PLANNED),
+    Mutant("registers: waves of short rows compared the other way", "if (loads <= 32 && waves <= 0.5)", "if (loads <= 32 && waves > 0.5)", LAUNCHES, emulated=PLANNED),
+    Mutant("registers: a rung off by one", "if (loads <= 32 * 3) return", "if (loads < 32 * 3) return", LAUNCHES, emulated=PLANNED),
+    Mutant("registers: waves left out of a rung", "if (loads <= 1024 && waves <= 8)", "if (loads <= 1024)", LAUNCHES, emulated=PLANNED),
+    Mutant("registers: unaligned rows never share weight", "if (loads <= 1536 && waves > 1)", "if (false)", LAUNCHES, emulated=PLANNED),
+    Mutant("backward: pipelined kernels begin with shorter rows", "int(sizeof(T)) > registers::kBytesBeforePipeline;", "int(sizeof(T)) >= registers::kBytesBeforePipeline;", LAUNCHES, emulated=PLANNED),
+    Mutant("backward: rows that fit registers are never pipelined", "if ((is_long || !in_registers) && pipelined", "if (!in_registers && pipelined", LAUNCHES, emulated=PLANNED),
+    Mutant("backward: longest row in registers off by one", "return call.cols <= columns * kBackwardThreads;", "return call.cols < columns * kBackwardThreads;", LAUNCHES, emulated=PLANNED),
+    Mutant("backward: never one row of 16 columns", "if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows)", "if (call.cols > kBackwardColumns * kBackwardThreads)", LAUNCHES, emulated=PLANNED),
+    Mutant("Python: classes of packages whose names begin with torch are not converted", 'cls.__module__.startswith("torch.")', 'cls.__module__.startswith("torch")', "begin_with_torch"),
+    Mutant("build: the name depends on the kernels only", "_name_of(CUDA_SOURCE + CPP_SOURCE)", "_name_of(CUDA_SOURCE)", "name_of_the_ops"),
+    Mutant("build: the name depends on the binding only", "_name_of(CUDA_SOURCE + CPP_SOURCE)", "_name_of(CPP_SOURCE)", "name_of_the_ops"),
+    Mutant("build: both libraries have one name", '_Library(_NAME + "_epilogue",', '_Library(_NAME,', "name_of_the_ops"),
+    Mutant("build: a shared lock", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) return lock", "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)\n            return lock", "another_process_compiles"),
+    Mutant("build: one lock for all libraries", 'file = open(f"{cache}/build.lock"', 'file = open(f"{cache}/../build.lock"', "built_once or own_folders"),
+    Mutant("build: compiles again after waiting", "if not _is_trusted(path) or os.stat(path).st_ino == broken: with", "if True:\n            with", "another_process_compiles"),
+    Mutant("build: versions of CUDA share a library", "torch.__version__, torch.version.cuda, str(", "torch.__version__, str(", "one_namespace"),
+    Mutant("build: versions of PyTorch share a library", "[os.uname().machine, torch.__version__, ", "[os.uname().machine, ", "one_namespace"),
 ]  # fmt: skip
 
 
@@ -390,8 +476,9 @@ class Runner:
         """Builds the libraries in the folder. Returns the compiler's error, or "" if the build succeeds."""
         code = "import layernorm_inline"
         if mark == "emulated":
-            code = "import sys; sys.path.insert(0, '.tests'); import emulator; emulator.build_kernels();"
-            code += "emulator.build_kernels(macros=emulator.EPILOGUE); emulator.load_module()._load_epilogue()"
+            code = "import sys; sys.path.insert(0, '.tests'); import emulator; module = emulator.load_module();"
+            code += "[emulator.build_kernels(library=name) for name in emulator.sources()];"
+            code += "module._load_epilogue(); module._load_convolution()"
         with self.builds:
             status, output = run(["nice", sys.executable, "-c", code], folder, mark)
         errors = re.findall(r"^.*\berror\b.*$", output, re.M | re.I) or [output.strip().split("\n")[-1]]

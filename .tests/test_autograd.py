@@ -339,23 +339,24 @@ def test_vmap_checks_the_shapes_and_dtypes_of_slices(backend, no_vmap_fallback):
             call()
 
 
+@pytest.mark.parametrize("model", ["layer_norm", "problem_34"])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_forward_over_reverse_agrees_with_pytorch(backend, create_graph):  # only grad_output has a tangent
+def test_forward_over_reverse_agrees_with_pytorch(backend, create_graph, model):  # only grad_output has a tangent
     forward_ad = torch.autograd.forward_ad
-    norm = randomize(nn.LayerNorm(8, eps=EPS).to(backend.device))
-    for modules, shape in (
-        ((norm, backend.replace_layer_norm(copy.deepcopy(norm))), (6, 8)),
-        (models(backend, SCALED), (1, 32, 1, 2, 32)),
-    ):
-        x, results = torch.randn(shape, device=backend.device, requires_grad=True), []
-        with convolutions_in_tf32(False):
-            tangent, dy = torch.randn((2, *modules[0](x).shape), device=backend.device)
-            for module in modules:
-                with forward_ad.dual_level():
-                    dual = forward_ad.make_dual(dy, tangent)
-                    (grad,) = torch.autograd.grad(module(x), x, dual, create_graph=create_graph)
-                    results.append(forward_ad.unpack_dual(grad))
-        torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    if model == "layer_norm":
+        norm = randomize(nn.LayerNorm(8, eps=EPS).to(backend.device))
+        modules, shape = (norm, backend.replace_layer_norm(copy.deepcopy(norm))), (6, 8)
+    else:
+        modules, shape = models(backend, SCALED), (1, 32, 1, 2, 32)
+    x, results = torch.randn(shape, device=backend.device, requires_grad=True), []
+    with convolutions_in_tf32(False):
+        tangent, dy = torch.randn((2, *modules[0](x).shape), device=backend.device)
+        for module in modules:
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(dy, tangent)
+                (grad,) = torch.autograd.grad(module(x), x, dual, create_graph=create_graph)
+                results.append(forward_ad.unpack_dual(grad))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", -0.5)])

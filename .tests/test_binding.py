@@ -1,11 +1,15 @@
 """Tests of the binding: shapes and strides, inputs without rows, and the errors for wrong arguments."""
 
+import functools
+import itertools
+
 import emulator
 import pytest
 import torch
 from cases import some_cases
-from reference import assert_close_to_float64
+from reference import AFFINE, EPS, assert_close_to_float64, random_case
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layernorm_inline import layer_norm
 
@@ -150,3 +154,111 @@ def test_strided_weight_bias_and_grad_output(backend, case):
     assert case.cols == 1 or weight.stride()[-1] == bias.stride()[-1] == dy.stride()[-1] == 2
     with backend.on(case.gpu):
         assert_close_to_float64(backend, (x, weight, bias, dy), **case.epilogue)
+
+
+def called_ops(function):
+    """Returns (name of the op, its arguments) of each op of this file that the function calls below autograd."""
+    calls = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "layernorm_" in op.namespace:
+                calls.append((op._schema.name.split("::")[1], args))
+            return op(*args, **(kwargs or {}))
+
+    with Record():
+        function()
+    return calls
+
+
+def test_each_output_mask_gives_these_gradients_only(backend):
+    """The op returns exactly the gradients that output_mask names, and they do not depend on the others."""
+    for ops, activation in ((backend.ops, 0), (backend.epilogue_ops, 1)):
+        for affine in AFFINE:
+            dtype = torch.float16 if "float32" in affine else torch.float32
+            x, weight, bias, dy = random_case(6, 40, dtype, affine, device=backend.device)
+            _, statistics = ops.layer_norm_forward(x, [40], weight, bias, EPS, activation, 1.0)
+            arguments = (dy, x, [40], statistics, weight, bias, EPS, activation, 1.0)
+            every = ops.layer_norm_backward(*arguments, [True] * 3)
+            given = (x, weight, bias)
+            for mask in itertools.product((False, True), repeat=3):
+                gradients = ops.layer_norm_backward(*arguments, mask)
+                for gradient, expected, t, wanted in zip(gradients, every, given, mask):
+                    assert (gradient is not None) == (wanted and t is not None), (affine, mask)
+                    assert gradient is None or (torch.equal(gradient, expected) and gradient.dtype == t.dtype)
+
+
+@pytest.mark.parametrize("affine", AFFINE)
+def test_each_output_mask_under_vmap_gives_the_gradients_of_each_sample(backend, affine):
+    """With their shapes and dtypes, which PyTorch would correct if it called the op for autograd."""
+    dtype = torch.float16 if "float32" in affine else torch.bfloat16
+    tensors = random_case(6, 12, dtype, affine, device=backend.device)
+    x, weight, bias, dy = (t if t is None else torch.stack([t, t.flip(-1)]) for t in tensors)
+    x, dy = (t.view(2, 6, 4, 3) for t in (x, dy))
+    weight, bias = (t if t is None else t.view(2, 4, 3) for t in (weight, bias))
+
+    def gradients(ops, activation, mask, dy, x, weight, bias):
+        _, statistics = ops.layer_norm_forward(x, [4, 3], weight, bias, EPS, activation, 1.0)
+        results = ops.layer_norm_backward(dy, x, [4, 3], statistics, weight, bias, EPS, activation, 1.0, mask)
+        return tuple(t for t in results if t is not None)
+
+    for ops, activation in ((backend.ops, 0), (backend.epilogue_ops, 1)):
+        for mask in itertools.product((False, True), repeat=3):
+            function = functools.partial(gradients, ops, activation, mask)
+            expected = [function(*(t if t is None else t[i] for t in (dy, x, weight, bias))) for i in (0, 1)]
+            if not expected[0]:
+                continue
+            in_dims = tuple(None if t is None else 0 for t in (dy, x, weight, bias))
+            results = torch.vmap(function, in_dims)(dy, x, weight, bias)
+            for result, *right in zip(results, *expected):
+                torch.testing.assert_close(result, torch.stack(right), atol=2e-2, rtol=2e-2)
+
+
+def test_only_needed_results_are_computed(backend):
+    """Forward saves statistics only for a gradient, and backward computes only the gradients that are needed."""
+    for activation in (None, "gelu"):
+        x, weight, bias, _ = random_case(6, 40, torch.float32, device=backend.device)
+        for wanted in itertools.product((False, True), repeat=3):
+            leaves = [t.detach().requires_grad_(want) for t, want in zip((x, weight, bias), wanted)]
+            outputs = []
+
+            def forward():
+                outputs.append(backend.layer_norm(leaves[0], (40,), *leaves[1:], activation=activation))  # noqa: B023
+
+            forward_name = "layer_norm_forward" if any(wanted) else "layer_norm"
+            assert [name for name, _ in called_ops(forward)] == [forward_name]
+            with torch.no_grad():
+                assert [name for name, _ in called_ops(forward)] == ["layer_norm"]
+            if any(wanted):
+                ((name, arguments),) = called_ops(outputs[0].sum().backward)
+                assert (name, tuple(arguments[9])) == ("layer_norm_backward", wanted)
+                assert [t.grad is not None for t in leaves] == list(wanted)
+
+
+@pytest.mark.parametrize("changed,activation,order", [
+    *((changed, activation, 1) for changed in ("input", "weight", "bias") for activation in (None, "gelu")),
+    *((changed, None, 2) for changed in ("input", "weight", "grad_output")),
+])  # fmt: skip
+def test_a_change_in_place_before_backward_raises(backend, changed, activation, order):
+    """With an activation, the second derivatives use other tensors than these."""
+    names = ("input", "weight", "bias", "grad_output")
+    leaves = [t.requires_grad_() for t in random_case(6, 40, torch.float32, device=backend.device)]
+    used = {name: t * 1 for name, t in zip(names, leaves)}  # leaves themselves cannot be changed in place
+    y = backend.layer_norm(used["input"], (40,), used["weight"], used["bias"], EPS, activation)
+    if order == 2:
+        y = sum(g.sum() for g in torch.autograd.grad(y, leaves[:3], used["grad_output"], create_graph=True))
+    with torch.no_grad():
+        used[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_step_of_an_optimizer_before_backward_raises(backend):
+    """Parameters are leaves, which an optimizer changes in place."""
+    for parameter in ("weight", "bias"):
+        norm = backend.LayerNorm(40).to(backend.device)
+        y = norm(torch.randn(6, 40, device=backend.device, requires_grad=True))
+        with torch.no_grad():
+            getattr(norm, parameter).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

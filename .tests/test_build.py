@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import emulator
 import machine_code
 import processes
 import pytest
@@ -50,8 +51,16 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 _NAME = '''
 
 
+def library_of(name=NAME, cuda_source="", macros=()):
+    return layernorm_inline._Library(name, "layer_norm", "a binding", cuda_source, [*macros])
+
+
 def _load(name=NAME):
-    return layernorm_inline._load(name)
+    return layernorm_inline._load(library_of(name))
+
+
+def _compile(folder, codes):
+    layernorm_inline._compile(library_of(), str(folder), codes)
 
 
 def write_copy(folder, name="layernorm_inline", old="_NAME = ", new=TINY):
@@ -65,10 +74,10 @@ def builds(tmp_path, monkeypatch):
     """Replaces the compiler by one that writes a file, and hides all GPUs. Returns what is built and loaded."""
     log = SimpleNamespace(built=[], loaded=[], cache=tmp_path / "cache", folder=tmp_path / "cache" / NAME)
 
-    def compile_(name, folder, codes):
-        log.built.append((name, codes))
+    def compile_(library, folder, codes):
+        log.built.append((library.name, codes))
         log.temporary = folder, os.environ["TMPDIR"], tempfile.gettempdir()
-        Path(folder, f"{name}.so").write_text("a library")
+        Path(folder, f"{library.name}.so").write_text("a library")
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(log.cache))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
@@ -123,6 +132,26 @@ def test_one_namespace_of_ops_for_all_libraries(builds, monkeypatch):
             _load()
     assert len(builds.built) == len(set(builds.loaded)) == 8, "each setting needs its own library"
     assert {name for name, _ in builds.built} == {NAME}, "the namespace of the ops must be the same"
+
+
+def test_the_name_of_the_ops_follows_from_both_sources():
+    """A change of either source gives other names, and a change of Python code does not. Nothing is compiled."""
+    text, end = SOURCE.read_text(), "_ops, _why_not = _load(_NAME)"
+    assert text.count(end) == 1
+
+    def names(text):
+        namespace = {"__name__": "layernorm_names"}
+        exec(compile(text.replace(end, "_ops, _why_not = None, ''"), str(SOURCE), "exec"), namespace)
+        return namespace["_NAME"], namespace["_epilogue_ops"].name
+
+    name, epilogue_name = names(text)
+    assert epilogue_name.startswith(name) and epilogue_name != name
+    assert names(text + "\n# Python\n") == (name, epilogue_name)
+    others = set()
+    for source in ("_INTERFACE = ", "CPP_SOURCE = ", "CUDA_SOURCE = "):
+        start = text.index('r"""', text.index(f"\n{source}")) + len('r"""')
+        others |= {*names(text[:start] + "\n// changed" + text[start:])}
+    assert len(others) == 6 and not others & {name, epilogue_name}
 
 
 @pytest.mark.full
@@ -223,7 +252,7 @@ def test_a_library_is_built_once_then_loaded(builds, umask):
 def test_the_error_of_the_second_library_says_why_it_is_missing(builds, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
     monkeypatch.setattr(layernorm_inline, "_ops", SimpleNamespace())
-    monkeypatch.setattr(layernorm_inline, "_epilogue_ops", SimpleNamespace(name=NAME + "_epilogue"))
+    monkeypatch.setattr(layernorm_inline, "_EPILOGUE", library_of(NAME + "_epilogue"))
     monkeypatch.setattr(layernorm_inline, "_is_epilogue_loaded", False)
     with pytest.raises(RuntimeError, match="activations and scale were not compiled: there was no usable GPU"):
         layernorm_inline._load_epilogue()
@@ -396,6 +425,38 @@ def test_the_lock_of_another_process_is_waited_for(builds, monkeypatch, capsys, 
     assert (message in capsys.readouterr().err) == is_held
 
 
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_library_that_another_process_compiles_is_waited_for(builds, finishes):
+    """If the other process ends without a library, this one compiles it."""
+    builds.folder.mkdir(parents=True)
+    path = layernorm_inline._library_path(str(builds.folder), ["sm_90a"])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock = layernorm_inline._acquire_lock(str(builds.folder))
+        os.write(write, b"locked")
+        time.sleep(1)
+        if finishes:
+            Path(path).write_text("the child's library")
+        lock.close()
+        os._exit(0)
+    assert os.read(read, 6) == b"locked"
+    _load()
+    os.waitpid(child, 0)
+    assert builds.loaded == [path]
+    assert builds.built == ([] if finishes else [(NAME, ["sm_90a"])])
+
+
+def test_two_libraries_have_their_own_folders_and_locks(builds):
+    for name in (NAME, NAME + "_epilogue"):
+        with layernorm_inline._acquire_lock(layernorm_inline._cache(name)):
+            other = NAME if name != NAME else NAME + "_epilogue"
+            _load(other)
+            assert sorted(path.name for path in (builds.cache / name).iterdir()) == ["build.lock"]
+            shutil.rmtree(builds.cache / other)
+    assert [name for name, _ in builds.built] == [NAME + "_epilogue", NAME]
+
+
 # ---- Toolkits and compilers ----
 
 
@@ -484,7 +545,7 @@ def test_the_error_names_the_compiler_if_it_is_missing(tmp_path, monkeypatch, co
 def test_a_failed_build_does_not_rename_the_library(tmp_path, compiled):
     """PyTorch would append a number to the name of a library that it compiles in another folder than before."""
     cpp_extension.JIT_EXTENSION_VERSIONER.entries[NAME] = "an earlier build"
-    layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
+    _compile(tmp_path, ["sm_90a"])
     assert NAME not in cpp_extension.JIT_EXTENSION_VERSIONER.entries
 
 
@@ -492,7 +553,7 @@ def test_a_failed_build_does_not_rename_the_library(tmp_path, compiled):
 def test_architectures_that_nvcc_does_not_support_are_left_out(tmp_path, monkeypatch, capsys, compiled, cores, seconds):
     home = cpp_extension.CUDA_HOME
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-    layernorm_inline._compile(NAME, str(tmp_path), ["sm_80", "sm_90a", "sm_120"])
+    _compile(tmp_path, ["sm_80", "sm_90a", "sm_120"])
     message = f"compiling {NAME} for sm_80, sm_90a, about {seconds} s"
     assert message in capsys.readouterr().err and compiled["cpp_sources"][0].endswith('"sm_80, sm_90a"')
     assert compiled["home"] == compiled["toolkit"]
@@ -502,21 +563,26 @@ def test_architectures_that_nvcc_does_not_support_are_left_out(tmp_path, monkeyp
     assert "no_implicit_headers" not in compiled, "older versions of PyTorch do not have it"
     message = r"the nvcc of CUDA 12.4 does not support sm_120: install a newer one.* printed: sm_80\nsm_90\na warning"
     with pytest.raises(RuntimeError, match=message):
-        layernorm_inline._compile(NAME, str(tmp_path), ["sm_120"])
+        _compile(tmp_path, ["sm_120"])
 
 
-def test_the_second_library_has_the_same_source_and_a_macro(monkeypatch, tmp_path, capsys, compiled):
+def test_each_library_has_its_sources_and_macros(monkeypatch, tmp_path, capsys, compiled):
     record = cpp_extension.load_inline
 
     def load_inline(name, no_implicit_headers=None, **options):  # as in PyTorch 2.8
         record(name, no_implicit_headers=no_implicit_headers, **options)
 
     monkeypatch.setattr(cpp_extension, "load_inline", load_inline)
-    layernorm_inline._compile("sources_epilogue", str(tmp_path), ["sm_90a"])
-    assert compiled["name"] == "sources_epilogue" and compiled["cuda_sources"] == layernorm_inline.CUDA_SOURCE
-    assert all("-DLAYERNORM_HAS_EPILOGUE" in compiled[flags] for flags in ("extra_cuda_cflags", "extra_cflags"))
-    assert "compiling sources_epilogue for sm_90a" in capsys.readouterr().err
-    assert compiled["no_implicit_headers"] is True
+    first, second, third = (getattr(layernorm_inline, f"_{name}") for name in ("LAYER_NORM", "EPILOGUE", "CONVOLUTION"))
+    assert first[2:4] == second[2:4] == (layernorm_inline.CPP_SOURCE, layernorm_inline.CUDA_SOURCE)
+    assert len({first.name, second.name, third.name}) == 3
+    for library in (first, second, third):
+        layernorm_inline._compile(library, str(tmp_path), ["sm_90a"])
+        assert compiled["name"] == library.name and f"compiling {library.name} for sm_90a" in capsys.readouterr().err
+        assert (compiled["cpp_sources"][1], compiled["cuda_sources"]) == library[2:4]
+        for flags in ("extra_cuda_cflags", "extra_cflags"):
+            assert ("-DLAYERNORM_HAS_EPILOGUE" in compiled[flags]) == (library is second)
+        assert compiled["no_implicit_headers"] is True
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -563,7 +629,7 @@ def test_one_of_many_processes_builds(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("library", machine_code.MACROS)
+@pytest.mark.parametrize("library", emulator.sources())
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_110", "sm_120"])
 def test_no_kernel_has_local_memory(tmp_path, arch, library):
     """A kernel has local memory if registers spill, or if an array's index is only known at run time.
@@ -576,9 +642,10 @@ def test_no_kernel_has_local_memory(tmp_path, arch, library):
         processes.lacks(str(error))
     if arch not in subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout + " sm_90a":
         processes.lacks(f"this nvcc does not support {arch}")
-    macros = (*machine_code.MACROS[library], "-Werror=all-warnings", "-Wno-deprecated-gpu-targets")
-    _, kernels = machine_code.compile_kernels(layernorm_inline.CUDA_SOURCE, arch, macros, tmp_path)
-    assert len(kernels) > 30
+    source = emulator.sources()[library]
+    source = source._replace(macros=(*source.macros, "-Werror=all-warnings", "-Wno-deprecated-gpu-targets"))
+    _, kernels = machine_code.compile_kernels(source, arch, tmp_path)
+    assert len(kernels) > 30 or (library == "convolution" and len(kernels) == 6)
     assert {name: local for name, (_, local) in kernels.items() if local > 0} == {}
 
 
@@ -702,7 +769,7 @@ def test_a_process_compiles_whose_output_cannot_be_flushed(tmp_path, monkeypatch
     closed.close()
     value = {"None": None, "only write": SimpleNamespace(write=lambda text: None), "closed": closed}[how]
     monkeypatch.setattr(sys, stream, value)
-    layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
+    _compile(tmp_path, ["sm_90a"])
     assert getattr(sys, stream) is value and compiled["name"] == NAME
     assert capfd.readouterr().out == "", "messages must not get into the program's output"
 
@@ -726,7 +793,7 @@ def test_the_message_about_another_build_needs_no_stderr(tmp_path, monkeypatch, 
 def test_ninja_is_found_beside_python_and_where_pip_has_put_it(tmp_path, monkeypatch, compiled, ninja):
     """A package of the same name without BIN_DIR, such as django-ninja, does not matter."""
     monkeypatch.setitem(sys.modules, "ninja", ninja)
-    layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
+    _compile(tmp_path, ["sm_90a"])
     assert sysconfig.get_path("scripts") in compiled["path"]
     assert ("/where/ninja/is" in compiled["path"]) == hasattr(ninja, "BIN_DIR")
     assert "/where/ninja/is" not in os.environ["PATH"]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cases import this_gpu
 from conftest import Backend
 from processes import package, run_here
 from reference import EPS, FLOATS, random_case
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layernorm_inline
+from test_layernorm_inline import ARGUMENTS_34
 
 kernels = pytest.mark.skipif(layernorm_inline._ops is None, reason=f"kernels not built: {layernorm_inline._why_not}")
 
@@ -103,6 +105,46 @@ def test_first_use_of_an_activation_in_torch_compile(backend):
     """The call runs in a new process, which has not loaded the second library."""
     done = run_here(f"import test_compile; test_compile.compile_the_first_use({backend.name!r})")
     assert done.returncode == 0, done.stderr
+
+
+def train_problem_34(name):
+    """Asserts that forward of problem 34 needs only its own library, and that backward loads that with an activation."""
+    backend = Backend(name)
+    with backend.on(), convolutions_in_tf32(True):
+        model = backend.Convolution(*ARGUMENTS_34).to(backend.device)
+        x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
+        y = model(x)
+        assert y.grad_fn.name() == "ConvTranspose3dLayerNormGELUBackward"
+        assert not hasattr(backend.module._epilogue_ops, "layer_norm")
+        y.sum().backward()
+        assert hasattr(backend.module._epilogue_ops, "layer_norm")
+        norm = model.layer_norm
+        z = nn.functional.layer_norm(model.conv_transpose(x), (64,), norm.weight, norm.bias)
+        expected = torch.autograd.grad(nn.functional.gelu(z).sum(), model.parameters())
+        torch.testing.assert_close([p.grad for p in model.parameters()], [*expected], atol=2e-2, rtol=1e-3)
+
+
+def compile_problem_34(name):
+    """Asserts that a compiled training step works in a process that has not loaded the second library, twice."""
+    backend = Backend(name)
+    with backend.on(), convolutions_in_tf32(True):
+        model = backend.Convolution(*ARGUMENTS_34).to(backend.device)
+        x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
+        gradients = []
+        for call in (torch.compile(model, fullgraph=True), model):
+            gradients.append(torch.autograd.grad(call(x).square().sum(), [*model.parameters()]))
+        torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", ["train_problem_34", "compile_problem_34"])
+def test_first_step_of_problem_34(backend, step):
+    """Each call runs in a new process. The second one finds the compiled graphs of the first one in PyTorch's cache."""
+    if backend.is_cuda and this_gpu()[0].code != 90:
+        pytest.skip("needs a Hopper GPU")
+    for _ in range(2):
+        done = run_here(f"import test_compile; test_compile.{step}({backend.name!r})")
+        assert done.returncode == 0, done.stderr
 
 
 def call_from_threads(name):

@@ -182,7 +182,7 @@ def test_conv_op_without_parameters_or_with_float32_parameters(backend, precisio
         ((None, None, None), (zeros, ones, zeros)),
         ((conv_bias, weight.float(), bias.float()), (conv_bias, weight, bias)),
     ):
-        op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu
+        op = backend.convolution_ops.conv_transpose3d_layer_norm_gelu
         y, expected = (op(x, conv_weight, *parameters, 0.1, -0.5) for parameters in (given, same))
         torch.testing.assert_close(y, expected, atol=atol, rtol=atol)
 
@@ -304,7 +304,7 @@ def test_conv_compiled_in_one_graph(backend, training, precision):
 def test_conv_passes_opcheck(backend):
     _, fused = models(backend, SCALED)
     x = torch.randn(2, 32, 2, 3, 32, device=backend.device, requires_grad=True)
-    op = backend.epilogue_ops.conv_transpose3d_layer_norm_gelu.default
+    op = backend.convolution_ops.conv_transpose3d_layer_norm_gelu.default
     torch.library.opcheck(op, (x, *fused.parameters(), 1e-5, 0.5), atol=1e-3, rtol=1e-3)
 
 
@@ -443,7 +443,7 @@ def test_conv_rejects_bad_arguments(backend, words, change, device):
     dtype, device = change.get("dtype", torch.float32), device or backend.device
     tensors = [torch.empty(change.get(k, v), device=device, dtype=dtype) for k, v in shapes.items()]
     with pytest.raises(RuntimeError, match=words):
-        backend.epilogue_ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
+        backend.convolution_ops.conv_transpose3d_layer_norm_gelu(*tensors, 1e-5, 1.0)
 
 
 def test_conv_scaled_by_a_parameter(backend):
@@ -467,3 +467,71 @@ def test_conv_saves_only_its_input(backend, precision):
     before = torch.cuda.memory_allocated()
     y = fused(x)
     assert torch.cuda.max_memory_allocated() - before < 1.1 * y.nbytes
+
+
+VMAPPED = {  # name -> in_dims of x and the parameters: of the convolution, then of LayerNorm, weight and bias of each
+    "input, dimension 0": (0, None, None, None, None),
+    "input, dimension 1": (1, None, None, None, None),
+    "input, last dimension": (-1, None, None, None, None),
+    "weight of the convolution": (None, 2, None, None, None),
+    "LayerNorm's parameters": (None, None, None, 0, 1),
+    "everything": (3, 0, 1, 1, 0),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("in_dims", VMAPPED.values(), ids=VMAPPED)
+@convolutions_in_tf32(True)
+def test_conv_under_vmap(backend, in_dims):
+    """torch.vmap gives the results and gradients of a loop over the samples, also around and inside of torch.func.grad."""
+    _, fused = models(backend, SCALED)
+    op = backend.convolution_ops.conv_transpose3d_layer_norm_gelu
+    plain = [torch.randn(2, 32, 1, 2, 32, device=backend.device), *(p.detach() for p in fused.parameters())]
+    tensors = [t if d is None else torch.stack([t, t + 0.1, t - 0.2], d) for t, d in zip(plain, in_dims)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    samples = [[t if d is None else t.select(d, i) for t, d in zip(leaves, in_dims)] for i in range(3)]
+
+    def call(*inputs):
+        return op(*inputs, 0.1, -0.5)
+
+    def loss(*inputs):
+        return call(*inputs).square().sum()
+
+    def close(a, b):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)  # composed operations on CPUs do not round to TF32
+
+    y, expected = torch.vmap(call, in_dims)(*leaves), torch.stack([call(*sample) for sample in samples])
+    close(y, expected)
+    dy = torch.randn_like(y)
+    gradients, of_loop = (torch.autograd.grad(out, leaves, dy) for out in (y, expected))
+    close(gradients, of_loop)
+    every = tuple(range(5))
+    of_samples = torch.vmap(torch.func.grad(loss, every), in_dims)(*tensors)
+    close(
+        of_samples, [torch.stack(g) for g in zip(*(torch.autograd.grad(loss(*sample), sample) for sample in samples))]
+    )
+    of_all = torch.func.grad(lambda *inputs: torch.vmap(loss, in_dims)(*inputs).sum(), every)(*tensors)
+    close(of_all, torch.autograd.grad(sum(loss(*sample) for sample in samples), leaves))
+
+
+@pytest.mark.full
+@convolutions_in_tf32(True)
+def test_conv_under_vmap_runs_the_kernel(backend):
+    """Samples of the input become one batch of the fused kernel, also in two nested vmaps and through the module."""
+    _, fused = models(backend, SCALED)
+    x = torch.randn(2, 3, 1, 32, 1, 2, 32, device=backend.device)
+    before = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        with torch.no_grad():
+            y = torch.vmap(torch.vmap(fused))(x)
+            assert y.grad_fn is None and same_bits(y, torch.stack([torch.stack([*map(fused, two)]) for two in x]))
+            assert same_bits(torch.vmap(fused, 3)(x[0].movedim(0, 3)), y[0])
+            if not backend.is_cuda:
+                with emulator.on(emulator.GPUS["hopper"](8)) as libraries:
+                    torch.vmap(fused)(x[0])
+                    assert {name.split("<")[0] for name in emulator.kernels(libraries)} == {
+                        "convolution::arrange_weights", "convolution::conv_transpose_layer_norm_gelu"
+                    }  # fmt: skip
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(before)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import emulator
+import launches
 import pytest
 import torch
 from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
@@ -25,7 +26,7 @@ def family_of(kernel):
 
 
 def demangled(name):
-    """Returns a kernel's name as "family::name<template arguments>", with "epilogue::" for the second library."""
+    """Returns a kernel's name as "family::name<template arguments>", after "epilogue::" for the second library."""
     if name.startswith("_Z"):
         demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
         demangle.restype = ctypes.c_char_p
@@ -36,11 +37,12 @@ def demangled(name):
     return name.replace(" >", ">")
 
 
-def compiled_in_both():
-    """Yields the kernels of the library that the import loads, then those of the second library."""
+def compiled_in_all():
+    """Yields the kernels of each library."""
     layernorm_inline._load_epilogue()
+    layernorm_inline._load_convolution()
     codes = layernorm_inline._codes(layernorm_inline._architectures())
-    for ops in (layernorm_inline._ops, layernorm_inline._epilogue_ops):
+    for ops in (layernorm_inline._ops, layernorm_inline._epilogue_ops, layernorm_inline._convolution_ops):
         library = Path(layernorm_inline._find_library(layernorm_inline._cache(ops.name), codes)).read_bytes()
         names = collections.Counter(re.findall(rb"(?<=\0)_ZN\d+layernorm_inline_\w+?_cuda_cu_\w+(?=\0)", library))
         # A kernel's name occurs twice: as a symbol, and where it is registered.
@@ -116,15 +118,22 @@ def test_cases_launch_expected_kernels(backend):
         reached.update(*pair)
     assert not wrong, f"{len(wrong)} cases:\n" + "\n".join(wrong[:20])
     if backend.is_cuda:
-        compiled = set.union(*compiled_in_both())
+        compiled = set.union(*compiled_in_all())
     else:
         with emulator.on(gpu) as libraries:
             compiled = emulator.kernels(libraries, every=True)
     if not backend.is_cuda or this_gpu()[0].code >= 90:  # libraries also contain kernels that only newer GPUs launch
         assert not compiled - reached, f"no case of the table launches {sorted(compiled - reached)}"
     assert not reached - compiled, f"launched, but not found in the library: {sorted(reached - compiled)}"
-    in_first_library = [name for name in compiled if not name.startswith("epilogue::")]
+    in_first_library = [name for name in compiled if not name.startswith(("epilogue::", "convolution::"))]
     assert len(in_first_library) <= 75, "the first import has to compile them all, so their number is limited"
+
+
+@on_emulated
+def test_launches_at_every_condition(backend):
+    """On each side of every condition of the host code, the kernels, blocks, threads and shared memory are as listed."""
+    listed = Path(__file__).with_name("launches.txt").read_text().splitlines()
+    assert list(launches.lines(backend)) == listed, "after retuning: python .tests/launches.py > .tests/launches.txt"
 
 
 @pytest.mark.full
@@ -152,11 +161,12 @@ def test_cases_cover_every_family_form_and_dtype():
 
 @pytest.mark.emulated
 @pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
-@pytest.mark.parametrize("macros", [[], emulator.EPILOGUE], ids=["first library", "second library"])
-def test_checks_of_constants(tmp_path, macros):
+@pytest.mark.parametrize("library", ["", "epilogue"], ids=["first library", "second library"])
+def test_checks_of_constants(tmp_path, library):
     checks = f'#include "checks.h"\nstatic_assert(TORCH_EXTENSION_NAME::kMaxBlocksPerRow == {MAX_BLOCKS_PER_ROW});\n'
-    (tmp_path / "checked.cpp").write_text(emulator.emulated(emulator.sources()[0]) + checks)
-    emulator.compile_with_gxx(tmp_path / "checked.cpp", None, "-fsyntax-only", *macros)
+    source = emulator.sources()[library]
+    (tmp_path / "checked.cpp").write_text(emulator.emulated(source.cuda) + checks)
+    emulator.compile_with_gxx(tmp_path / "checked.cpp", None, "-fsyntax-only", *source.macros)
 
 
 # C++ that follows the kernel families, in place of the section dispatch. broken_plan() returns the first condition of a
@@ -254,7 +264,7 @@ extern "C" int number_of_plans() { return plans; }
 ])  # fmt: skip
 def test_plans_keep_their_rules(family, sms, shared_bytes, code):
     """For rows of every multiple of 16 bytes, all blocks of a launch keep the rules that prevent a deadlock."""
-    families = emulator.emulated(emulator.sources()[0]).partition("// ==== Dispatch:")[0]
+    families = emulator.emulated(emulator.sources()[""].cuda).partition("// ==== Dispatch:")[0]
     text = families.replace('#include "emulator.h"', '#include "emulator.h"\n#include <string>', 1) + PLANS
     path = emulator.cache("plans", text) / "plans.so"
     with emulator.building(path, "the plans of two families"):

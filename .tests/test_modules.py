@@ -116,6 +116,16 @@ def test_replace_layer_norm_warns_about_skipped_modules(backend):
             torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-6)
 
 
+def test_replace_layer_norm_converts_classes_of_packages_whose_names_begin_with_torch(backend, recwarn):
+    """Classes of PyTorch itself stay, because it generates them; torchvision's and torchtune's are a user's choice."""
+    for package_name, converted in (("torchvision.ops", True), ("torch.nn.modules", False)):
+        cls = type("Norm", (nn.LayerNorm,), {"__module__": package_name})
+        module = backend.replace_layer_norm(cls(3), types=cls)
+        assert (type(module) is backend.LayerNorm) == converted, package_name
+        assert len(recwarn) == (not converted), package_name
+        recwarn.clear()
+
+
 def test_replace_layer_norm_leaves_its_own_classes_after_a_reload(backend, recwarn):
     # importlib.reload makes new classes of the same names.
     attributes = {"__module__": backend.LayerNorm.__module__, "__qualname__": backend.LayerNorm.__qualname__}

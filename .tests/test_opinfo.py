@@ -6,7 +6,7 @@ import pytest
 import torch
 from processes import package, run_here
 from reference import FIRST_SEED, FLOATS
-from test_convolution import ARGUMENTS_34, SCALED
+from test_convolution import ARGUMENTS_34, SCALED, convolutions_in_tf32
 from torch import nn
 from transforms import TRANSFORMS, composed, difference
 
@@ -28,6 +28,11 @@ SAVE_SAMPLES = """
 """
 LARGE = ("jacobians", "hessians")  # transforms whose results have one entry for each pair of elements
 full = pytest.mark.full
+# Without --full, the samples of modules run with these, because test_transforms.py runs all.
+FEW = ("forward", "backward", "double_backward", "jvp", "vjp_of_vjp", "vmap_over_all", "vmap_of_grad", "grad_of_vmap")
+few_transforms = pytest.mark.parametrize(
+    "transform", [name if name in FEW else pytest.param(name, marks=full) for name in TRANSFORMS]
+)
 every_transform = pytest.mark.parametrize(  # linearize is slow
     "transform", [pytest.param(name, marks=full) if name == "linearize" else name for name in TRANSFORMS]
 )
@@ -99,7 +104,7 @@ def test_samples_of_layer_norm(backend, samples, transform, activation, scale, d
     assert not problems, "\n".join(problems)
 
 
-@every_transform
+@few_transforms
 @pytest.mark.parametrize("cls", ["LayerNorm", pytest.param("ModelNew", marks=full)])
 def test_samples_of_nn_layer_norm(backend, samples, cls, transform):
     problems = []
@@ -142,8 +147,9 @@ def test_samples_as_meta_tensors(backend, samples, dtype):
         assert results[0] == results[1]
 
 
-# The arguments of the model, the shape of input, dtype, and autocast. The kernel runs the first two.
+# The arguments of the model, the shape of input, dtype, and autocast.
 MODELS = {
+    "TF32, one kernel": (SCALED, (1, 32, 1, 1, 32), torch.float32, False),
     "bfloat16, one kernel": (SCALED, (1, 32, 1, 1, 32), torch.bfloat16, False),
     "float16, one kernel": (SCALED, (1, 32, 1, 1, 32), torch.float16, False),
     "float32": (ARGUMENTS_34, (1, 32, 1, 1, 32), torch.float32, False),
@@ -154,11 +160,11 @@ MODELS = {
 
 
 def samples_of_problem_34():
-    """Yields the names of models and transforms. Without --full, the kernel runs in three of them."""
+    """Yields the names of models and transforms. Without --full, the kernel runs in two of them."""
     for name in MODELS:
         for transform in TRANSFORMS:
-            is_short = transform != "linearize" and name == "other arguments"
-            is_short |= name == "bfloat16, one kernel" and transform in ("forward", "backward", "jvp")
+            is_short = name == "other arguments" and transform in FEW
+            is_short |= name == "bfloat16, one kernel" and transform in FEW[:2]
             if transform not in LARGE:
                 yield pytest.param(name, transform, marks=[] if is_short else [full])
 
@@ -190,5 +196,7 @@ def test_samples_of_problem_34(backend, name, transform):
         affine, dtype = (given["layer_norm.weight"], given["layer_norm.bias"]), torch.float32 if autocast else None
         return composed(y, norm.normalized_shape, *affine, norm.eps, "gelu", model.scaling_factor, dtype)
 
-    rounding = torch.finfo(torch.bfloat16 if autocast else dtype).eps
-    assert compared(transform, function, reference, (x, *parameters), max(2e-5, rounding)) == ""
+    tf32 = name.startswith("TF32")
+    rounding = 5e-3 if tf32 else max(2e-5, 4 * torch.finfo(torch.bfloat16 if autocast else dtype).eps)
+    with convolutions_in_tf32(tf32):
+        assert compared(transform, function, reference, (x, *parameters), rounding) == ""

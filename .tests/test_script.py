@@ -20,6 +20,11 @@ sys.path.append(str(ROOT / ".bench"))
 libraries, models, results, sweep = map(importlib.import_module, ("libraries", "models", "results", "sweep"))
 
 
+def run_script(script, *arguments):
+    """Runs a script of the repository without a GPU."""
+    return run([sys.executable, str(ROOT / script), *arguments], env=environment_with(CUDA_VISIBLE_DEVICES=""))
+
+
 # ---- Modules that are wrong ----
 
 
@@ -157,8 +162,7 @@ def test_the_clock_of_small_steps_does_not_wait_for_the_host(backend):
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", [[], ["--problem", "34"]])
 def test_the_script_without_a_gpu(arguments):
-    command = [sys.executable, ROOT / "test_layernorm_inline.py", *arguments]
-    done = run(command, env=environment_with(CUDA_VISIBLE_DEVICES=""))
+    done = run_script("test_layernorm_inline.py", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Nothing was timed") and "for 6 inputs" in done.stdout
 
@@ -188,12 +192,52 @@ def test_pytest_says_at_the_end_that_no_kernel_was_tested(tmp_path):
     assert lines[-2].startswith("No kernel was tested") and "skipped" in lines[-1], lines
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["sweep", "models", "sizes", "ddp", "libraries"])
+def test_the_benchmarks_need_a_gpu(script):
+    done = run_script(f".bench/{script}.py")
+    assert done.returncode == 1 and done.stdout.startswith("Nothing was timed"), done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script,arguments,words", [
+    ("test_layernorm_inline.py", ["--json", "no/such/folder/times.json"], "cannot write to no/such/folder/times.json"),
+    ("test_layernorm_inline.py", ["--json", str(ROOT)], "cannot write to"),
+    ("test_layernorm_inline.py", ["--problem", "35"], "invalid choice: 35"),
+    (".bench/sweep.py", ["--plot", "no/such/folder/picture.png"], "cannot write to no/such/folder/picture.png"),
+    (".bench/sweep.py", ["--only", "8192:bf16"], "expected ROWSxCOLS:DTYPE"),
+    (".bench/sweep.py", ["--only", "8x0:bf16"], "expected ROWSxCOLS:DTYPE"),
+    (".bench/sweep.py", ["--only", "8x8:int8"], "expected ROWSxCOLS:DTYPE"),
+    (".bench/sweep.py", ["--only", "8x8:bf16", "--json", "times.json"], "cannot be combined"),
+    (".bench/sweep.py", ["--against", "."], "--against needs --only"),
+    (".bench/sweep.py", ["--only", "8x8:bf16", "--against", "no/such/folder"], "no layernorm_inline.py in no/such/folder"),
+    (".bench/models.py", ["no such model"], "no model name contains 'no such model'"),
+])  # fmt: skip
+def test_wrong_arguments_fail_at_once(script, arguments, words):
+    done = run_script(script, *arguments)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
 # ---- .bench ----
 
 TABLE = [
     dict(operation=operation, rows=2**26 // cols, cols=cols, dtype=dtype, floor=1.0, eager=4.0, compile=2.0, new=1.1)
     for operation in ("forward", "backward") for dtype in ("fp32", "bf16") for cols in (64, 1024)
 ]  # fmt: skip
+
+
+@pytest.mark.full
+def test_plot_of_a_table(tmp_path):
+    package("matplotlib")
+    sweep.plot(TABLE, str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_are_written(tmp_path):
+    file = tmp_path / "RESULTS.md"
+    for heading, text in (("Sweep", "former"), ("Models", "kept"), ("Sweep", "new")):
+        results.write_section(heading, text, file)
+    assert file.read_text() == results.TITLE + "\n## Sweep\n\nnew\n\n## Models\n\nkept\n"
 
 
 def test_tables_of_the_readme(monkeypatch):
@@ -253,6 +297,23 @@ def test_one_shape_against_another_version(backend, monkeypatch, capsys):
     assert timed == ["forward", "backward"]
 
 
+@pytest.mark.full
+def test_two_processes_time_a_training_step(tmp_path):
+    (tmp_path / "small.py").write_text(
+        "import ddp, os, sys\n"
+        "ddp.main('cpu', columns=(64, 96), elements=1 << 12)\n"
+        "sys.stdout.flush()\n"
+        "os._exit(0)  # DistributedDataParallel leaves gloo's threads behind. While Python ends, one of them may abort.\n"
+    )
+    environment = environment_with(PYTHONPATH=str(ROOT / ".bench"), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "small.py"]
+    done = run(command, cwd=tmp_path, env=environment)
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.split("\n") if line.startswith("| ")]
+    assert done.returncode == 0 and len(lines) == 2 + 2 * 2, done.stderr
+    assert [line[:2] for line in lines[2:]] == [[c, d] for d in ("bfloat16", "float32") for c in ("64", "96")]
+    assert all(len(line) == 2 + 2 * 3 and min(map(float, line[2:])) >= 0 for line in lines[2:])
+
+
 def test_row_of_a_real_model(backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     one_step = lambda steps, **_: {name: step() or 1.0 for name, step in steps.items()}  # noqa: E731
@@ -273,7 +334,7 @@ def test_a_gain_within_the_spread_is_no_change():
         assert models.gain_and_spread([(8 * quotient, 8) for quotient in quotients]) == cells
 
 
-# ---- README ----
+# ---- README, and how tests run ----
 
 
 def test_the_commands_of_the_readme_are_there():
@@ -286,3 +347,22 @@ def test_the_commands_of_the_readme_are_there():
     tests = "".join(path.read_text() for path in (ROOT / ".tests").glob("*.py"))
     files = {path.stem for path in (*(ROOT / ".tests").glob("*.py"), *ROOT.glob("*.py"))}
     assert not [name for name in named - files if f"def {name}" not in tests]
+
+
+@pytest.mark.full
+def test_a_test_that_hangs_fails_alone(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import time\nfrom conftest import time_limit\n"
+        "def test_hangs():\n    time.sleep(600)\ndef test_goes_on():\n    pass\n"
+    )
+    environment = environment_with(TEST_TIME_LIMIT="2", PYTEST_ADDOPTS="", PYTHONPATH=f"{ROOT / '.tests'}:{ROOT}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
+    done = run(command, cwd=tmp_path, env=environment)
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout and "more than 2 s" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("required,outcome", [("", pytest.skip.Exception), ("1", pytest.fail.Exception)])
+def test_a_missing_package_skips_a_test_or_fails_it_if_required(required, outcome, monkeypatch):
+    monkeypatch.setenv("REQUIRE_PACKAGES", required)
+    with pytest.raises(outcome, match="no_such_package is not installed"):
+        package("no_such_package")
