@@ -621,7 +621,6 @@ def _load_epilogue():
 # All sources begin with this text. It has no PyTorch types, because nvcc is slow with PyTorch's headers.
 _INTERFACE = r"""
 #include <cstdint>
-#include <functional>
 #include <cuda_runtime_api.h>
 
 // The name contains a hash of the sources, so that two versions of them can be loaded into one process.
@@ -665,7 +664,11 @@ struct Backward : LayerNormCall {
 };
 
 // Returns device memory that stays valid until the stream has run the call. A second request releases the first.
-using Allocate = std::function<void*(size_t bytes)>;
+struct Allocate {
+  void* (*function)(void* context, size_t bytes);
+  void* context;
+  void* operator()(size_t bytes) const { return function(context, bytes); }
+};
 
 cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream);
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream);
@@ -789,11 +792,16 @@ Call make_call(const Tensor& input, const Tensor& weight, const Tensor& bias, do
 // The build defines LAYERNORM_COMPILED_FOR, for example as "sm_80, sm_90a".
 template <typename Call> void launch_call(const Call& call, const Tensor& input) {
   const c10::cuda::CUDAGuard guard(input.device());
-  Tensor scratch;
-  const auto allocate_scratch = [&](size_t bytes) {
-    scratch = allocate({static_cast<int64_t>(bytes)}, at::kByte, input);
-    return scratch.data_ptr();
+  struct Scratch {
+    const Tensor& like;
+    Tensor memory;
+  } scratch = {input, Tensor()};
+  const auto function = [](void* context, size_t bytes) {
+    auto& [like, memory] = *static_cast<Scratch*>(context);
+    memory = allocate({static_cast<int64_t>(bytes)}, at::kByte, like);
+    return memory.data_ptr();
   };
+  const Allocate allocate_scratch = {function, &scratch};
   const cudaError_t error = launch(call, allocate_scratch, c10::cuda::getCurrentCUDAStream());
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // clears the error, so that the next CUDA call does not report it
@@ -1280,7 +1288,6 @@ _CUDA_COMMON = r"""
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 #include <set>
 #include <type_traits>
 #include <utility>
@@ -1908,7 +1915,7 @@ __device__ inline void wait_for_previous() {
 }
 
 struct Device {
-  std::once_flag initialized;
+  bool initialized = false;
   int sms = 1;
   int l2_bytes = 0;
   int shared_bytes = 0;              // that a block can use
@@ -1918,22 +1925,22 @@ struct Device {
 
 // `kernel` is any kernel of the library.
 template <typename Kernel> const Device& current_device(Kernel* kernel) {
-  static Device devices[128];  // PyTorch's device indices have 8 bits, with a sign
+  thread_local Device devices[128];  // PyTorch's device indices have 8 bits, with a sign
   int index = 0;
   cudaGetDevice(&index);
   Device& device = devices[index];
-  std::call_once(device.initialized, [&] {
-    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, index);
-    cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, index);
-    cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-    // The architecture of the loaded code. If there is none for this GPU, the launch will report the error.
-    cudaFuncAttributes attributes = {};
-    cudaFuncGetAttributes(&attributes, kernel);
-    device.arch = arch_of(attributes.ptxVersion);
-    int driver = 0;
-    cudaDriverGetVersion(&driver);
-    device.allows_programmatic = std::min(CUDART_VERSION, driver) >= 12030 && device.arch.has_bulk_copy;
-  });
+  if (device.initialized) return device;
+  cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, index);
+  cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, index);
+  cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+  // The architecture of the loaded code. If there is none for this GPU, the launch will report the error.
+  cudaFuncAttributes attributes = {};
+  cudaFuncGetAttributes(&attributes, kernel);
+  device.arch = arch_of(attributes.ptxVersion);
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  device.allows_programmatic = std::min(CUDART_VERSION, driver) >= 12030 && device.arch.has_bulk_copy;
+  device.initialized = true;
   return device;
 }
 
@@ -2125,8 +2132,6 @@ template <typename T, int V> __device__ void apply_derivative(Pack<T, V>& grad_o
 """
 
 _CUDA_LAYER_NORM = r"""
-#include <cooperative_groups.h>
-
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
@@ -3138,6 +3143,25 @@ __device__ inline uint64_t* mailbox_of(uint64_t* mailboxes, int64_t row, int blo
   return mailboxes + row * mailboxes_per_row(gridDim.x) + block;
 }
 
+// cooperative_groups::this_grid().sync(), whose header compiles slowly, for blocks of one dimension. The driver gives
+// each cooperative launch a counter, whose highest bit flips when all blocks have arrived.
+__device__ inline void sync_grid() {
+  uint32_t low, high, before, now;
+  asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+  asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+  const uint64_t counter = (uint64_t(high) << 32 | low) + 4;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const uint32_t others = gridDim.x * gridDim.y - 1;
+    const uint32_t added = blockIdx.x + blockIdx.y == 0 ? 0x80000000 - others : 1;
+    asm volatile("atom.add.release.gpu.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(added) : "memory");
+    do {
+      asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    } while (((before ^ now) & 0x80000000) == 0);
+  }
+  __syncthreads();
+}
+
 // Waits for all blocks of the grid, so that none reads what an earlier call left.
 __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
   const int step = gridDim.y;
@@ -3145,7 +3169,7 @@ __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
   for (int64_t row = blockIdx.y + threadIdx.x * step; row < rows; row += blockDim.x * step) {
     *mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;
   }
-  cooperative_groups::this_grid().sync();
+  sync_grid();
 }
 
 __device__ inline void publish(uint64_t* mailbox, float2 pair) {

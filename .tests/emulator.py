@@ -60,14 +60,13 @@ BODIES_OF_LAYER_NORM = {
     "barrier_wait": "emulator::wait(barrier, parity);",
     "barrier_arrive_expecting": "emulator::arrive(barrier, bytes);",
     "bulk_copy": "emulator::start({shared, global, bytes, barrier}, emulator::bulk_copies);",
+    "sync_grid": "emulator::sync_grid();",
 }
 STATEMENTS_OF_LAYER_NORM = {
     r'asm volatile\("ld\.relaxed.*?"memory"\);': "bits = mailboxes[block];",
     r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = bits;",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
     r"__float_as_uint\(pair\.(\w)\)": r"emulator::bits_of_arithmetic(pair.\1)",
-    r"#include <cooperative_groups.h>": "",
-    r"cooperative_groups::this_grid\(\)\.sync\(\)": "emulator::sync_grid()",
 }
 BODIES_OF_CONVOLUTION = {
     "copy_or_zero": "emulator::start({shared, exists ? global : nullptr, 16}, emulator::current->copies);",
@@ -94,14 +93,14 @@ template <typename Call> static const char* emulate(Call call, const Allocate& a
   try {
     guard_tensors(call);
     emulator::follows_caller = true;
-    const auto allocate_guarded = [&](size_t bytes) -> void* {
-      memset(allocate(bytes), 0xff, bytes);
+    const auto allocate_guarded = [](void* of_binding, size_t bytes) -> void* {
+      memset((*static_cast<const Allocate*>(of_binding))(bytes), 0xff, bytes);
       // The previous piece is freed, so that any later access to it ends the kernel.
       if (!tensors.empty() && tensors.back()->name == "scratch") tensors.pop_back();
       tensors.push_back(std::make_unique<emulator::Guarded>("scratch", bytes, nullptr, false));
       return tensors.back()->data;
     };
-    const cudaError_t error = launch(call, allocate_guarded, nullptr);
+    const cudaError_t error = launch(call, {allocate_guarded, const_cast<Allocate*>(&allocate)}, nullptr);
     if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
     for (const auto& tensor : tensors) tensor->finish();

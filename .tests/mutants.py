@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant("binding: strides of statistics ignored", "stats = statistics.contiguous()", "stats = statistics", "other_strides"),
     Mutant("binding: grad_output's strides ignored", "dy = contiguous(grad_output, 4)", "dy = grad_output", "stride"),
     Mutant("binding: float32 bias without weight", "weight.defined() ? weight : bias;", "weight;", VALUES),
-    Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); Tensor scratch;", "Tensor scratch;", "not_current"),
+    Mutant("binding: device not made current", "const c10::cuda::CUDAGuard guard(input.device()); struct Scratch", "struct Scratch", "not_current"),
     Mutant("binding: device not made current, convolution", "const c10::cuda::CUDAGuard guard(input.device()); const bool uses_tf32", "const bool uses_tf32", "not_current", emulated="the GPUs of one machine are usually equal"),
     Mutant("binding: default stream", "allocate_scratch, c10::cuda::getCurrentCUDAStream()", "allocate_scratch, nullptr", "current_stream and (registers or pipelined)"),
     Mutant("binding: vmap does not cast under autocast", "if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA)) {", "if (false) {", "vmap or transforms"),

@@ -136,7 +136,7 @@ def test_one_namespace_of_ops_for_all_libraries(builds, monkeypatch):
 
 def test_the_name_of_the_ops_follows_from_both_sources():
     """A change of either source gives other names, and a change of Python code does not. Nothing is compiled."""
-    text, end = SOURCE.read_text(), "_ops, _why_not = _load(_NAME)"
+    text, end = SOURCE.read_text(), "_ops, _why_not = _load(_LAYER_NORM)"
     assert text.count(end) == 1
 
     def names(text):
@@ -148,10 +148,10 @@ def test_the_name_of_the_ops_follows_from_both_sources():
     assert epilogue_name.startswith(name) and epilogue_name != name
     assert names(text + "\n# Python\n") == (name, epilogue_name)
     others = set()
-    for source in ("_INTERFACE = ", "CPP_SOURCE = ", "CUDA_SOURCE = "):
+    for source in ("_INTERFACE = ", "_CPP_COMMON = ", "_CPP_LAYER_NORM = ", "_CUDA_COMMON = ", "_CUDA_LAYER_NORM = "):
         start = text.index('r"""', text.index(f"\n{source}")) + len('r"""')
         others |= {*names(text[:start] + "\n// changed" + text[start:])}
-    assert len(others) == 6 and not others & {name, epilogue_name}
+    assert len(others) == 10 and not others & {name, epilogue_name}
 
 
 @pytest.mark.full
@@ -534,11 +534,11 @@ def test_the_error_names_the_compiler_if_it_is_missing(tmp_path, monkeypatch, co
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "scripts"))
     with pytest.raises(RuntimeError, match=f"the C.. compiler {re.escape(named)} was not found. Install g..,"):
-        layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
+        layernorm_inline._compile(library_of(), str(tmp_path), ["sm_90a"])
     assert "name" not in compiled
     (tmp_path / "scripts").mkdir()
     shutil.copy(sys.executable, tmp_path / "scripts" / named)
-    layernorm_inline._compile(NAME, str(tmp_path), ["sm_90a"])
+    layernorm_inline._compile(library_of(), str(tmp_path), ["sm_90a"])
     assert compiled["name"] == NAME
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import ROOT, environment_with, package, run
 
+import layernorm_inline
 import test_layernorm_inline as companion
 
 sys.path.append(str(ROOT / ".bench"))
@@ -59,13 +60,13 @@ WRONG = {  # name -> forward(module, x, right), where right(x) is the right outp
 
 @pytest.mark.parametrize("problem,name", [*((40, name) for name in WRONG), (34, "output")])
 def test_a_wrong_module_fails(problem, name, monkeypatch, capsys):
-    new = {40: "ModelNew", 34: "ConvTranspose3dLayerNormGELUScaling"}[problem]
+    owner, new = (companion, "ModelNew") if problem == 40 else (layernorm_inline, "ConvTranspose3dLayerNormGELUScaling")
 
-    class Wrong(getattr(companion, new)):
+    class Wrong(getattr(owner, new)):
         def forward(self, x):
             return WRONG[name](self, x, super().forward)
 
-    monkeypatch.setattr(companion, new, Wrong)
+    monkeypatch.setattr(owner, new, Wrong)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(companion, "broken_driver", lambda: "")
     assert companion.run(problem) == 1
