@@ -347,7 +347,7 @@ MUTANTS = [
     Mutant("pipelined: few rows do not use all SMs", "std::max(fewest, std::min(most, device.sms / rows))", "fewest", LAUNCHES, emulated=PLANNED),
     Mutant("pipelined: partial sums left out for many rows of one group", "(groups > 1 || call.rows > kRowsPerSum) ? groups : 0", "groups > 1 ? groups : 0", LAUNCHES + " or gradients_of_many_rows", emulated=PLANNED),
     Mutant("two-pass: partial sums left out for many rows of one range", "(ranges > 1 || rows > kRowsPerSum) ? ranges : 0", "ranges > 1 ? ranges : 0", LAUNCHES + " or many_rows", "ranges is 1 only for up to kRowsPerSum rows, or for twice as many that are longer than any test", emulated=PLANNED),
-    Mutant("two-pass: one piece per row", "std::max<int64_t>(1, waves * kMeasureBlocks * sms / piece_rows)", "1", LAUNCHES, emulated=PLANNED),
+    Mutant("two-pass: one piece per row", "std::max<int64_t>(1, waves * kMeasureBlocks * sms / piece_rows)", "int64_t(1)", LAUNCHES, emulated=PLANNED),
     Mutant("registers: limit of aligned rows off by one", "loads_of(call) <= kMaxLoads *", "loads_of(call) < kMaxLoads *", LAUNCHES, emulated=PLANNED),
     Mutant("registers: late loads of float32 weight left out of the ladder", "if (k16Bits && call.affine_float32) return launch_rows<T, 4, 1>(call, context);", "", LAUNCHES + " or " + VALUES, emulated=PLANNED),
     Mutant("registers: waves of short rows compared the other way", "if (loads <= 32 && waves <= 0.5)", "if (loads <= 32 && waves > 0.5)", LAUNCHES, emulated=PLANNED),
