@@ -1308,6 +1308,8 @@ struct Arch {
   bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
   bool has_large_shared;  // 227 KB of shared memory per block
 
+  int sm_threads;  // that every SM can hold
+
   // Launch bounds, in blocks per SM. With more, some kernels spill (nvcc 13.0).
   int row_blocks;                      // of 512 threads
   int warp_row_blocks;                 // of 128 threads with a row per warp
@@ -1324,6 +1326,7 @@ constexpr Arch arch_of(int number) {
   arch.has_async_copy = number >= 80;
   arch.has_bulk_copy = number >= 90;
   arch.has_large_shared = number >= 90 && number < 120;
+  arch.sm_threads = number == 75 ? 1024 : 1536;
   arch.row_blocks = is_small ? 2 : 3;
   arch.warp_row_blocks = number == 75 ? 8 : 9;
   arch.two_load_blocks[0] = number == 90 ? 3 : two_loads;
@@ -1843,7 +1846,10 @@ template <int N> __device__ float sum_lanes(float (&x)[N]) {
   return x[0];
 }
 
+constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
+
 constexpr int kMaxWarps = 16;  // per block of the register kernels
+static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "combine_row gives each warp a lane");
 
 // Combines each of R values over the threads of a row, which all receive the results. A block is blockDim.y rows of
 // blockDim.x threads: a power of two below 32, or whole warps. Two calls in succession need different slots, because
@@ -2174,8 +2180,10 @@ template <typename T, int V> __device__ void add_gradients(const Backward& call,
   }
 }
 
-constexpr int kSumThreads = 512;          // per block
-constexpr int kMaxThreadsPerColumn = 64;  // up to 64, row_threads returns powers of two
+constexpr int kSumThreads = 512;  // per block
+constexpr int kMaxThreadsPerColumn = 64;
+static_assert(is_power_of_two(kMaxThreadsPerColumn) && kMaxThreadsPerColumn <= 64, "sum_partials adds in a tree");
+static_assert(kSumThreads % kMaxThreadsPerColumn == 0);
 
 // blockIdx.y is 0 for grad_weight and 1 for grad_bias. blockDim.y threads share a column.
 __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const float* partials, int partial_rows) {
@@ -2312,9 +2320,11 @@ enum RowKind { kAligned, kInWarp, kUnaligned };
 constexpr int kMaxLoads = 4;  // per thread
 constexpr int kMaxRowThreads = 512;
 constexpr int kMaxUnalignedRowThreads = 448;  // with 512, two blocks per SM would spill
+static_assert(kMaxRowThreads <= 32 * kMaxWarps, "each warp of a row has a slot");
 
 constexpr int kBlockThreads = 128;                // of a block with several teams
 constexpr int kShortRows = kHasEpilogue ? 4 : 2;  // per thread; they share loads of weight and bias
+static_assert(is_power_of_two(kBlockThreads), "a block has a power of two of teams");
 
 // Launch bounds of layer_norm_rows. More blocks hide more latency. None of these spills (nvcc 13.0).
 constexpr int max_threads(int element_bytes, int packs, int rows, RowKind kind) {
@@ -2343,6 +2353,8 @@ constexpr int min_blocks(int element_bytes, int packs, int rows, RowKind kind) {
 template <typename T, int PACKS, int ROWS, RowKind KIND>
 __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min_blocks(sizeof(T), PACKS, ROWS, KIND))
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
+  static_assert(max_threads(sizeof(T), PACKS, ROWS, KIND) * min_blocks(sizeof(T), PACKS, ROWS, KIND) <=
+                kArch.sm_threads);
   constexpr int V = 16 / sizeof(T);
   constexpr bool kHasEdges = KIND == kUnaligned;
   // Early loads of weight and bias, in input's dtype, arrive during the statistics.
@@ -2557,9 +2569,12 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
 constexpr int kBackwardColumns = 8;
 constexpr int kBackwardThreads = 512;  // per SM, and in the largest blocks
 
-// Threads of a block with several rows. Only powers of two up to 256 hold a power of two of rows.
-constexpr int kBackwardBlockThreads = 256;
+constexpr int kBackwardBlockThreads = 256;  // of a block with several rows
 constexpr int kBackwardBlockThreads16Bits = 128;
+static_assert(kBackwardThreads <= 32 * kMaxWarps, "each warp of a row has a slot");
+static_assert(is_power_of_two(kBackwardBlockThreads) && kBackwardBlockThreads <= 256,
+              "a block adds its rows in a tree");
+static_assert(is_power_of_two(kBackwardBlockThreads16Bits) && kBackwardBlockThreads16Bits <= 256);
 
 // Longer aligned rows are pipelined, because an SM would hold too few.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
@@ -2798,6 +2813,7 @@ constexpr int kMeasureBlocks = 4;           // of kernel 1, per SM; unaligned fo
 constexpr int64_t kMinPieceColumns = 8192;  // shorter pieces do not hide the fixed cost of a block
 constexpr int kBlockColumns = 2048;         // of a block of kernel 3: 16 bytes, or four elements, per thread
 constexpr int64_t kColumnBlocksPerSm = 8;   // of kernel 3, if there are enough rows
+static_assert(is_power_of_two(kMeasureThreads) && kMeasureThreads <= 1024, "combine_block gives each warp a lane");
 
 // A thread's columns of a chunk: one pack of V or, in unaligned rows (V = 1), four columns that are THREADS apart. A
 // thread with first >= cols has none, and may not call the other members.
@@ -2864,6 +2880,7 @@ __global__ void __launch_bounds__(kMeasureThreads, V == 1 ? 2 * kArch.row_blocks
   let_next_start();
   constexpr int kPacks = V == 1 ? 8 : 4;  // loads in flight per thread
   constexpr int kStride = V * kMeasureThreads;
+  static_assert(kPacks * kStride <= kMinPieceColumns, "a piece is not empty");
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * call.cols;
@@ -2891,6 +2908,7 @@ __global__ void __launch_bounds__(kMeasureThreads, V == 1 ? 2 * kArch.row_blocks
 // piece_sums: (rows, pieces).
 template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, kMeasureBlocks)
     measure_pieces(Backward call, int pieces, GradSums* piece_sums) {
+  static_assert(ThreadColumns<T, V, kMeasureThreads>::kChunkColumns <= kMinPieceColumns, "a piece is not empty");
   let_next_start();
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
@@ -3220,10 +3238,12 @@ constexpr int kGatherers = kArch.has_bulk_copy ? 2 : 1;
 constexpr int kLoader = kGatherer + kGatherers;
 constexpr int kLoaderThreads = kArch.has_bulk_copy ? 1 : 64;
 constexpr int kBlockThreads = 32 * (kGatherer + 3);
+static_assert(32 * kLoader + kLoaderThreads <= kBlockThreads, "every role has its warps, whatever the architecture");
 
 constexpr int kThreadColumns = 16;  // of a compute thread, at most
 constexpr int kMaxSlice = 32 * kComputeWarps * kThreadColumns;
 constexpr int kMaxStages = 10;
+static_assert(kMaxStages >= 3 && kMaxStages <= kBlockThreads / 32, "each warp initializes the barriers of a stage");
 
 // Tuned on an H200.
 constexpr int kBytesInFlight = 64 << 10;  // into the ring of a block
@@ -3677,6 +3697,7 @@ template <typename T> constexpr int kRowsAhead = sizeof(T) == 4 ? 1 : 2;        
 template <typename T> constexpr int kMaxStagesInFlight = sizeof(T) == 4 ? 28 : 3;  // copies into the ring
 template <typename T> constexpr int kPrefetchStages = sizeof(T) == 4 ? 3 : 2;      // into L2, before the copy
 constexpr int kMinRows = 4;                                                        // per group
+static_assert(kMinRows > kRowsAhead<float> && kMinRows > kRowsAhead<__half>, "a group measures the next row at once");
 
 // Weight and bias need 204 of a thread's 255 registers (float32), or 64 of 128. Look for spills after every change.
 // opaque() keeps the compiler from computing values early, which would then occupy registers.
@@ -3693,6 +3714,18 @@ template <typename T> constexpr int kSliceStages = 32768 / V<T> / kStagePacks<T>
 // Packs of a thread in registers; the others are in shared memory.
 template <typename T> constexpr int kWeightPacks = sizeof(T) == 4 ? 31 : kSliceStages<T> * kThreadPacks<T>;
 template <typename T> constexpr int kBiasPacks = sizeof(T) == 4 ? 20 : kSliceStages<T> * kThreadPacks<T>;
+
+template <typename T> constexpr bool has_valid_constants() {
+  constexpr int kMaxPacks = kThreadPacks<T> * kSliceStages<T>;  // of a thread's weight
+  static_assert(kRowsAhead<T> == 1 || kRowsAhead<T> == 2, "parity and row_stats are for two rows");
+  static_assert(kStagesAhead<T> < kSliceStages<T>, "rule 3");
+  static_assert(kThreadPacks<T> == 2, "measure_stage counts both");
+  static_assert(kBlockThreads<T> > 32 && kPrefetchStages<T> >= 0, "thread 32 prefetches what is copied later");
+  static_assert(is_power_of_two(kWarps<T>) && kWarps<T> <= 32, "combine_at_once needs a lane for each warp");
+  static_assert(kWeightPacks<T> <= kMaxPacks && kBiasPacks<T> <= kMaxPacks);
+  return true;
+}
+static_assert(has_valid_constants<float>() && has_valid_constants<__half>());
 
 template <typename T> using ThreadStage = Vec<Pack<T, V<T>>, kThreadPacks<T>>;  // a thread's packs of a stage
 
