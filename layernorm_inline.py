@@ -1711,8 +1711,8 @@ struct alignas(8) RowStats {
   float mean, rstd;
 };
 
-template <int V> __device__ Vec<float, V> normalized(const Vec<float, V>& x, const RowStats& row) {
-  return (x - row.mean) * row.rstd;
+template <int V> __device__ Vec<float, V> normalized(const Vec<float, V>& x, const RowStats& stats) {
+  return (x - stats.mean) * stats.rstd;
 }
 
 // Over a row in backward.
@@ -1960,7 +1960,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
-template <typename F> cudaError_t with_element(DType dtype, F f) {
+template <typename F> __host__ __device__ cudaError_t with_element(DType dtype, F f) {
   switch (dtype) {
     case DType::Float16: return f(__half());
     case DType::BFloat16: return f(__nv_bfloat16());
@@ -2215,11 +2215,10 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const
 
   if (threadIdx.y != 0 || col >= call.cols) return;
   const Vec<float, 1> total = {*own_sum};
-  switch (call.dtype) {
-    case DType::Float16: return store_affine<__half>(grad, call.affine_float32, col, total);
-    case DType::BFloat16: return store_affine<__nv_bfloat16>(grad, call.affine_float32, col, total);
-    default: return store_affine<float>(grad, true, col, total);
-  }
+  with_element(call.dtype, [&](auto element) {
+    store_affine<decltype(element)>(grad, call.affine_float32, col, total);
+    return cudaSuccess;
+  });
 }
 
 // partial_rows is 0 if the backward kernel has stored the gradients itself.
@@ -2480,7 +2479,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
       constexpr bool kHidesActivation = kHasEpilogue && ROWS == 1;
       const Epilogue epilogue = opaque_activation<kHidesActivation>(constants.epilogue);
       UNROLL(r, ROWS) {
-        auto y = (widened(elements[r]) - mean[r]) * rstd[r] * w + b;
+        auto y = normalized(widened(elements[r]), {mean[r], rstd[r]}) * w + b;
         apply_epilogue<T>(y, epilogue);
         if (r < rows) store<T>(output + (offset + r * row_stride), y);
       }
@@ -2601,8 +2600,8 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   // Words outside of the row add zeros. Without an epilogue, a branch would be no faster.
   constexpr bool kAddsZeros = kLoadsWords && !kHasEpilogue;
   __shared__ GradSums slots[2][kMaxWarps][ROWS];
-  // Holds bias during the loop, and then the gradient sums of several rows.
-  __shared__ __align__(16) float shared[(kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS];
+  // Two names for the same memory: bias is needed in the loop, and the gradient sums of the block's rows after it.
+  __shared__ __align__(16) float row_sums[(kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS];
   const int cols = call.cols;
   const float per_col = 1.0f / cols;
   const uint64_t policy = l2_policy(priority);
@@ -2643,7 +2642,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
     return load_affine<T, N, kAsPack>(affine, call.affine_float32, pack.col, fallback);
   };
   each_pack([&](auto& pack) { pack.weight = load_columns(pack, call.weight, 1); });
-  float* bias = shared + mid_word;  // aligns the floats of a word to 8 bytes
+  float* bias = row_sums + mid_word;  // aligns the floats of a word to 8 bytes
   if constexpr (kHasEpilogue) {
     // Converted once, so that no load in the loop branches on the dtype.
     each_pack([&](auto& pack) {
@@ -2654,12 +2653,12 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
 
   // Start to load the first rows.
   float next_mean[ROWS], next_rstd[ROWS];
-  const auto start_loads = [&](int64_t row) {
-    const int64_t offset = row * cols + packs[0].col;
+  const auto start_loads = [&](int64_t next_row) {
+    const int64_t offset = next_row * cols + packs[0].col;
     UNROLL(r, ROWS) {
-      if (row + r * row_distance >= call.rows) continue;
-      next_mean[r] = call.mean[row + r * row_distance];
-      next_rstd[r] = call.rstd[row + r * row_distance];
+      if (next_row + r * row_distance >= call.rows) continue;
+      next_mean[r] = call.mean[next_row + r * row_distance];
+      next_rstd[r] = call.rstd[next_row + r * row_distance];
       const T* x = keep_pointer(static_cast<const T*>(call.input) + offset + r * (row_distance * cols));
       const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + offset + r * (row_distance * cols));
       // Alternating between both tensors is slower.
@@ -2667,7 +2666,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
       each_pack([&](auto& pack) { pack.next_dy[r] = load<T, decltype(pack.weight)::kSize>(dy + pack.offset, policy); });
     }
     // Prefetch the rows of the iteration after that. It would slow down float32.
-    const int64_t later_row = row - first_row + row_stride;
+    const int64_t later_row = next_row - first_row + row_stride;
     constexpr bool kPrefetches = sizeof(T) == 2 && V > 2 && !kHasEpilogue;
     if (kPrefetches && is_prefetching_thread() && later_row + ROWS * blockDim.y <= call.rows) {
       const int bytes = ROWS * int(blockDim.y) * cols * int(sizeof(T));
@@ -2691,7 +2690,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
         pack.dy[r] = pack.next_dy[r];
         // Inactive packs subtract 0, because mean * rstd could be infinite, and infinity * 0 is NaN.
         const float mean = kAddsZeros && N > 1 ? next_mean[r] * float(pack.is_active) : next_mean[r];
-        pack.xhat[r] = (widened(pack.next_x[r]) - mean) * rstd[r];
+        pack.xhat[r] = normalized(widened(pack.next_x[r]), {mean, rstd[r]});
         if constexpr (kHasEpilogue)
           apply_derivative<T>(pack.dy[r], pack.xhat[r], pack.weight, widened(load<float, N>(bias + pack.col)), call);
         const auto grad = widened(pack.dy[r]);
@@ -2730,7 +2729,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   if (!needs_gradient_sums(call)) return;
   UNROLL(n, 2) {
     float* partial = partials + (n * gridDim.x + blockIdx.x) * int64_t(cols);
-    float* gathered = blockDim.y == 1 ? partial : shared + threadIdx.y * cols;
+    float* gathered = blockDim.y == 1 ? partial : row_sums + threadIdx.y * cols;
     __syncthreads();
     each_pack([&](auto& pack) {
       if constexpr (kLoadsWords) {
@@ -2743,8 +2742,8 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
       __syncthreads();
       if (threadIdx.y >= half) continue;
       for (int col = threadIdx.x; col < cols; col += blockDim.x) {
-        const float total = shared[threadIdx.y * cols + col] + shared[(threadIdx.y + half) * cols + col];
-        shared[threadIdx.y * cols + col] = total;
+        const float total = row_sums[threadIdx.y * cols + col] + row_sums[(threadIdx.y + half) * cols + col];
+        row_sums[threadIdx.y * cols + col] = total;
         if (half == 1) partial[col] = total;
       }
     }
@@ -2912,13 +2911,12 @@ template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, 
   let_next_start();
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
-  const float mean = call.mean[row];
-  const float rstd = call.rstd[row];
+  const RowStats stats = {call.mean[row], call.rstd[row]};
   GradSums sums = {};
   ThreadColumns<T, V, kMeasureThreads> columns(piece, call.cols);
   for (; columns.first < call.cols; columns.first += pieces * columns.kChunkColumns) {
     const auto weight = columns.load_parameter(call, call.weight, 1);
-    const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
+    const auto xhat = normalized(columns.load_row(call.input, row), stats);
     const auto wdy = rounded_product(weight, columns.load_gradient(call, row, xhat, weight));
     GradSums chunk_sums = {};  // one chain of all terms would lose digits
     UNROLL(v, wdy.kSize) {
@@ -2993,12 +2991,11 @@ __global__ void __launch_bounds__(ThreadColumns<T, V>::kThreads, V == 8 ? 4 : kA
 #pragma unroll 1
     for (const int end = min(r + kRowsPerSum, rows); r < end; ++r) {
       const int64_t row = first_row + r;
-      const float mean = call.mean[row];
-      const float rstd = call.rstd[row];
+      const RowStats stats = {call.mean[row], call.rstd[row]};
       const GradMeans means = call.grad_input != nullptr ? grad_means[row] : GradMeans{};
-      const auto xhat = (columns.load_row(call.input, row) - mean) * rstd;
+      const auto xhat = normalized(columns.load_row(call.input, row), stats);
       const auto grad = columns.load_gradient(call, row, xhat, weight);
-      const auto dx = grad_input_of<false>(weight, grad, xhat, means, rstd);
+      const auto dx = grad_input_of<false>(weight, grad, xhat, means, stats.rstd);
       grad_weight = grad_weight + grad * xhat;
       grad_bias = grad_bias + grad;
       if (call.grad_input != nullptr) columns.store_row(call.grad_input, row, dx);
@@ -3426,10 +3423,10 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
         pair = measure_packs<T, kLanesPerPart, kPacks>(pack, has, count, per_count);
         pair.x += first;
       } else {
-        const auto [mean, rstd] = control.row_stats[stage];
+        const RowStats stats = control.row_stats[stage];
         UNROLL(p, kPacks) {
           if (!block.has(p)) continue;
-          const auto xhat = (block.pack(x, p) - mean) * rstd;
+          const auto xhat = normalized(block.pack(x, p), stats);
           const auto grad = block.pack(dy, p);
           const auto wdy = rounded_product(weight[p], grad);
           UNROLL(v, V) {
