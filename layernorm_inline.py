@@ -20,7 +20,8 @@ The first import compiles the kernels for the machine's GPUs, in 15 s to a minut
 TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later imports load it. The first use of an
 activation or scale compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the architectures, or nothing
 is compiled. The import neither initializes CUDA nor changes PyTorch or the environment.
-With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations.
+With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations. With
+LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever the number of rows.
 
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.
@@ -150,7 +151,8 @@ def layer_norm(
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with the biased variance (Ba,
     Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (float32 under CUDA autocast),
     and can be differentiated to any order, with an activation twice. Statistics and arithmetic are float32. Equal calls
-    give equal bits on the same GPU, but the number of rows can change the last bits of a row.
+    give equal bits on the same GPU. The number of rows can change the last bits of a row, unless the environment has
+    LAYERNORM_INLINE_BATCH_INVARIANT=1 at import, which runs unaligned and very long rows in slower kernels.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
     first in reverse mode, in programs that torch.export (with PyTorch 2.7 or newer) or torch.jit records, and under
@@ -1207,8 +1209,9 @@ Outputs layer_norm_forward_vmap(const Tensor& input, SymIntArrayRef shape, const
   check_inputs(input, shape, weight, bias);
   const int64_t level = vmap_level(input);
   if (std::max(vmap_level(weight), vmap_level(bias)) >= level) {
-    const auto [xhat, statistics] = call_op<layer_norm_forward<true>>("layer_norm_forward", input, shape,
-                                                                      OptionalTensor(), OptionalTensor(), eps, 0, 1);
+    const Tensor x = input.to(at::kFloat);  // 16 bits would round xhat
+    const auto [xhat, statistics] = call_op<layer_norm_forward<true>>("layer_norm_forward", x, shape, OptionalTensor(),
+                                                                      OptionalTensor(), eps, 0, 1);
     return {composed_output(as_matrix(xhat, shape), input, shape, weight, bias, activation, scale), statistics};
   }
   const SymInt rows = row_count(input, shape);

@@ -5,7 +5,7 @@ import typing
 import pytest
 import torch
 from reference import EPS, FIRST_SEED
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transforms import TRANSFORMS, Random, composed, difference, leaves
 
 SHAPES = {1: (8,), 2: (4, 2), 3: (2, 3, 2), 4: (2, 1, 3, 2)}
@@ -157,9 +157,14 @@ def test_every_transform_of_every_combination(backend, transform, entry):
 def test_every_transform_of_fake_tensors(backend, transform, entry):
     """Shapes, dtypes and strides are those of real tensors."""
     for combination in SHORT[1:9:2]:
-        function, _, tensors = functions_of(backend, entry, combination)
+        function, reference, tensors = functions_of(backend, entry, combination)
         real = leaves(TRANSFORMS[transform](function, tensors, Random()))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = leaves(TRANSFORMS[transform](function, tuple(map(mode.from_tensor, tensors)), Random()))
+            fakes = tuple(map(mode.from_tensor, tensors))
+            try:
+                TRANSFORMS[transform](reference, fakes, Random())
+            except DataDependentOutputException:  # of any function: jacrev of PyTorch 2.11 on a GPU
+                continue
+            fake = leaves(TRANSFORMS[transform](function, fakes, Random()))
         properties = [[(t.shape, t.dtype, t.stride(), t.device) for t in results] for results in (real, fake)]
         assert properties[0] == properties[1], combination
