@@ -1159,7 +1159,7 @@ Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef shape, c
                                     const OptionalTensor& bias, double eps, int64_t activation, double scale) {
   if (has_tangent(input, weight, bias)) {
     check_inputs(input, shape, weight, bias);
-    const Tensor x = as_matrix(input, shape);
+    const Tensor x = as_matrix(input, shape).to(at::kFloat);  // its gradients are added up before they are rounded
     const auto [xhat, rstd] = composed_normalized(x, {}, eps);
     return {composed_output(xhat, input, shape, weight, bias, activation, scale),
             at::cat({row_mean(x), rstd}, 1).t().detach()};
