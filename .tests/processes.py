@@ -48,7 +48,7 @@ def import_in_subprocess(folder, code="import layernorm_inline", **environment):
 
 def run_here(code, **environment):
     """Runs code in the folder of the tests, with the modules of the tests on the path and the existing build cache."""
-    path = f"{ROOT / '.tests'}:{ROOT}"
+    path = f"{ROOT / '.tests'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     variables = environment_with(**{"TORCH_EXTENSIONS_DIR": CACHE, "PYTHONPATH": path, **environment})
     return run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT / ".tests", env=variables)
 

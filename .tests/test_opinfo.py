@@ -1,7 +1,5 @@
 """PyTorch's own samples of layer_norm and nn.LayerNorm, and samples of problem 34's model, under every transform."""
 
-import functools
-
 import pytest
 import torch
 from processes import package, run_here
@@ -38,18 +36,14 @@ every_transform = pytest.mark.parametrize(  # linearize is slow
 )
 
 
-@functools.lru_cache
-def samples_of(path):
-    done = run_here(SAVE_SAMPLES.format(path=path))
-    assert done.returncode == 0, done.stderr
-    return torch.load(path, weights_only=False)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def samples(tmp_path_factory):
     """Returns lists of (input, normalized_shape, weight, bias, options), and of (arguments, options, input)."""
     package("expecttest")
-    return samples_of(str(tmp_path_factory.getbasetemp() / "samples"))
+    path = str(tmp_path_factory.getbasetemp() / "samples")
+    done = run_here(SAVE_SAMPLES.format(path=path))
+    assert done.returncode == 0, done.stderr
+    return torch.load(path, weights_only=False)
 
 
 def function_samples(samples, device, dtype):
@@ -63,7 +57,7 @@ def function_samples(samples, device, dtype):
             yield *(t if t is None else t.to(device) for t in (x, weight, bias)), shape, options.get("eps", 1e-5)
 
 
-def compared(transform, function, reference, tensors, rounding=2e-5):
+def compared(transform, function, reference, tensors, rounding=2e-5, factor=3.0):
     """Returns what is wrong, as a sentence. function and reference take None for tensors that are not given."""
 
     def of_given(function):
@@ -75,7 +69,7 @@ def compared(transform, function, reference, tensors, rounding=2e-5):
 
     given = tuple(t for t in tensors if t is not None)
     try:
-        return difference(transform, of_given(function), of_given(reference), given, rounding)
+        return difference(transform, of_given(function), of_given(reference), given, rounding, factor)
     except RuntimeError as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
@@ -198,5 +192,6 @@ def test_samples_of_problem_34(backend, name, transform):
 
     tf32 = name.startswith("TF32")
     rounding = 5e-3 if tf32 else max(2e-5, 4 * torch.finfo(torch.bfloat16 if autocast else dtype).eps)
+    factor = 3.0 if dtype == torch.float32 else 5.0  # the gradient of the convolution's bias is 0 plus rounding errors
     with convolutions_in_tf32(tf32):
-        assert compared(transform, function, reference, (x, *parameters), rounding) == ""
+        assert compared(transform, function, reference, (x, *parameters), rounding, factor) == ""

@@ -205,7 +205,6 @@ def test_the_benchmarks_need_a_gpu(script):
     ("test_layernorm_inline.py", ["--json", "no/such/folder/times.json"], "cannot write to no/such/folder/times.json"),
     ("test_layernorm_inline.py", ["--json", str(ROOT)], "cannot write to"),
     ("test_layernorm_inline.py", ["--problem", "35"], "invalid choice: 35"),
-    (".bench/sweep.py", ["--plot", "no/such/folder/picture.png"], "cannot write to no/such/folder/picture.png"),
     (".bench/sweep.py", ["--only", "8192:bf16"], "expected ROWSxCOLS:DTYPE"),
     (".bench/sweep.py", ["--only", "8x0:bf16"], "expected ROWSxCOLS:DTYPE"),
     (".bench/sweep.py", ["--only", "8x8:int8"], "expected ROWSxCOLS:DTYPE"),
@@ -225,13 +224,6 @@ TABLE = [
     dict(operation=operation, rows=2**26 // cols, cols=cols, dtype=dtype, floor=1.0, eager=4.0, compile=2.0, new=1.1)
     for operation in ("forward", "backward") for dtype in ("fp32", "bf16") for cols in (64, 1024)
 ]  # fmt: skip
-
-
-@pytest.mark.full
-def test_plot_of_a_table(tmp_path):
-    package("matplotlib")
-    sweep.plot(TABLE, str(tmp_path / "picture.png"))
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_are_written(tmp_path):
