@@ -1986,30 +1986,30 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
 
 enum LaunchKind { kPlain, kProgrammatic, kCooperative };
 
-struct Launch {
+struct LaunchShape {
   dim3 grid, block;
   LaunchKind kind = kPlain;
   int shared_bytes = 0;  // dynamic shared memory
 };
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), const Launch& launch, const LaunchContext& context,
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, const LaunchContext& context,
                           Arguments... arguments) {
-  if (launch.shared_bytes > 0) {
+  if (shape.shared_bytes > 0) {
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute attribute = {};
-  if (launch.kind == kCooperative) {
+  if (shape.kind == kCooperative) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
-  } else if (launch.kind == kProgrammatic && context.device.allows_programmatic) {
+  } else if (shape.kind == kProgrammatic && context.device.allows_programmatic) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   const unsigned attributes = attribute.id != cudaLaunchAttributeIgnore ? 1 : 0;
-  const cudaLaunchConfig_t config = {launch.grid,    launch.block, size_t(launch.shared_bytes),
-                                     context.stream, &attribute,   attributes};
+  const cudaLaunchConfig_t config = {shape.grid,     shape.block, size_t(shape.shared_bytes),
+                                     context.stream, &attribute,  attributes};
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -2324,14 +2324,14 @@ constexpr int kMaxRowThreads = 512;
 constexpr int kMaxUnalignedRowThreads = 448;  // with 512, two blocks per SM would spill
 static_assert(kMaxRowThreads <= 32 * kMaxWarps, "each warp of a row has a slot");
 
-constexpr int kBlockThreads = 128;                // of a block with several teams
+constexpr int kTeamsThreads = 128;                // of a block with several teams
 constexpr int kShortRows = kHasEpilogue ? 4 : 2;  // per thread; they share loads of weight and bias
-static_assert(is_power_of_two(kBlockThreads), "a block has a power of two of teams");
+static_assert(is_power_of_two(kTeamsThreads), "a block has a power of two of teams");
 
 // Launch bounds of layer_norm_rows. More blocks hide more latency. None of these spills (nvcc 13.0).
 constexpr int max_threads(int element_bytes, int packs, int rows, RowKind kind) {
-  if (kind == kInWarp) return kBlockThreads;
-  if (element_bytes == 2 && packs == 1 && rows > 1) return kBlockThreads;
+  if (kind == kInWarp) return kTeamsThreads;
+  if (element_bytes == 2 && packs == 1 && rows > 1) return kTeamsThreads;
   return kind == kUnaligned ? kMaxUnalignedRowThreads : kMaxRowThreads;
 }
 
@@ -2508,7 +2508,7 @@ cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
   constexpr int V = 16 / sizeof(T);
   int threads = KIND == kInWarp ? 32 : row_threads(loads_of(call), PACKS);  // of a team
   if (KIND == kUnaligned) threads = std::max(threads, 2 * V);               // one per edge column
-  const int block_threads = KIND == kUnaligned && V == 8 ? 64 : kBlockThreads;
+  const int block_threads = KIND == kUnaligned && V == 8 ? 64 : kTeamsThreads;
   const int teams = std::max(1, block_threads / threads);  // of a block: a power of two
   // A block has teams of one batch. Unaligned rows of a team are a multiple of 16 bytes apart.
   int step_log2 = 0;
@@ -2767,7 +2767,7 @@ bool supports(const Backward& call, bool aligned) {
   return call.cols <= columns * kBackwardThreads;
 }
 
-template <typename T, int V, int PACKS, int ROWS> BackwardPlan plan(const Backward& call, const Device& device) {
+template <typename T, int V, int PACKS, int ROWS> BackwardPlan plan_of(const Backward& call, const Device& device) {
   const int threads = row_threads(call.cols, V * PACKS);
   const int block_threads = sizeof(T) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
   const int rows = std::max(1, block_threads / threads);
@@ -2783,10 +2783,10 @@ template <typename T, int V, int PACKS, int ROWS> BackwardPlan plan(const Backwa
 template <typename T, int V> cudaError_t launch_backward(const Backward& call, const LaunchContext& context) {
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V;
   constexpr int kRows = kPack > 1 ? 2 : 1;
-  BackwardPlan p = plan<T, kPack, kBackwardColumns / kPack, kRows>(call, context.device);
+  BackwardPlan p = plan_of<T, kPack, kBackwardColumns / kPack, kRows>(call, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
     // 16 columns of one row, if rows are too long for 8 of two, or if an SM then holds more rows.
-    const BackwardPlan one_row = plan<T, V, 2, 1>(call, context.device);
+    const BackwardPlan one_row = plan_of<T, V, 2, 1>(call, context.device);
     if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) p = one_row;
   }
   const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;
@@ -3013,7 +3013,8 @@ __global__ void __launch_bounds__(ThreadColumns<T, V>::kThreads, V == 8 ? 4 : kA
 
 // ---- Host side ----
 
-template <typename T, int V, typename Call> cudaError_t launch(const Call& call, const LaunchContext& context) {
+template <typename T, int V, typename Call>
+cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   constexpr bool kForward = std::is_same_v<Call, Forward>;
   using Part = std::conditional_t<kForward, Moments, GradSums>;
   using RowResult = std::conditional_t<kForward, RowStats, GradMeans>;
@@ -3053,11 +3054,11 @@ template <typename T, int V, typename Call> cudaError_t launch(const Call& call,
                           pieces, parts, row_results);
     if (error != cudaSuccess) return error;
   }
-  const Launch column_launch = {dim3(column_blocks, ranges), ThreadColumns<T, V>::kThreads, kProgrammatic};
+  const LaunchShape column_shape = {dim3(column_blocks, ranges), ThreadColumns<T, V>::kThreads, kProgrammatic};
   if constexpr (kForward) {
-    return launch_kernel(normalize_columns<T, V>, column_launch, context, call, row_results, rows_per_block);
+    return launch_kernel(normalize_columns<T, V>, column_shape, context, call, row_results, rows_per_block);
   } else {
-    const cudaError_t error = launch_kernel(backward_columns<T, V>, column_launch, context, call, row_results,
+    const cudaError_t error = launch_kernel(backward_columns<T, V>, column_shape, context, call, row_results,
                                             rows_per_block, partial_rows > 0 ? partials : nullptr);
     return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
   }
@@ -3237,13 +3238,13 @@ constexpr int kGatherer = kPublisher + 1;
 constexpr int kGatherers = kArch.has_bulk_copy ? 2 : 1;
 constexpr int kLoader = kGatherer + kGatherers;
 constexpr int kLoaderThreads = kArch.has_bulk_copy ? 1 : 64;
-constexpr int kBlockThreads = 32 * (kGatherer + 3);
-static_assert(32 * kLoader + kLoaderThreads <= kBlockThreads, "every role has its warps, whatever the architecture");
+constexpr int kPipelineThreads = 32 * (kGatherer + 3);
+static_assert(32 * kLoader + kLoaderThreads <= kPipelineThreads, "every role has its warps, whatever the architecture");
 
 constexpr int kThreadColumns = 16;  // of a compute thread, at most
 constexpr int kMaxSlice = 32 * kComputeWarps * kThreadColumns;
 constexpr int kMaxStages = 10;
-static_assert(kMaxStages >= 3 && kMaxStages <= kBlockThreads / 32, "each warp initializes the barriers of a stage");
+static_assert(kMaxStages >= 3 && kMaxStages <= kPipelineThreads / 32, "each warp initializes the barriers of a stage");
 
 // Tuned on an H200.
 constexpr int kBytesInFlight = 64 << 10;  // into the ring of a block
@@ -3255,7 +3256,7 @@ constexpr int kManyBlocks = 100;             // per row: the exchange is slow
 constexpr int kBackwardPrefetchBlocks = 16;  // per row; with fewer, stages are free soon
 constexpr int64_t kMinSharedColumns = 2048;  // of a slice, if more blocks than necessary share a row
 
-struct Plan {
+struct PipelinePlan {
   int slice_columns;     // of a block; the last block of a group may have fewer
   int slice_bytes;       // of a stage, per tensor: one cache line more, because slices may begin inside of one
   int stages;            // of the ring, 3 to kMaxStages
@@ -3272,7 +3273,7 @@ struct Copy {
   int bytes;
 };
 
-template <typename Element, typename Call> struct BlockContext {
+template <typename Element, typename Call> struct PipelineBlock {
   using T = Element;
   static constexpr bool kForward = std::is_same_v<Call, Forward>;
   static constexpr int kTensors = kForward ? 1 : 2;
@@ -3291,7 +3292,7 @@ template <typename Element, typename Call> struct BlockContext {
   };
 
   const Call& call;
-  const Plan& plan;
+  const PipelinePlan& plan;
   Control& control;
   unsigned char* ring;
   uint64_t* mailboxes;
@@ -3327,7 +3328,7 @@ template <typename Element, typename Call> struct BlockContext {
 
 template <typename Block> __device__ void load_slices(const Block& block, int thread) {
   constexpr int kTensors = Block::kTensors;
-  const Plan& plan = block.plan;
+  const PipelinePlan& plan = block.plan;
   auto& control = block.control;
   const uint64_t policy = l2_policy(plan.priority);
   const bool prefetches = Block::kForward || gridDim.x >= kBackwardPrefetchBlocks;
@@ -3542,7 +3543,7 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
 // Polls 32 / lanes_per_row rows at once, because several may have been published since the last look. This block has
 // measured complete rows, too, so their stages hold them.
 template <typename Block> __device__ void gather_rows(const Block& block, int gatherer, int lane) {
-  const Plan& plan = block.plan;
+  const PipelinePlan& plan = block.plan;
   const int cols = block.call.cols;
   const int peer = lane % plan.lanes_per_row;   // reads mailboxes peer, peer + 32, ...
   const int ahead = lane / plan.lanes_per_row;  // which row after the gatherer's next one
@@ -3571,10 +3572,10 @@ template <typename Block> __device__ void gather_rows(const Block& block, int ga
 }
 
 // Grid: (blocks per row, groups). partials: (2, groups, cols); if null, the sums are the gradients.
-template <typename T, typename Call> __global__ void __launch_bounds__(kBlockThreads, 1)
-    layer_norm_pipelined_rows(Call call, Plan plan, uint64_t* mailboxes, float* partials) {
+template <typename T, typename Call> __global__ void __launch_bounds__(kPipelineThreads, 1)
+    layer_norm_pipelined_rows(Call call, PipelinePlan plan, uint64_t* mailboxes, float* partials) {
   if constexpr (!kArch.has_async_copy) return __trap();  // supports() keeps calls away from such code
-  using Block = BlockContext<T, Call>;
+  using Block = PipelineBlock<T, Call>;
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ typename Block::Control control;
   const Block block = {call, plan, control, ring, mailboxes};
@@ -3613,14 +3614,14 @@ template <typename Block> int64_t longest_slice(const Device& device) {
 
 template <typename T, typename Call> bool supports(const Call& call, const Device& device) {
   return device.arch.has_async_copy &&
-         call.cols <= longest_slice<BlockContext<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
+         call.cols <= longest_slice<PipelineBlock<T, Call>>(device) * std::min(device.sms, kMaxBlocksPerRow);
 }
 
-template <typename T, typename Call> Plan choose_plan(const Call& call, const Device& device) {
-  using Block = BlockContext<T, Call>;
+template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, const Device& device) {
+  using Block = PipelineBlock<T, Call>;
   constexpr bool kForward = Block::kForward;
   constexpr int kLineColumns = kLineBytes / sizeof(T);
-  Plan plan = {};
+  PipelinePlan plan = {};
   plan.priority = input_priority(call, device);
 
   // The fewest blocks that can hold a row, or all SMs if there are fewer rows.
@@ -3648,9 +3649,9 @@ template <typename T, typename Call> Plan choose_plan(const Call& call, const De
   return plan;
 }
 
-template <typename T, typename Call> cudaError_t launch(const Call& call, const LaunchContext& context) {
-  using Block = BlockContext<T, Call>;
-  const Plan plan = choose_plan<T>(call, context.device);
+template <typename T, typename Call> cudaError_t launch_pipelined(const Call& call, const LaunchContext& context) {
+  using Block = PipelineBlock<T, Call>;
+  const PipelinePlan plan = choose_plan<T>(call, context.device);
   const int64_t groups = std::min<int64_t>(call.rows, context.device.sms / plan.blocks_per_row);
 
   // Scratch memory: partial sums, then mailboxes on a cache line. One group with few rows needs no partial sums.
@@ -3664,10 +3665,10 @@ template <typename T, typename Call> cudaError_t launch(const Call& call, const 
   float* partials = partial_rows > 0 ? scratch : nullptr;
 
   const dim3 grid(plan.blocks_per_row, groups);
-  const Launch launch = {grid, kBlockThreads, plan.blocks_per_row > 1 ? kCooperative : kPlain,
-                         plan.stages * Block::kTensors * plan.slice_bytes};
+  const LaunchShape shape = {grid, kPipelineThreads, plan.blocks_per_row > 1 ? kCooperative : kPlain,
+                             plan.stages * Block::kTensors * plan.slice_bytes};
   const auto kernel = layer_norm_pipelined_rows<T, Call>;
-  const cudaError_t error = launch_kernel(kernel, launch, context, call, plan, mailboxes, partials);
+  const cudaError_t error = launch_kernel(kernel, shape, context, call, plan, mailboxes, partials);
   if constexpr (!Block::kForward) {
     if (error == cudaSuccess) return launch_sum_partials(call, partials, partial_rows, context);
   }
@@ -3729,7 +3730,7 @@ static_assert(has_valid_constants<float>() && has_valid_constants<__half>());
 
 template <typename T> using ThreadStage = Vec<Pack<T, V<T>>, kThreadPacks<T>>;  // a thread's packs of a stage
 
-struct Plan {
+struct ResidentPlan {
   int blocks_per_row;  // of a group; 0 if the call is not supported
   int groups;          // group g has rows g, g + groups, g + 2 * groups, ...
   int slice;           // columns per block; the last block of a group may have fewer
@@ -3754,9 +3755,9 @@ template <typename T> struct alignas(kLineBytes) Control {
   RowStats row_stats[2];  // Two: in 16 bits, a slow warp may still read those of the previous row.
 };
 
-template <typename T> struct BlockContext {
+template <typename T> struct ResidentBlock {
   const Forward& call;
-  const Plan& plan;
+  const ResidentPlan& plan;
   unsigned char* ring;
   Control<T>& control;
   uint64_t* mailboxes;
@@ -3781,7 +3782,7 @@ template <typename T> struct BlockContext {
 // Thread 0 loads stage after stage into the ring, and thread 32 into L2. The work makes its warp the last one, so that
 // it seldom waits for a slot; in turns, all warps would wait.
 template <typename T> struct Fetch {
-  const BlockContext<T>& block;
+  const ResidentBlock<T>& block;
   int row = blockIdx.y;
   int stage = 0;
 
@@ -3807,7 +3808,8 @@ template <typename T, int N> struct SliceAffine {
   Pack<T, V<T>> packs[N];
   Pack<T, V<T>>* shared;  // No barrier is needed: a thread reads only what it has written.
 
-  __device__ SliceAffine(const BlockContext<T>& block, const void* tensor, float fallback, Pack<T, V<T>>* from_shared) {
+  __device__ SliceAffine(const ResidentBlock<T>& block, const void* tensor, float fallback,
+                         Pack<T, V<T>>* from_shared) {
     shared = from_shared + block.thread;
     UNROLL(i, kThreadPacks<T> * kSliceStages<T>) {
       const int pack = i * kBlockThreads<T> - (kSliceStages<T> - block.stages) * kStagePacks<T> + block.thread;
@@ -3829,7 +3831,7 @@ template <typename T, int N> struct SliceAffine {
 
 // After the last stage, publishes the block's moments of the row.
 template <typename T> __device__ void measure_stage(Moments& moments, const ThreadStage<T>& x, bool is_last, int row,
-                                                    int parity, const BlockContext<T>& block) {
+                                                    int parity, const ResidentBlock<T>& block) {
   constexpr int kPacks = kThreadPacks<T>;
   const int last_packs = opaque(block.last_packs);
   const auto pack = [&](int i) { return widened(x[i]); };
@@ -3856,11 +3858,11 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
 
 // Block (x, y) has slice x of the rows of group y.
 template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
-    layer_norm_grid_resident_rows(Forward call, RowConstants constants, Plan plan, uint64_t* mailboxes) {
+    layer_norm_grid_resident_rows(Forward call, RowConstants constants, ResidentPlan plan, uint64_t* mailboxes) {
   if constexpr (!kArch.has_large_shared) return __trap();  // choose_plan supports no call there
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Control<T> control;
-  const BlockContext<T> block = {call, plan, ring, control, mailboxes, l2_policy(constants.priority)};
+  const ResidentBlock<T> block = {call, plan, ring, control, mailboxes, l2_policy(constants.priority)};
   const int rows = int(call.rows);
   const int groups = gridDim.y;
 
@@ -3957,7 +3959,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
   }
 }
 
-template <typename T> Plan choose_plan(const Forward& call, const Device& device) {
+template <typename T> ResidentPlan choose_plan(const Forward& call, const Device& device) {
   if (kBatchInvariant || (sizeof(T) == 2 && call.affine_float32)) return {};
   const int64_t min_blocks = ceil_div(call.cols / V<T>, kSliceStages<T> * kStagePacks<T>);  // that can hold a row
   const int64_t groups = std::min(call.rows, device.sms / min_blocks);
@@ -3965,7 +3967,7 @@ template <typename T> Plan choose_plan(const Forward& call, const Device& device
   const int64_t max_blocks = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
   constexpr int kLine = kLineBytes / sizeof(T);
   const int slice = ceil_div(ceil_div(call.cols, max_blocks), kLine) * kLine;  // slices start on cache lines if rows do
-  Plan p = {int(ceil_div(call.cols, slice)), int(groups), slice};
+  ResidentPlan p = {int(ceil_div(call.cols, slice)), int(groups), slice};
   if (p.blocks_per_row == 1) return {};  // a row of one block has no mailboxes
   // Only the last block's slice can be shorter. It may need more shared memory, because its last stage may be fuller.
   int affine_packs = 0;
@@ -3979,13 +3981,14 @@ template <typename T> Plan choose_plan(const Forward& call, const Device& device
   const int ahead = kRowsAhead<T> * stages_of<T>(slice / V<T>) + kStagesAhead<T>;
   p.ring_slots = std::min({kMaxRingSlots<T>, ring_bytes / kStageBytes<T>, ahead + 1 + kMaxStagesInFlight<T>});
   p.shared_bytes = p.ring_slots * kStageBytes<T> + 16 * affine_packs;
-  return p.ring_slots >= ahead + 2 ? p : Plan();  // rule 1
+  return p.ring_slots >= ahead + 2 ? p : ResidentPlan();  // rule 1
 }
 
-template <typename T> cudaError_t launch(const Forward& call, const Plan& plan, const LaunchContext& context) {
-  const Launch launch = {dim3(plan.blocks_per_row, plan.groups), kBlockThreads<T>, kCooperative, plan.shared_bytes};
+template <typename T>
+cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, const LaunchContext& context) {
+  const LaunchShape shape = {dim3(plan.blocks_per_row, plan.groups), kBlockThreads<T>, kCooperative, plan.shared_bytes};
   auto* mailboxes = static_cast<uint64_t*>(context.allocate(8 * call.rows * mailboxes_per_row(plan.blocks_per_row)));
-  return launch_kernel(layer_norm_grid_resident_rows<T>, launch, context, call, row_constants(call, context.device),
+  return launch_kernel(layer_norm_grid_resident_rows<T>, shape, context, call, row_constants(call, context.device),
                        plan, mailboxes);
 }
 
@@ -4001,14 +4004,16 @@ template <typename T, int V> cudaError_t dispatch(const Forward& call, const Lau
     return registers::launch_forward<T, !kAligned>(call, context);
   if constexpr (kAligned && !kHasEpilogue) {
     if (pipelined::supports<T>(call, context.device)) {
-      if (const cudaError_t error = pipelined::launch<T>(call, context); !cannot_cooperate(error)) return error;
+      if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
+        return error;
     }
     if (const auto plan = grid_resident::choose_plan<T>(call, context.device); plan.blocks_per_row > 0) {
-      if (const cudaError_t error = grid_resident::launch<T>(call, plan, context); !cannot_cooperate(error))
+      if (const cudaError_t error = grid_resident::launch_grid_resident<T>(call, plan, context);
+          !cannot_cooperate(error))
         return error;
     }
   }
-  return two_pass::launch<T, V>(call, context);
+  return two_pass::launch_two_pass<T, V>(call, context);
 }
 
 template <typename T, int V> cudaError_t dispatch(const Backward& call, const LaunchContext& context) {
@@ -4017,11 +4022,12 @@ template <typename T, int V> cudaError_t dispatch(const Backward& call, const La
   if constexpr (kAligned && !kHasEpilogue) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipelined::supports<T>(call, context.device)) {
-      if (const cudaError_t error = pipelined::launch<T>(call, context); !cannot_cooperate(error)) return error;
+      if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
+        return error;
     }
   }
   if (in_registers) return registers::launch_backward<T, V>(call, context);
-  return two_pass::launch<T, V>(call, context);
+  return two_pass::launch_two_pass<T, V>(call, context);
 }
 
 // `tensors` are those of the caller whose packs kernels load or store. Absent ones are null, and count as aligned.
@@ -4045,8 +4051,8 @@ cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t s
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream) {
   const LaunchContext context = {current_device(sum_partials), allocate, stream};
   if (call.rows == 0) {  // the gradients of weight and bias are 0: sum_partials adds up no partial rows
-    const Launch launch = {dim3(ceil_div(call.cols, kSumThreads), 2), kSumThreads};
-    return launch_kernel(sum_partials, launch, context, call, nullptr, 0);
+    const LaunchShape shape = {dim3(ceil_div(call.cols, kSumThreads), 2), kSumThreads};
+    return launch_kernel(sum_partials, shape, context, call, nullptr, 0);
   }
   return dispatch(call, context, {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
 }

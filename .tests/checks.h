@@ -20,9 +20,9 @@ namespace registers {
 constexpr bool teams_hold_their_rows(int packs, int max_threads) {
   for (int loads = 1; loads <= packs * max_threads; ++loads) {
     const int threads = row_threads(loads, packs);
-    const int teams = std::max(1, kBlockThreads / threads);
+    const int teams = std::max(1, kTeamsThreads / threads);
     if (threads * packs < loads || threads > std::max(32, max_threads)) return false;
-    if (!can_reduce(threads) || !is_power_of_two(teams) || teams * threads > std::max(kBlockThreads, threads)) return false;
+    if (!can_reduce(threads) || !is_power_of_two(teams) || teams * threads > std::max(kTeamsThreads, threads)) return false;
   }
   return true;
 }
@@ -38,7 +38,7 @@ constexpr bool bounds_allow_all_blocks(int element_bytes) {
       for (const RowKind kind : {kAligned, kInWarp, kUnaligned}) {
         const int threads = max_threads(element_bytes, packs, rows, kind);
         const int blocks = min_blocks(element_bytes, packs, rows, kind);
-        if (threads < kBlockThreads || blocks < 1) return false;
+        if (threads < kTeamsThreads || blocks < 1) return false;
       }
     }
   }

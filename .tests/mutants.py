@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant("backward, two-pass: partial sums of earlier rows are overwritten", "const bool is_first = r == 0;", "const bool is_first = true;", "many_rows", emulated="no test on a real GPU has enough long rows"),
     Mutant("backward: last block's sums left out", "terms[i] = row + i * blockDim.y < partial_rows", "terms[i] = row + i * blockDim.y < partial_rows - 1", VALUES),
     Mutant("backward: barrier left out of the sum of all blocks", "__syncthreads(); if (threadIdx.y < half) *own_sum += own_sum[half * blockDim.x];", "if (threadIdx.y < half) *own_sum += own_sum[half * blockDim.x];", VALUES),
-    Mutant("backward: gradients of no rows not written", "return launch_kernel(sum_partials, launch, context, call, nullptr, 0);", "return cudaSuccess;", "no_rows"),
+    Mutant("backward: gradients of no rows not written", "return launch_kernel(sum_partials, shape, context, call, nullptr, 0);", "return cudaSuccess;", "no_rows"),
     Mutant("convolution: taps in another order", "taps = 7 - i", "taps = i", "rounds_like_pytorch"),
     Mutant("convolution: no padding before the first depth", "d >= 0 && d < call.depth", "d < call.depth", CONVOLUTION),
     Mutant("convolution: no padding below the last line", "h >= 0 && h < call.height", "h >= 0 && h <= call.height", CONVOLUTION),

@@ -179,7 +179,7 @@ int plans = 0;  // how many were checked
 
 template <typename T> std::string broken_grid_resident_plan(const Forward& call, const Device& device) {
   using namespace grid_resident;
-  const grid_resident::Plan plan = choose_plan<T>(call, device);
+  const grid_resident::ResidentPlan plan = choose_plan<T>(call, device);
   if (plan.blocks_per_row == 0) return "";
   ++plans;
   REQUIRE(plan.blocks_per_row * plan.groups <= device.sms);
@@ -201,10 +201,10 @@ template <typename T> std::string broken_grid_resident_plan(const Forward& call,
 
 template <typename T, typename Call> std::string broken_pipelined_plan(const Call& call, const Device& device) {
   using namespace pipelined;
-  using Block = BlockContext<T, Call>;
+  using Block = PipelineBlock<T, Call>;
   if (!pipelined::supports<T>(call, device)) return "";
   ++plans;
-  const pipelined::Plan plan = choose_plan<T>(call, device);
+  const pipelined::PipelinePlan plan = choose_plan<T>(call, device);
   const int blocks = ceil_div(call.cols, plan.slice_columns), lanes = plan.lanes_per_row;
   const int bytes = plan.stages * Block::kTensors * plan.slice_bytes + int(sizeof(typename Block::Control));
   REQUIRE(plan.blocks_per_row == blocks && blocks <= std::min(device.sms, kMaxBlocksPerRow));
