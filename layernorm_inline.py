@@ -26,6 +26,11 @@ LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever t
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.
 
+Words: a pack is 16 bytes of consecutive elements; a load, one access to a pack; a team, the threads that hold a row; a
+group, blocks that share rows; a slice, the columns of a row that a block of a group has; a stage, the part of a slice
+that moves at once; a slot, a place for a stage in a ring in shared memory; a part, some columns that are measured
+together; a mailbox, where a block publishes its part of a row's statistics; affine, weight and bias.
+
 License: MIT. Copyright (c) 2026 the layernorm_inline authors. Permission is hereby granted, free of charge, to any
 person obtaining a copy of this software and associated documentation files (the "Software"), to deal in the Software
 without restriction, including without limitation the rights to use, copy, modify, merge, publish, distribute,
@@ -2236,9 +2241,7 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
                        partials, int(partial_rows));
 }
 
-// ==== Register kernels: short rows, forward and backward ====
-
-// ---- Whole rows: shared with other kernel families ----
+// ==== Whole rows: constants, prefetches, means ====
 
 struct RowConstants {
   float eps;
@@ -2308,6 +2311,8 @@ PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device
   return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
           unsigned(block_rows * row_bytes)};
 }
+
+// ==== Register kernels: short rows, forward and backward ====
 
 namespace registers {
 
