@@ -685,7 +685,7 @@ cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t 
 
 # 4  C++ binding: checks, allocation, autograd, dispatcher registration =======
 
-# What all bindings share.
+# The beginning of all bindings.
 _CPP_COMMON = r"""
 // A function for one dispatch key must exclude this key before it calls the op again. Functions named composed_*
 // consist of PyTorch's operations, which can be differentiated to any order, in forward mode and under vmap.
@@ -2146,6 +2146,8 @@ template <typename T, int V> __device__ void apply_derivative(Pack<T, V>& grad_o
 """
 
 _CUDA_LAYER_NORM = r"""
+#include <cooperative_groups.h>
+
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
@@ -3167,25 +3169,6 @@ __device__ inline uint64_t* mailbox_of(uint64_t* mailboxes, int64_t row, int blo
   return mailboxes + row * mailboxes_per_row(gridDim.x) + block;
 }
 
-// cooperative_groups::this_grid().sync(), whose header compiles slowly, for blocks of one dimension. The driver gives
-// each cooperative launch a counter, whose highest bit flips when all blocks have arrived.
-__device__ inline void sync_grid() {
-  uint32_t low, high, before, now;
-  asm("mov.u32 %0, %%envreg2;" : "=r"(low));
-  asm("mov.u32 %0, %%envreg1;" : "=r"(high));
-  const uint64_t counter = (uint64_t(high) << 32 | low) + 4;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const uint32_t others = gridDim.x * gridDim.y - 1;
-    const uint32_t added = blockIdx.x + blockIdx.y == 0 ? 0x80000000 - others : 1;
-    asm volatile("atom.add.release.gpu.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(added) : "memory");
-    do {
-      asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-    } while (((before ^ now) & 0x80000000) == 0);
-  }
-  __syncthreads();
-}
-
 // Waits for all blocks of the grid, so that none reads what an earlier call left.
 __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
   const int step = gridDim.y;
@@ -3193,7 +3176,7 @@ __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
   for (int64_t row = blockIdx.y + threadIdx.x * step; row < rows; row += blockDim.x * step) {
     *mailbox_of(mailboxes, row, blockIdx.x) = kEmptyMailbox;
   }
-  sync_grid();
+  cooperative_groups::this_grid().sync();
 }
 
 __device__ inline void publish(uint64_t* mailbox, float2 pair) {

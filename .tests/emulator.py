@@ -60,9 +60,10 @@ BODIES_OF_LAYER_NORM = {
     "barrier_wait": "emulator::wait(barrier, parity);",
     "barrier_arrive_expecting": "emulator::arrive(barrier, bytes);",
     "bulk_copy": "emulator::start({shared, global, bytes, barrier}, emulator::bulk_copies);",
-    "sync_grid": "emulator::sync_grid();",
 }
 STATEMENTS_OF_LAYER_NORM = {
+    r"#include <cooperative_groups.h>": "",
+    r"cooperative_groups::this_grid\(\)\.sync\(\)": "emulator::sync_grid()",
     r'asm volatile\("ld\.relaxed.*?"memory"\);': "bits = mailboxes[block];",
     r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = bits;",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
