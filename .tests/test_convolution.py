@@ -498,7 +498,9 @@ def test_conv_under_vmap(backend, in_dims):
         return call(*inputs).square().sum()
 
     def close(a, b):
-        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)  # composed operations on CPUs do not round to TF32
+        """Only one of the two may round to TF32. The gradient of the convolution's bias is a sum that cancels to 0."""
+        for one, other in zip(a, b, strict=True):
+            torch.testing.assert_close(one, other, atol=0.02 + 0.01 * other.abs().max().item(), rtol=0)
 
     y, expected = torch.vmap(call, in_dims)(*leaves), torch.stack([call(*sample) for sample in samples])
     close(y, expected)

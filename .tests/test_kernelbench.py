@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -158,7 +159,6 @@ def clone(tmp_path, monkeypatch):
 def test_the_evaluator_gets_the_submission(problem, clone, capsys):
     """The stand-in runs both models on the CPU, and the script prints what it returns."""
     module, folder = clone
-    before = {name: sys.modules.get(name) for name in module.UNUSED}
     rows, right = module.evaluated(folder, problem, ["fp32"])
     assert right and rows == [
         ["fp32", clock, "yes", "8.00", "1.00", "0.500", "16.0", "2.00"] for clock in module.CLOCKS
@@ -168,7 +168,7 @@ def test_the_evaluator_gets_the_submission(problem, clone, capsys):
     out = capsys.readouterr().out
     assert "Static checker, fp32: 0 errors, 1 warnings\n    a warning\n" in out
     assert f"Problem {problem}, precision: fp32, clock: do_bench, correct: yes, eager, ms: 8.00" in out
-    assert {name: sys.modules.get(name) for name in module.UNUSED} == before  # the stand-ins are gone
+    assert not any(isinstance(sys.modules.get(name), MagicMock) for name in module.UNUSED)  # the stand-ins are gone
 
 
 def test_wrong_results_and_errors_of_the_checker_are_reported(clone, monkeypatch, capsys):
