@@ -1747,8 +1747,9 @@ __device__ Vec<float, V> grad_input_of(const Vec<float, V>& weight, const Vec<fl
 
 // ---- In a warp ----
 
-__device__ inline float combine(float a, float b) { return a + b; }
-template <typename X> __device__ X combine(const X& a, const X& b) {
+// X: a float, or a structure of two.
+__device__ inline float plus(float a, float b) { return a + b; }
+template <typename X> __device__ X plus(const X& a, const X& b) {
   const auto& [a0, a1] = a;
   const auto& [b0, b1] = b;
   return {a0 + b0, a1 + b1};
@@ -1760,22 +1761,22 @@ template <typename X> __device__ X exchange(const X& x, int offset) {
 }
 
 // Over groups of `width` neighbouring lanes, in a fixed order. All lanes receive the results.
-template <typename X, int R> __device__ void combine_lanes(X (&x)[R], int width) {
+template <typename X, int R> __device__ void sum_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
-    UNROLL(r, R) x[r] = combine(x[r], exchange(x[r], offset));
+    UNROLL(r, R) x[r] = plus(x[r], exchange(x[r], offset));
   }
 }
-template <typename X> __device__ X combine_lanes(X x, int width) {
+template <typename X> __device__ X sum_lanes(X x, int width) {
   X values[1] = {x};
-  combine_lanes(values, width);
+  sum_lanes(values, width);
   return values[0];
 }
 
 // The sum of term(0), ..., term(N - 1). Unlike in sum_of, the terms need not be in registers at once.
 template <int N, typename F> __device__ auto sum_of_terms(F term) {
   decltype(term(0)) sums[4] = {};
-  UNROLL(n, N) sums[n % 4] = combine(sums[n % 4], term(n));
-  return combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]));
+  UNROLL(n, N) sums[n % 4] = plus(sums[n % 4], term(n));
+  return plus(plus(sums[0], sums[1]), plus(sums[2], sums[3]));
 }
 
 // Combines parts {mean, m2} by (4), N from each of `width` lanes. `count` is the sum of all counts, or 1 if that is 0.
@@ -1784,19 +1785,19 @@ template <int N, int M>
 __device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
   const float base = __shfl_sync(~0u, parts[0].x, 0, width);
   const float sum = sum_of_terms<N>([&](int n) { return counts[n] * (parts[n].x - base); });
-  const float offset = combine_lanes(sum, width) * fast_reciprocal(count);
+  const float offset = sum_lanes(sum, width) * fast_reciprocal(count);
   const float m2 = sum_of_terms<N>([&](int n) {
     const float delta = parts[n].x - base - offset;
     return parts[n].y + counts[n] * delta * delta;
   });
-  return {base + offset, combine_lanes(m2, width)};
+  return {base + offset, sum_lanes(m2, width)};
 }
 
 // The moments of the first lane may be empty only if all are.
 __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   const float2 part[1] = {{moments.mean, moments.m2}};
   const float counts[1] = {moments.count};
-  const float count = combine_lanes(moments.count, width);
+  const float count = sum_lanes(moments.count, width);
   const float2 total = combine_means<1>(part, counts, max(count, 1.0f), width);
   return {count, total.x, total.y};
 }
@@ -1814,7 +1815,7 @@ template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], i
     sums[1] += parts[n].count * delta;
     sums[2] += parts[n].m2 + parts[n].count * delta * delta;
   }
-  combine_lanes(sums, width);
+  sum_lanes(sums, width);
   const float m2 = correct_mean(SquaresAndSum{sums[2], sums[1]}, mean, fast_reciprocal(sums[0]));
   return {sums[0], mean, m2};
 }
@@ -1825,21 +1826,21 @@ template <typename T, int LANES, int N, typename X, typename Has>
 __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   float sum = 0;
   UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i)) : 0;
-  sum = combine_lanes(sum, LANES);
+  sum = sum_lanes(sum, LANES);
   const float mean = sizeof(T) == 2 ? rounded_quotient(sum, count, per_count) : sum * per_count;
   float m2 = 0;
   UNROLL(i, N) {
     if (has(i)) m2 += distances_of<float>(x(i) - mean);
   }
-  return {mean, combine_lanes(m2, LANES)};
+  return {mean, sum_lanes(m2, LANES)};
 }
 
-// Sums each of N numbers over the warp. Lane l receives the sum of number l / (32 / N). Four need 6 exchanges, not 20:
+// Sums each of N numbers over the warp. Lane l gets the sum of number l / (32 / N). Four need 6 exchanges, not 20:
 //   lanes             0-7    8-15   16-23  24-31
 //   at first          abcd   abcd   abcd   abcd
 //   after offset 16   ab     ab     cd     cd
 //   after offset 8    a      b      c      d
-template <int N> __device__ float sum_lanes(float (&x)[N]) {
+template <int N> __device__ float reduce_scatter(float (&x)[N]) {
   int offset = 16;
   for (int left = N / 2; left > 0; left /= 2) {
     const bool upper = threadIdx.x & offset;
@@ -1857,13 +1858,13 @@ template <int N> __device__ float sum_lanes(float (&x)[N]) {
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
 constexpr int kMaxWarps = 16;  // per block of the register kernels
-static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "combine_row gives each warp a lane");
+static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "sum_row gives each warp a lane");
 
-// Combines each of R values over the threads of a row, which all receive the results. A block is blockDim.y rows of
+// Sums each of R values over the threads of a row, which all receive the results. A block is blockDim.y rows of
 // blockDim.x threads: a power of two below 32, or whole warps. Two calls in succession need different slots, because
 // slow warps still read them. One function: split, or with an early return for short rows, it spills (nvcc 13.0).
-template <int WARPS, typename X, int R> __device__ void combine_row(X (&x)[R], X (&slots)[WARPS][R]) {
-  if (WARPS == 1) return combine_lanes(x, 32);
+template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&slots)[WARPS][R]) {
+  if (WARPS == 1) return sum_lanes(x, 32);
   constexpr int N = sizeof(x) / sizeof(float);
   constexpr int kLanes = 32 / N;
   const int warps = blockDim.x / 32;  // of a row
@@ -1874,7 +1875,7 @@ template <int WARPS, typename X, int R> __device__ void combine_row(X (&x)[R], X
   if (N > 1 && warps > 0) {
     float numbers[N];
     memcpy(numbers, x, sizeof(numbers));
-    const float sum = sum_lanes(numbers);
+    const float sum = reduce_scatter(numbers);
     if (warps == 1) {
       UNROLL(n, N) numbers[n] = __shfl_sync(~0u, sum, n * kLanes);
       memcpy(x, numbers, sizeof(numbers));
@@ -1883,9 +1884,9 @@ template <int WARPS, typename X, int R> __device__ void combine_row(X (&x)[R], X
     if (lane % kLanes == 0) reinterpret_cast<float*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
   } else {
     if (N == 1 && warps > 0) {
-      combine_lanes(x, 32);  // a constant, so that the loop is unrolled
+      sum_lanes(x, 32);  // a constant, so that the loop is unrolled
     } else {
-      combine_lanes(x, min(int(blockDim.x), 32));
+      sum_lanes(x, min(int(blockDim.x), 32));
     }
     if (warps <= 1) return;
     if (lane == 0) {
@@ -1900,7 +1901,7 @@ template <int WARPS, typename X, int R> __device__ void combine_row(X (&x)[R], X
     x[r] = row_slots[min(slot, warps - 1)][r];
     if (slot >= warps) x[r] = X{};
   }
-  combine_lanes(x, WARPS);
+  sum_lanes(x, WARPS);
 }
 
 __device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
@@ -2151,17 +2152,8 @@ _CUDA_LAYER_NORM = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// ==== Overview: which kernels run which rows ====
 // A pack is 16 bytes of consecutive elements. Rows are aligned if every row of every tensor starts on a 16-byte
-// boundary. The first family that supports a call runs it:
-//   kernel family   rows                                                                      input is read
-//   registers       forward: up to 32 KB (28 KB if not aligned)                               once
-//                   backward: up to 4096 columns (aligned 16-bit rows: 8192), but aligned
-//                   rows of more than 8 KB only if the pipelined kernels do not support them
-//   pipelined       aligned, without epilogue, up to 8192 columns per SM; sm_80 and newer     once
-//   grid-resident   forward, aligned, without epilogue, weight and bias of input's dtype, up  once
-//                   to 32768 columns per SM, at least 4 rows per group; sm_90 to sm_110
-//   two-pass        everything else                                                           twice
+// boundary. Dispatch, at the end, says which of the kernel families that follow runs a call.
 
 // ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
 // Blocks, or groups of blocks that share rows, store their sums of grad_weight and grad_bias in `partials`, float32 of
@@ -2289,7 +2281,7 @@ template <typename T, int MAX_COLS, int ROWS, int WARPS>
 __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int count, int cols, float per_col,
                           RowSlots<T, ROWS, WARPS>& slots) {
   UNROLL(r, ROWS) mean[r] = sum[r];
-  combine_row(mean, slots.sum);
+  sum_row(mean, slots.sum);
   UNROLL(r, ROWS) mean[r] = rounded_quotient(mean[r], float(cols), per_col);
   // A float has 24 significant bits. float16 has 11 and bfloat16 has 8, which leaves 13 and 16 bits to count.
   constexpr int kMaxExactCols = std::is_same_v<T, __half> ? 8192 : 65536;
@@ -2297,7 +2289,7 @@ __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int cou
     if (cols <= kMaxExactCols) return;
     float residual[ROWS];
     UNROLL(r, ROWS) residual[r] = fma(-float(count), mean[r], sum[r]);
-    combine_row(residual, slots.residual);
+    sum_row(residual, slots.residual);
     UNROLL(r, ROWS) mean[r] += residual[r] * per_col;
   }
 }
@@ -2468,11 +2460,11 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
     if (has_edge()) add_distance(total, widen(edge[r].data[0]) - mean[r]);
     UNROLL(i, PACKS) {
       const auto of_pack = distances_of<DistanceSums<T>>(widened(x[i][r]) - mean[r]);
-      if (has(i)) total = combine(total, of_pack);
+      if (has(i)) total = plus(total, of_pack);
     }
     distances[r] = total;
   }
-  combine_row(distances, slots.distances);
+  sum_row(distances, slots.distances);
   UNROLL(r, ROWS) {
     const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // also updates mean[r]
     rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
@@ -2686,7 +2678,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   };
   start_loads(row);
 
-  // All threads of a block have the same row - first_row, so that all reach the barrier in combine_row.
+  // All threads of a block have the same row - first_row, so that all reach the barrier in sum_row.
   int parity = 0;  // two sets of slots in turns need one barrier per iteration
   for (; row - first_row < call.rows; row += row_stride) {
     // Add up over the row, and over rows.
@@ -2720,7 +2712,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
 
     // Combine, and write grad_input.
     if (call.grad_input == nullptr) continue;
-    combine_row(sums, slots[parity]);
+    sum_row(sums, slots[parity]);
     parity ^= 1;
     T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + packs[0].col);
     UNROLL(r, ROWS) {
@@ -2871,6 +2863,10 @@ template <typename T, int V, int THREADS = kBlockColumns / std::max(V, 4)> struc
 
 // ---- Kernel 1 ----
 
+// Parts of a row are Moments or, in backward, GradSums, which add up.
+__device__ inline GradSums combine(const GradSums& a, const GradSums& b) { return plus(a, b); }
+__device__ inline GradSums combine_lanes(const GradSums& sums, int width) { return sum_lanes(sums, width); }
+
 // Every thread gets the result. The part of a warp's first lane may be empty only if those of all its lanes are, and
 // the part of warp 0 only if all are.
 template <typename Part> __device__ Part combine_block(Part part) {
@@ -2893,6 +2889,8 @@ __global__ void __launch_bounds__(kMeasureThreads, V == 1 ? 2 * kArch.row_blocks
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
   const T* input = static_cast<const T*>(call.input) + row * call.cols;
+
+  // Measure the thread's columns of each chunk.
   Moments moments = {};
   for (int64_t first = int64_t(piece) * kPacks * kStride + threadIdx.x * V; first < call.cols;
        first += int64_t(pieces) * kPacks * kStride) {
@@ -2910,6 +2908,8 @@ __global__ void __launch_bounds__(kMeasureThreads, V == 1 ? 2 * kArch.row_blocks
     const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(count));
     moments = combine(moments, {float(count), origin + part.x, part.y});
   }
+
+  // Combine the threads.
   moments = combine_block(moments);
   if (threadIdx.x == 0) piece_moments[row * pieces + piece] = moments;
 }
@@ -2922,6 +2922,8 @@ template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, 
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
   const RowStats stats = {call.mean[row], call.rstd[row]};
+
+  // Add up over the thread's columns of each chunk.
   GradSums sums = {};
   ThreadColumns<T, V, kMeasureThreads> columns(piece, call.cols);
   for (; columns.first < call.cols; columns.first += pieces * columns.kChunkColumns) {
@@ -2934,8 +2936,10 @@ template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, 
       chunk_sums.wdy += wdy[v];
       chunk_sums.wdy_xhat += wdy[v] * xhat[v];
     }
-    sums = combine(sums, chunk_sums);
+    sums = plus(sums, chunk_sums);
   }
+
+  // Combine the threads.
   sums = combine_block(sums);
   if (threadIdx.x == 0) piece_sums[row * pieces + piece] = sums;
 }
@@ -3385,7 +3389,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
       }
     });
     UNROLL(p, kPacks) count += block.has(p) ? V : 0;
-    count = combine_lanes(count, kLanesPerPart);
+    count = sum_lanes(count, kLanesPerPart);
     if (leads_part) control.part_columns[part] = count;
   } else {
     UNROLL(p, kPacks) {
@@ -3428,7 +3432,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
           grad_weight[p] = grad_weight[p] + grad * xhat;
           grad_bias[p] = grad_bias[p] + grad;
         }
-        pair = combine_lanes(pair, kLanesPerPart);
+        pair = sum_lanes(pair, kLanesPerPart);
       }
       if (leads_part) {
         control.parts[stage][part] = pair;
@@ -3487,7 +3491,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
 template <typename Block, int N, int M>
 __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[M], int columns, int width) {
   if constexpr (Block::kForward) return combine_means<N>(pairs, counts, float(columns), width);
-  return combine_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
+  return sum_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
 }
 
 template <typename Block> __device__ void finish_row(const Block& block, int stage, float2 total, int row) {
@@ -3511,6 +3515,7 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
   float counts[kPartsPerLane];
   RingPosition stage;
   for (int i = 0; i < block.rows; ++i, stage.advance(block.plan.stages)) {
+    // Wait until the slice is measured, and combine its parts.
     barrier_wait(&control.measured[stage.index], stage.parity);
     float2 pairs[kPartsPerLane];
     UNROLL(n, kPartsPerLane) {
@@ -3519,6 +3524,8 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
       if (Block::kForward && i == 0) counts[n] = control.part_columns[part];
     }
     const float2 total = combine_pairs<Block, kPartsPerLane>(pairs, counts, block.columns, kLanes);
+
+    // Publish, or finish the row if the slice is the whole row.
     if (lane != 0) continue;
     if (gridDim.x == 1) {
       finish_row(block, stage.index, total, block.row(i));
@@ -3543,6 +3550,7 @@ template <typename Block> __device__ void gather_rows(const Block& block, int ga
   UNROLL(n, kPeers) counts[n] = columns_of_slice(cols, plan.slice_columns, peer + n * 32);
 
   for (int next = gatherer; next < block.rows;) {
+    // Poll.
     const int i = next + ahead * gatherers;
     const int row = block.row(i);
     const uint64_t* mailboxes = i < block.rows ? mailbox_of(block.mailboxes, row, 0) : nullptr;
@@ -3552,6 +3560,8 @@ template <typename Block> __device__ void gather_rows(const Block& block, int ga
       __nanosleep(32);  // reads compete with the stores to the mailboxes
       continue;
     }
+
+    // Combine the slices of complete rows.
     const float2 total = gridDim.x <= 32 ? combine_pairs<Block, 1>(pairs, counts, cols, plan.lanes_per_row)
                                          : combine_pairs<Block, kPeers>(pairs, counts, cols, plan.lanes_per_row);
     if (peer == 0 && ahead < complete && i < block.rows) finish_row(block, i % plan.stages, total, row);
@@ -3571,7 +3581,7 @@ template <typename T, typename Call> __global__ void __launch_bounds__(kPipeline
   const int lane = threadIdx.x % 32;
   if constexpr (!Block::kForward) let_next_start();  // sum_partials
 
-  // A warp for each stage: lanes of one warp would take turns.
+  // Initialize the barriers. A warp has one stage, because lanes of one warp would take turns.
   if (lane == 0 && warp < plan.stages) {
     barrier_init(&control.full[warp], kArch.has_bulk_copy ? 1 : 1 + kLoaderThreads);
     barrier_init(&control.measured[warp], Block::kParts);
@@ -3582,6 +3592,7 @@ template <typename T, typename Call> __global__ void __launch_bounds__(kPipeline
   __syncthreads();
   if (gridDim.x > 1) empty_mailboxes(mailboxes, call.rows);
 
+  // Take the warp's role.
   if (warp < kComputeWarps) {
     measure_and_apply(block, partials, lane);
   } else if (warp == kPublisher) {
@@ -3983,6 +3994,15 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 }  // namespace grid_resident
 
 // ==== Dispatch: which kernel family runs a call ====
+// The first family that supports a call runs it:
+//   kernel family   rows                                                                      input is read
+//   registers       forward: up to 32 KB (28 KB if not aligned)                               once
+//                   backward: up to 4096 columns (aligned 16-bit rows: 8192), but aligned
+//                   rows of more than 8 KB only if the pipelined kernels do not support them
+//   pipelined       aligned, without epilogue, up to 8192 columns per SM; sm_80 and newer     once
+//   grid-resident   forward, aligned, without epilogue, weight and bias of input's dtype, up  once
+//                   to 32768 columns per SM, at least 4 rows per group; sm_90 to sm_110
+//   two-pass        everything else                                                           twice
 
 // V is the number of elements per load: those of a pack if all rows are aligned, otherwise 1. If the GPU rejects a
 // cooperative launch, the next family runs the call.
@@ -4656,14 +4676,14 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
     UNROLL(row, kThreadRows) {
       Vec<float, 4> sums;  // a tree of additions, which is exact for rows of equal numbers
       UNROLL(i, 4) sums[i] = sum_of<float>(accumulators.four(row, 4 * i));
-      const float mean = combine_lanes(sum_of<float>(sums), 4) * (1.0f / kOutWidth);
+      const float mean = sum_lanes(sum_of<float>(sums), 4) * (1.0f / kOutWidth);
       float m2 = 0;
       UNROLL(i, 16) {
         float& x = accumulators(row, i);
         x -= mean;
         m2 += x * x;
       }
-      rstd[row] = rsqrtf(combine_lanes(m2, 4) * (1.0f / kOutWidth) + float(call.eps));
+      rstd[row] = rsqrtf(sum_lanes(m2, 4) * (1.0f / kOutWidth) + float(call.eps));
     }
 
     // Write scale * GELU(LayerNorm).

@@ -7,7 +7,7 @@ namespace {
 
 static_assert(kSumThreads % 32 == 0 && kRowsPerSum >= 1);
 
-// combine_row needs a power of two up to 32 threads, or whole warps with a slot each.
+// sum_row needs a power of two up to 32 threads, or whole warps with a slot each.
 constexpr bool can_reduce(int threads) {
   return (threads <= 32 ? is_power_of_two(threads) : threads % 32 == 0) && threads <= 32 * kMaxWarps;
 }

@@ -298,7 +298,7 @@ MUTANTS = [
     Mutant("registers, backward: 32-bit offset", "static_cast<T*>(call.grad_input) + (row * cols + packs[0].col)", "static_cast<T*>(call.grad_input) + int(row * cols + packs[0].col)", "2_to_the_31"),
     Mutant("grid-resident: 32-bit offset", "return row * call.cols + first_col + stage", "return row * int(call.cols) + first_col + stage", "2_to_the_31"),
     Mutant("rejected launches do not clear their error", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and mps", emulated="real GPUs reject cooperative launches only in special setups such as MPS"),
-    Mutant("backward: one set of slots instead of two", "combine_row(sums, slots[parity]);", "combine_row(sums, slots[0]);", VALUES, emulated="on a real GPU, no warp is ever that far ahead"),
+    Mutant("backward: one set of slots instead of two", "sum_row(sums, slots[parity]);", "sum_row(sums, slots[0]);", VALUES, emulated="on a real GPU, no warp is ever that far ahead"),
     Mutant("sums over rows: no wait for the previous kernel", "wait_for_previous(); float sum = 0; if (grad", "float sum = 0; if (grad", VALUES, emulated="on a real GPU, the kernel rarely starts that early"),
     Mutant("double backward: weight is not reshaped", "x = as_matrix(input, shape), w = as_float_row(weight, shape);", "x = as_matrix(input, shape), w = is_given(weight) ? weight.to(at::kFloat) : Tensor();", TRANSFORMS),
     Mutant("double backward: gradient of grad_weight is not reshaped", "const Tensor g_dw = as_float_row(grads[1], shape), g_db", "const Tensor g_dw = grads[1].defined() ? grads[1].to(at::kFloat) : Tensor(), g_db", TRANSFORMS),
