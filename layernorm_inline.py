@@ -1453,15 +1453,6 @@ __device__ inline float fast_reciprocal(float x) {
   return y;
 }
 
-// rsqrtf and a Newton step. In 1 - x y^2 most digits cancel, so x y is the sum of two floats, high and low.
-__device__ inline float inverse_root(float x) {
-  const float estimate = rsqrtf(x);
-  const float high = x * estimate;
-  const float low = fmaf(x, estimate, -high);
-  const float refined = fmaf(0.5f * estimate, fmaf(-high, estimate, 1) - low * estimate, estimate);
-  return isnan(refined) ? estimate : refined;  // x was 0 or infinity
-}
-
 // Never fused with a subtraction: grad_input of a row of one column is this product minus itself, and must be 0.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 
@@ -1718,6 +1709,12 @@ __device__ inline Moments combine(Moments all, const Moments& more) {
 struct alignas(8) RowStats {
   float mean, rstd;
 };
+
+// The approximation is exact enough for 16 bits.
+template <typename T> __device__ float rstd_of(float m2, float per_col, float eps) {
+  const float variance = m2 * per_col + eps;
+  return sizeof(T) == 2 ? rsqrtf(variance) : __frsqrt_rn(variance);
+}
 
 template <int V> __device__ Vec<float, V> normalized(const Vec<float, V>& x, const RowStats& stats) {
   return (x - stats.mean) * stats.rstd;
@@ -2467,7 +2464,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   sum_row(distances, slots.distances);
   UNROLL(r, ROWS) {
     const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // also updates mean[r]
-    rstd[r] = rsqrt(m2 * constants.per_col + constants.eps);
+    rstd[r] = rstd_of<T>(m2, constants.per_col, constants.eps);
     if (thread == 0 && r < rows) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
 
@@ -2947,7 +2944,7 @@ template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, 
 // ---- Kernel 2 ----
 
 __device__ inline void finish(const Forward& call, int64_t row, const Moments& moments, RowStats& stats) {
-  stats = {moments.mean, inverse_root(moments.m2 / float(call.cols) + float(call.eps))};
+  stats = {moments.mean, rstd_of<float>(moments.m2, 1 / float(call.cols), float(call.eps))};
   save_statistics(call, row, stats.mean, stats.rstd);
 }
 __device__ inline void finish(const Backward& call, int64_t, const GradSums& sums, GradMeans& means) {
@@ -3497,8 +3494,7 @@ __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[
 template <typename Block> __device__ void finish_row(const Block& block, int stage, float2 total, int row) {
   const auto& call = block.call;
   if constexpr (Block::kForward) {
-    const float variance = total.y * (1 / float(call.cols)) + float(call.eps);
-    const float rstd = sizeof(typename Block::T) == 2 ? rsqrtf(variance) : inverse_root(variance);
+    const float rstd = rstd_of<typename Block::T>(total.y, 1 / float(call.cols), float(call.eps));
     if (blockIdx.x == 0) save_statistics(call, row, total.x, rstd);
     block.control.row_stats[stage] = {total.x, rstd};
   } else {
@@ -3912,7 +3908,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
       }
       UNROLL(i, kPeers) parts[i] = {parts[i].count, pairs[i].x, pairs[i].y};
       const auto [count, mean, m2] = combine_at_once(parts, 32);
-      const float rstd = inverse_root(m2 * constants.per_col + constants.eps);
+      const float rstd = rstd_of<T>(m2, constants.per_col, constants.eps);
       if (lane == 0) {
         control.row_stats[parity] = {mean, rstd};
         if (blockIdx.x == 0) save_statistics(call, row, mean, rstd);

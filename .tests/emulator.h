@@ -645,6 +645,7 @@ using std::max;
 using std::min;
 inline float rsqrt(float x) { return 1 / std::sqrt(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __frsqrt_rn(float x) { return float(1 / std::sqrt(double(x))); }
 using std::isnan;
 
 inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }

@@ -56,6 +56,7 @@ ON_THE_CPU = {
     "rounds_like_pytorch": None,  # compares with cuDNN's kernel
     "fake": None,  # needs kernels that are compiled for a GPU
     "fused_conditions": None,
+    "rstd_is_accurate": None,  # the emulated rsqrtf is exact
 }  # fmt: skip
 
 
@@ -87,10 +88,11 @@ MUTANTS = [
     Mutant("a NaN variance becomes 0", "return m2 < 0 ? 0 : m2;", "return fmaxf(m2, 0);", "saved_statistics"),
     Mutant("sum over a block: barrier left out", "__syncthreads(); const int slot = threadIdx.x % WARPS;", "const int slot = threadIdx.x % WARPS;", VALUES),
     Mutant("mean of equal float16 numbers is rounded as for bfloat16", "std::is_same_v<T, __half> ? 8192 : 65536", "65536", "give_bias"),
+    Mutant("rstd of float32 is approximate", ": __frsqrt_rn(variance)", ": rsqrtf(variance)", "rstd_is_accurate"),
     Mutant("scale dropped, forward", "z = z * epilogue.scale", "z = z", ACTIVATION),
     Mutant("scale dropped, backward", "grad = grad * epilogue.scale", "grad = grad", ACTIVATION),
     Mutant("derivative of GELU's tanh form without the factor 3", "0.21406444881780076f", "0.07135481627260025f", ACTIVATION),
-    Mutant("registers: eps dropped", "rstd[r] = rsqrt(m2 * constants.per_col + constants.eps)", "rstd[r] = rsqrt(m2 * constants.per_col)", VALUES),
+    Mutant("registers: eps dropped", "rstd[r] = rstd_of<T>(m2, constants.per_col, constants.eps)", "rstd[r] = rstd_of<T>(m2, constants.per_col, 0)", VALUES),
     Mutant("registers: RMS norm for 16-bit types", "mean[r] = rounded_quotient(mean[r], float(cols), per_col);", "mean[r] = 0;", VALUES),
     Mutant("registers: a thread's last row not written", "if (r < rows) store<T>(output", "if (r == 0 || r + 1 < rows) store<T>(output", VALUES),
     Mutant("registers: last incomplete group of rows left out", "batches = ceil_div(call.rows, int64_t(ROWS) << step_log2)", "batches = std::max<int64_t>(1, call.rows / (int64_t(ROWS) << step_log2))", VALUES),
@@ -101,7 +103,7 @@ MUTANTS = [
     Mutant("registers: 32-bit offset", "input = static_cast<const T*>(call.input) + row * cols; T* output", "input = static_cast<const T*>(call.input) + int(row * cols); T* output", "2_to_the_31"),
     Mutant("pipelined: parity kept where the ring wraps", "RingPosition{next - slots, parity ^ 1}", "RingPosition{next - slots, parity}", PIPELINED),
     Mutant("pipelined: loader does not wait for a free stage", "barrier_wait(&control.empty[stage.index], stage.parity ^ 1);", ";", PIPELINED),
-    Mutant("pipelined: eps dropped", "(1 / float(call.cols)) + float(call.eps)", "(1 / float(call.cols))", PIPELINED),
+    Mutant("pipelined: eps dropped", "(total.y, 1 / float(call.cols), float(call.eps))", "(total.y, 1 / float(call.cols), 0)", PIPELINED),
     Mutant("pipelined: RMS norm", "row_stats[stage] = {total.x, rstd};", "row_stats[stage] = {0, rstd};", PIPELINED),
     Mutant("pipelined: last block's statistics left out", "counts[n] = columns_of_slice(cols, plan.slice_columns, peer + n * 32)", "counts[n] = columns_of_slice(cols, plan.slice_columns, peer + 1 + n * 32)", PIPELINED),
     Mutant("pipelined: last column left out", "min(slice, cols - rank * slice)", "min(slice, cols - 1 - rank * slice)", PIPELINED),
@@ -131,7 +133,7 @@ MUTANTS = [
     Mutant("grid-resident: weight and bias of the last block not counted", "for (const int rank : {0, p.blocks_per_row - 1}) {", "for (const int rank : {0}) {", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     Mutant("grid-resident: more blocks per row than one warp can read mailboxes of", "std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);", "device.sms / groups;", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     Mutant("pipelined: rows of which only two stages fit are supported", "(3 * Block::kTensors)", "(2 * Block::kTensors)", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
-    Mutant("two-pass: eps dropped", "m2 / float(call.cols) + float(call.eps)", "m2 / float(call.cols)", TWO_PASS),
+    Mutant("two-pass: eps dropped", "(moments.m2, 1 / float(call.cols), float(call.eps))", "(moments.m2, 1 / float(call.cols), 0)", TWO_PASS),
     Mutant("two-pass: means of pieces left out", "all.mean = more.mean - delta * fraction;", "all.mean = -delta * fraction;", TWO_PASS),
     Mutant("two-pass: wrong count at the end of a row", "combine(moments, {float(count), origin + part.x, part.y})", "combine(moments, {float(V * kPacks), origin + part.x, part.y})", TWO_PASS),
     Mutant("two-pass: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; Part part", "const int64_t row = blockIdx.x; Part part", TWO_PASS),
