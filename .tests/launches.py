@@ -52,6 +52,7 @@ def long_cases():
                 (gpu.sms + 1, 16_448),
                 (3, longest),
                 (3, longest + 8),
+                (9, longest + 8),
             ):
                 yield Case(gpu, rows, cols, dtype, "plain")
             yield Case(gpu, 9, 20_001, dtype, "plain")

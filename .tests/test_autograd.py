@@ -248,6 +248,51 @@ def test_gradients_of_mapped_gradients_are_those_of_the_formula(
                 torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
 
 
+def test_mapped_gradients_inside_of_a_transform_that_does_not_differentiate_them(backend):
+    """The gradient by y wraps x once more, and this wrapper requires no gradient. An outer one differentiates x."""
+    x, weight = torch.randn(3, 4, 8, device=backend.device), torch.rand(8, device=backend.device)
+
+    def total(x, of_samples):
+        def unrelated(y):
+            gradients = torch.vmap(torch.func.grad(of_samples), (None, 0))(weight, x * 1.0)
+            return y * y, gradients.cos().sum()
+
+        return torch.func.grad(unrelated, has_aux=True)(torch.ones((), device=backend.device))[1]
+
+    def layernorm_inline(weight, x):
+        return backend.layer_norm(x, (8,), weight, eps=EPS).sin().sum()
+
+    def exact(weight, x):
+        return formula(x, weight, None).sin().sum()
+
+    actual, expected = (torch.func.grad(total)(x, of_samples) for of_samples in (layernorm_inline, exact))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("number", range(3))
+def test_the_tangent_of_one_tensor_reaches_the_gradients_of_the_others(backend, number, activation):
+    """With an activation, every gradient depends on every tensor. The others have neither tangents nor gradients."""
+    tensors = [torch.randn(shape, device=backend.device) for shape in ((3, 8), (8,), (8,))]
+    tangent = torch.randn_like(tensors[number])
+    wanted = tuple(i for i in range(3) if i != number)
+
+    def loss(function):
+        return lambda *tensors: function(*tensors).sin().sum()
+
+    def of_one(function):
+        def gradients(t):
+            return torch.func.grad(loss(function), wanted)(*tensors[:number], t, *tensors[number + 1 :])
+
+        return torch.func.jvp(gradients, (tensors[number],), (tangent,))[1]
+
+    actual = of_one(lambda x, weight, bias: backend.layer_norm(x, (8,), weight, bias, EPS, activation))
+    expected = of_one(lambda x, weight, bias: formula(x, weight, bias, activation))
+    assert all(t.abs().max() > 0.01 for t in expected)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.0), ("gelu_tanh", 2.0)])
 @mapped
