@@ -19,9 +19,12 @@ install nvcc: `pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"`.
 The first import compiles the kernels for the machine's GPUs, in 15 s to a minute, and stores the library in the folder
 TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later imports load it. The first use of an
 activation or scale compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the architectures, or nothing
-is compiled. The import neither initializes CUDA nor changes PyTorch or the environment.
+is compiled. The import changes neither PyTorch nor the environment, and initializes CUDA only if NVML is missing.
 With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations. With
 LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever the number of rows.
+
+Rows of more than 32 KB (backward: 8 KB) use cooperative launches. Their blocks wait for one another, so they deadlock
+beside a kernel that keeps SMs busy until later work of the same GPU is done.
 
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.
@@ -88,6 +91,8 @@ _is_dynamo_tracing = _compiler.is_dynamo_compiling if _HAS_EXPORT_FLAG else torc
 # Some versions of Dynamo replace torch.compiler.is_exporting() by True under torch.compile, too.
 _is_exporting = (lambda: _compiler._is_exporting_flag) if _HAS_EXPORT_FLAG else (lambda: False)
 
+_is_batch_invariant = os.environ.get("LAYERNORM_INLINE_BATCH_INVARIANT") == "1"
+
 
 def _called_by_dynamo(function):
     """Makes Dynamo call the function instead of tracing it, like assume_constant_result, which is slow to import."""
@@ -118,6 +123,8 @@ def _is_left_to_pytorch(input, normalized_shape, eps, scale):
         columns = columns * size
     if _is_exporting() or _is_symbolic(columns) or _is_symbolic(eps) or _is_symbolic(scale):
         return True
+    if _is_batch_invariant:
+        return False
     if torch.is_autocast_enabled():
         return columns <= 16384  # tuned on an H200, like the next limit
     row_bytes = columns * (4 if input.dtype is torch.float32 else 2)  # old Dynamos cannot trace element_size()
@@ -286,7 +293,7 @@ def replace_layer_norm(
 
 _CUDA_FLAGS = ["-O1"]  # for host code; nvcc always optimizes device code
 _CPP_FLAGS = ["-O2"]
-if os.environ.get("LAYERNORM_INLINE_BATCH_INVARIANT") == "1":
+if _is_batch_invariant:
     _CUDA_FLAGS.append("-DLAYERNORM_BATCH_INVARIANT")
 _OLDEST_CUDA = (11, 8)  # the first version with cudaLaunchKernelExC
 
@@ -404,7 +411,7 @@ def _architectures():
 
 def _codes(architectures):
     """Returns the codes to compile for these architectures: sm_90a for sm_90, because only sm_90a has wgmma."""
-    codes = {code.rstrip("af") for code in architectures if _architecture_number(code) >= 75}  # a GPU looks for sm_100
+    codes = {code.rstrip("af") for code in architectures if _architecture_number(code) >= 75}  # GPUs have no suffix
     codes = {"sm_90a" if code == "sm_90" else code for code in codes}
     if _parse_version(torch.version.cuda)[0] == 11:  # it lacks instructions that the kernels use on Hopper
         codes = {"compute_80" if _architecture_number(code) >= 90 else code for code in codes}
@@ -529,7 +536,7 @@ def _library_path(cache, codes):
 
 
 def _find_library(cache, codes):
-    """Returns the path of a library that contains at least these codes, like one of a container image, or None."""
+    """Returns the path of a library that was compiled for at least these codes, as in a container image, or None."""
     paths = glob.glob(_library_path(glob.escape(cache), ["*"]))
     paths = [path for path in paths if {*codes} <= {*os.path.basename(path)[:-3].split("-")} and _is_trusted(path)]
     return min(paths, key=lambda path: path.count("-"), default=None)
@@ -645,7 +652,8 @@ enum class DType { Float32, Float16, BFloat16 };
 enum class Activation { None, Gelu, GeluTanh };
 
 // output = scale * activation((input - mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance + eps) of the row.
-// Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed.
+// Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed. In backward,
+// input and grad_output begin on a multiple of 4 bytes.
 struct LayerNormCall {
   const void* input;   // (rows, cols), of dtype
   const void* weight;  // (cols), of dtype, or of float32 if affine_float32
@@ -1290,7 +1298,7 @@ CPP_SOURCE = _INTERFACE + _CPP_COMMON + _CPP_LAYER_NORM
 
 # 5  CUDA ====================================================================
 
-# What all kernels share.
+# What the libraries of LayerNorm and of problem 34 share.
 _CUDA_COMMON = r"""
 // affine: weight, bias or both. xhat: (x - mean) * rstd. wdy: weight * grad_output.
 
@@ -1643,6 +1651,8 @@ __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, con
 //   (4) Many parts: mean by (1), where c is the mean of one part, and m2 = sum(m2_i + n_i (mean_i - mean)^2).
 // All of them are exact for a row of equal numbers, whose rstd of 1 / sqrt(eps) would magnify any error of the mean.
 
+constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
+
 // ---- In a thread ----
 
 // Sums of equal numbers are exact: a tree only doubles equal numbers, and sums of 16-bit numbers fit a float.
@@ -1652,6 +1662,7 @@ template <typename T, int N> __device__ float sum_of(const Vec<float, N>& x) {
   if constexpr (sizeof(T) == 2) {
     UNROLL(n, N - 1) sums[0] += sums[n + 1];
   } else {
+    static_assert(is_power_of_two(N), "a tree");
     for (int left = N / 2; left > 0; left /= 2) {
       UNROLL(n, left) sums[n] += sums[left + n];
     }
@@ -1751,16 +1762,16 @@ template <typename X> __device__ X plus(const X& a, const X& b) {
   const auto& [b0, b1] = b;
   return {a0 + b0, a1 + b1};
 }
-__device__ inline float exchange(float x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
-template <typename X> __device__ X exchange(const X& x, int offset) {
+__device__ inline float shuffle_xor(float x, int offset) { return __shfl_xor_sync(~0u, x, offset); }
+template <typename X> __device__ X shuffle_xor(const X& x, int offset) {
   const auto& [x0, x1] = x;
-  return {exchange(x0, offset), exchange(x1, offset)};
+  return {shuffle_xor(x0, offset), shuffle_xor(x1, offset)};
 }
 
 // Over groups of `width` neighbouring lanes, in a fixed order. All lanes receive the results.
 template <typename X, int R> __device__ void sum_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
-    UNROLL(r, R) x[r] = plus(x[r], exchange(x[r], offset));
+    UNROLL(r, R) x[r] = plus(x[r], shuffle_xor(x[r], offset));
   }
 }
 template <typename X> __device__ X sum_lanes(X x, int width) {
@@ -1838,21 +1849,20 @@ __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
 //   after offset 16   ab     ab     cd     cd
 //   after offset 8    a      b      c      d
 template <int N> __device__ float reduce_scatter(float (&x)[N]) {
+  static_assert(is_power_of_two(N) && N <= 32);
   int offset = 16;
   for (int left = N / 2; left > 0; left /= 2) {
     const bool upper = threadIdx.x & offset;
     UNROLL(n, left) {
       const float kept = upper ? x[left + n] : x[n];
       const float sent = upper ? x[n] : x[left + n];
-      x[n] = kept + exchange(sent, offset);
+      x[n] = kept + shuffle_xor(sent, offset);
     }
     offset /= 2;
   }
-  for (; offset > 0; offset /= 2) x[0] += exchange(x[0], offset);
+  for (; offset > 0; offset /= 2) x[0] += shuffle_xor(x[0], offset);
   return x[0];
 }
-
-constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
 constexpr int kMaxWarps = 16;  // per block of the register kernels
 static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "sum_row gives each warp a lane");
@@ -2315,7 +2325,7 @@ namespace registers {
 enum RowKind { kAligned, kInWarp, kUnaligned };
 
 // An SM holds several blocks of the longest rows, so that one loads while another stores.
-constexpr int kMaxLoads = 4;  // per thread
+constexpr int kMaxLoads = 4;  // per thread; more if a team is one warp
 constexpr int kMaxRowThreads = 512;
 constexpr int kMaxUnalignedRowThreads = 448;  // with 512, two blocks per SM would spill
 static_assert(kMaxRowThreads <= 32 * kMaxWarps, "each warp of a row has a slot");
@@ -2380,7 +2390,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   //   held in   edge      x[0]     x[0]     ...  x[0]      x[1]      ...  x[3]        edge   edge
   const T* input = static_cast<const T*>(call.input) + row * cols;
   T* output = static_cast<T*>(call.output) + row * cols;
-  const bool input_is_aligned = (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0;
+  const bool aligned_together = (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0;
   const int thread = threadIdx.x;
   const int row_cols = rows > 0 ? cols : 0;
   const int before_boundary = int(-reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T));
@@ -2407,7 +2417,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
       }
     }
   };
-  if (!kHasEdges || input_is_aligned) {
+  if (!kHasEdges || aligned_together) {
     each_pack([&](int i, int r, const T* from) { x[i][r] = load<T, V>(from, policy); });
   } else {
     // All loads come before all joins, because a join waits for its words.
@@ -2529,10 +2539,10 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
       // Two rows share loads of weight and bias, which are slow.
       if (loads <= 1536 && waves > 1) return launch_rows<T, 4, 2, kUnaligned>(call, context);
     }
-    return launch_rows<T, 4, 1, kUnaligned>(call, context);
+    return launch_rows<T, kMaxLoads, 1, kUnaligned>(call, context);
   } else {
     // Late loads of weight and bias can convert them.
-    if (k16Bits && call.affine_float32) return launch_rows<T, 4, 1>(call, context);
+    if (k16Bits && call.affine_float32) return launch_rows<T, kMaxLoads, 1>(call, context);
     // Short rows share loads of weight and bias, unless there are too few for all SMs.
     if (loads <= 32 && waves <= 0.5) return launch_rows<T, 1, 1>(call, context);
     if (loads <= 32) return launch_rows<T, 1, kShortRows>(call, context);
@@ -2552,7 +2562,7 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
     if constexpr (k16Bits && !kHasEpilogue) {
       if (loads <= 1024 && waves <= 1) return launch_rows<T, 2, 1>(call, context);
     }
-    return launch_rows<T, 4, 1>(call, context);
+    return launch_rows<T, kMaxLoads, 1>(call, context);
   }
 }
 
@@ -2605,10 +2615,10 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   const float per_col = 1.0f / cols;
   const uint64_t policy = l2_policy(priority);
 
-  // Find the thread's rows: row + r * row_distance for r < ROWS, and row_stride further in each iteration.
+  // Find the thread's rows: row + r * row_distance for r < ROWS, and grid_rows further in each iteration.
   const int first_row = threadIdx.y * kSpacing;
   const int row_distance = blockDim.y * kSpacing;
-  const int64_t row_stride = int64_t(gridDim.x) * blockDim.y * ROWS;
+  const int64_t grid_rows = int64_t(gridDim.x) * blockDim.y * ROWS;
   int64_t row = int64_t(blockIdx.x / kSpacing) * ROWS * row_distance + blockIdx.x % kSpacing + first_row;
 
   // Find the thread's columns, and load their weight.
@@ -2665,7 +2675,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
       each_pack([&](auto& pack) { pack.next_dy[r] = load<T, decltype(pack.weight)::kSize>(dy + pack.offset, policy); });
     }
     // Prefetch the rows of the iteration after that. It would slow down float32.
-    const int64_t later_row = next_row - first_row + row_stride;
+    const int64_t later_row = next_row - first_row + grid_rows;
     constexpr bool kPrefetches = sizeof(T) == 2 && V > 2 && !kHasEpilogue;
     if (kPrefetches && is_prefetching_thread() && later_row + ROWS * blockDim.y <= call.rows) {
       const int bytes = ROWS * int(blockDim.y) * cols * int(sizeof(T));
@@ -2677,7 +2687,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
 
   // All threads of a block have the same row - first_row, so that all reach the barrier in sum_row.
   int parity = 0;  // two sets of slots in turns need one barrier per iteration
-  for (; row - first_row < call.rows; row += row_stride) {
+  for (; row - first_row < call.rows; row += grid_rows) {
     // Add up over the row, and over rows.
     GradSums sums[ROWS] = {};
     float rstd[ROWS];
@@ -2705,7 +2715,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
     }
 
     // Start to load the next rows.
-    start_loads(row + row_stride);
+    start_loads(row + grid_rows);
 
     // Combine, and write grad_input.
     if (call.grad_input == nullptr) continue;
@@ -3054,7 +3064,7 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   bool needs_row_results = true;
   if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
   if (needs_row_results) {
-    // A plain launch, so that all kernels before it have ended: none of these waits for them (rule 3).
+    // A plain launch, so that all kernels before it have ended: none of these waits for them (launch rule 3).
     void (*const measure)(Call, int, Part*) = measure_pieces<T, V>;
     cudaError_t error = launch_kernel(measure, {rows * pieces, kMeasureThreads}, context, call, pieces, parts);
     if (error != cudaSuccess) return error;
@@ -3097,7 +3107,7 @@ __device__ inline void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives as soon as this thread's earlier copies by the functions above have landed.
+// Arrives as soon as this thread's earlier copies by copy_async() have landed.
 __device__ inline void barrier_arrive_with_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -3186,7 +3196,7 @@ __device__ inline void publish(uint64_t* mailbox, float2 pair) {
 }
 
 // Reads the mailboxes of blocks first_peer, first_peer + 32, ... of a row. Returns false if one is empty. Blocks that
-// do not exist have published {0, 0}, and so have all if `mailboxes` is null.
+// do not exist count as {0, 0}, and so do all if `mailboxes` is null.
 __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float2 (&pairs)[kPeers]) {
   bool complete = true;
   UNROLL(i, kPeers) {
@@ -3464,7 +3474,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
           if (block.has(p)) store<T, V>(static_cast<T*>(call.output) + offset + block.column(p), y);
         }
       } else if (call.grad_input != nullptr) {
-        // 16-bit rows compute grad_input_of() in half as many instructions. rstd^2 could overflow.
+        // 16-bit rows compute grad_input_of() in half as many instructions. rstd comes last: rstd^2 could overflow.
         const GradMeans means = control.grad_means[stage];
         const float x_factor = -stats.rstd * means.wdy_xhat;
         const float constant = -means.wdy - stats.mean * x_factor;
@@ -3678,19 +3688,19 @@ template <typename T, typename Call> cudaError_t launch_pipelined(const Call& ca
 // published the moments of their slices. Meanwhile, the block measures the next row or, in 16 bits, the next two.
 // Iteration n applies (normalizes and writes) stage n, measures stage n + A, and loads stage n + R - 1. A is
 // kRowsAhead * S + kStagesAhead, S the number of stages of a slice, and R the number of slots of the ring. Rules:
-//   1. R >= A + 2. In a smaller ring, an iteration would wait for its own load, or for a later one, and hang.
+//   1. R >= A + 2. With A + 1, an iteration would wait for its own load; with less, for a later one, and hang.
 //   2. S <= kSliceStages. A shorter slice skips the first places of the unrolled loop. Only the last can be incomplete.
 //   3. S > kStagesAhead. Place kSliceStages - 1 - kStagesAhead publishes a row, so it must not be skipped.
 //   4. All blocks run at once, and each publishes its moments of a row before it waits for those of other blocks.
 //   5. The __syncthreads() keeps warps from writing moments of another row before the last warp has read all moments.
-//   6. Threads only read the ring, so a copy may overwrite a slot without a proxy fence.
+//   6. Threads only read the ring, so no fence is needed before a copy overwrites a slot.
 
 namespace grid_resident {
 
 // Tuned on an H200. A row is gathered kRowsAhead - 1 rows and kStagesAhead stages after it is published.
 template <typename T> constexpr int kStagesAhead = sizeof(T) == 4 ? 3 : 1;
 template <typename T> constexpr int kRowsAhead = sizeof(T) == 4 ? 1 : 2;           // at most 2
-template <typename T> constexpr int kMaxStagesInFlight = sizeof(T) == 4 ? 28 : 3;  // copies into the ring
+template <typename T> constexpr int kMaxStagesInFlight = sizeof(T) == 4 ? 28 : 3;  // copies into the ring; 28: all
 template <typename T> constexpr int kPrefetchStages = sizeof(T) == 4 ? 3 : 2;      // into L2, before the copy
 constexpr int kMinRows = 4;                                                        // per group
 static_assert(kMinRows > kRowsAhead<float> && kMinRows > kRowsAhead<__half>, "a group measures the next row at once");
@@ -3774,8 +3784,8 @@ template <typename T> struct ResidentBlock {
   }
 };
 
-// Thread 0 loads stage after stage into the ring, and thread 32 into L2. The work makes its warp the last one, so that
-// it seldom waits for a slot; in turns, all warps would wait.
+// Thread 0 loads stage after stage into the ring, and thread 32 into L2. This makes their warps the last ones, so that
+// they seldom wait for a slot. If the warps took turns, all would wait.
 template <typename T> struct Fetch {
   const ResidentBlock<T>& block;
   int row = blockIdx.y;
@@ -3924,7 +3934,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
       // Load into the slot before this one, whose stage the previous iteration has applied.
       if (block.thread == 0 || block.thread == 32) fetch.next(slot.after(plan.ring_slots - 1, plan.ring_slots));
 
-      // Wait for the stage to measure, of the next row or the one after it. The stage to apply has landed long ago.
+      // Wait for the stage to measure, kRowsAhead rows ahead or one more. The stage to apply has landed long ago.
       const bool is_measured = row + (kRowsAhead<T> + (place + kStagesAhead<T> >= kSliceStages<T>)) * groups < rows;
       const RingPosition measuring = slot.after(kRowsAhead<T> * block.stages + kStagesAhead<T>, plan.ring_slots);
       const ThreadStage<T> x = block.load(slot.index);
@@ -3939,7 +3949,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
         if (exists) store<T, V<T>, true>(output + j * kBlockThreads<T> * V<T>, y);
       }
 
-      // Measure. The last stage of the next row publishes the row.
+      // Measure. The last stage of a row publishes it.
       const bool is_last = place == kSliceStages<T> - 1 - kStagesAhead<T>;
       const int measured_row = row + kRowsAhead<T> * groups;
       if (is_measured) measure_stage(moments, x_ahead, is_last, measured_row, parity ^ kRowsAhead<T> % 2, block);
@@ -3995,7 +4005,8 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 //   registers       forward: up to 32 KB (28 KB if not aligned)                               once
 //                   backward: up to 4096 columns (aligned 16-bit rows: 8192), but aligned
 //                   rows of more than 8 KB only if the pipelined kernels do not support them
-//   pipelined       aligned, without epilogue, up to 8192 columns per SM; sm_80 and newer     once
+//   pipelined       aligned, without epilogue, up to 8192 columns per SM (fewer if shared     once
+//                   memory is small); sm_80 and newer
 //   grid-resident   forward, aligned, without epilogue, weight and bias of input's dtype, up  once
 //                   to 32768 columns per SM, at least 4 rows per group; sm_90 to sm_110
 //   two-pass        everything else                                                           twice
@@ -4003,10 +4014,10 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 // V is the number of elements per load: those of a pack if all rows are aligned, otherwise 1. If the GPU rejects a
 // cooperative launch, the next family runs the call.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
-  constexpr bool kAligned = V > 1;
-  if (registers::supports(call, kAligned) && (kAligned || !kBatchInvariant))
-    return registers::launch_forward<T, !kAligned>(call, context);
-  if constexpr (kAligned && !kHasEpilogue) {
+  constexpr bool kIsAligned = V > 1;
+  if (registers::supports(call, kIsAligned) && (kIsAligned || !kBatchInvariant))
+    return registers::launch_forward<T, !kIsAligned>(call, context);
+  if constexpr (kIsAligned && !kHasEpilogue) {
     if (pipelined::supports<T>(call, context.device)) {
       if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
         return error;
@@ -4021,9 +4032,9 @@ template <typename T, int V> cudaError_t dispatch(const Forward& call, const Lau
 }
 
 template <typename T, int V> cudaError_t dispatch(const Backward& call, const LaunchContext& context) {
-  constexpr bool kAligned = V > 1;
-  const bool in_registers = registers::supports(call, kAligned);
-  if constexpr (kAligned && !kHasEpilogue) {
+  constexpr bool kIsAligned = V > 1;
+  const bool in_registers = registers::supports(call, kIsAligned);
+  if constexpr (kIsAligned && !kHasEpilogue) {
     const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipelined::supports<T>(call, context.device)) {
       if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
@@ -4034,7 +4045,7 @@ template <typename T, int V> cudaError_t dispatch(const Backward& call, const La
   return two_pass::launch_two_pass<T, V>(call, context);
 }
 
-// `tensors` are those of the caller whose packs kernels load or store. Absent ones are null, and count as aligned.
+// `tensors` are those of which kernels load or store packs. Absent ones are null, and count as aligned.
 template <typename Call>
 cudaError_t dispatch(const Call& call, const LaunchContext& context, std::initializer_list<const void*> tensors) {
   uintptr_t address_bits = uintptr_t(call.cols) * size_of(call.dtype);
@@ -4058,7 +4069,9 @@ cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t 
     const LaunchShape shape = {dim3(ceil_div(call.cols, kSumThreads), 2), kSumThreads};
     return launch_kernel(sum_partials, shape, context, call, nullptr, 0);
   }
-  return dispatch(call, context, {call.grad_output, call.input, call.weight, call.bias, call.grad_input});
+  return dispatch(
+      call, context,
+      {call.grad_output, call.input, call.weight, call.bias, call.grad_input, call.grad_weight, call.grad_bias});
 }
 
 }  // namespace TORCH_EXTENSION_NAME

@@ -86,3 +86,12 @@ def test_a_row_has_the_same_bits_in_every_batch_on_a_gpu(backend):
     code = "from test_batches import *; differences = [*differences_on_a_gpu()]; assert not differences, differences"
     done = run_here(code, LAYERNORM_INLINE_BATCH_INVARIANT="1")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("switch,left", [("1", False), ("0", True)])
+def test_batch_invariant_rows_are_not_left_to_inductor(switch, left):
+    """Nobody promises that the kernels of torch.compile give a row the same bits in every batch."""
+    code = "import torch, torch.fx.experimental.symbolic_shapes, layernorm_inline as l\n"
+    code += "print(l._is_left_to_pytorch(torch.empty(2, 768), (768,), 1e-5, 1.0))"
+    done = run_here(code, LAYERNORM_INLINE_BATCH_INVARIANT=switch, LAYERNORM_INLINE_DISABLE="1")
+    assert done.stdout.split() == [str(left)], done.stderr[-2000:]
