@@ -1298,7 +1298,7 @@ CPP_SOURCE = _INTERFACE + _CPP_COMMON + _CPP_LAYER_NORM
 
 # 5  CUDA ====================================================================
 
-# What the libraries of LayerNorm and of problem 34 share.
+# Text that the libraries of LayerNorm and of problem 34 share.
 _CUDA_COMMON = r"""
 // affine: weight, bias or both. xhat: (x - mean) * rstd. wdy: weight * grad_output.
 
@@ -1360,8 +1360,8 @@ constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 constexpr Arch kArch = arch_of(90);
 #endif
 
-// LAYERNORM_INLINE_BATCH_INVARIANT=1: forward gives a row the same bits in every batch. What depends on the number of
-// rows, or on the alignment of a row, then has a fixed value.
+// LAYERNORM_INLINE_BATCH_INVARIANT=1: forward gives a row the same bits in every batch. Choices that depend on the
+// number of rows, or on the alignment of a row, are then the same for all.
 #if defined(LAYERNORM_BATCH_INVARIANT)
 constexpr bool kBatchInvariant = true;
 #else

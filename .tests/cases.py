@@ -142,7 +142,7 @@ def this_gpu():
 # shared by more than 32 blocks has more blocks than a warp has lanes. The GPU "mps" rejects cooperative launches.
 SMS = {"hopper": (2, 8, 36), "ampere": (2, 8), "blackwell": (4,), "ada": (4,), "turing": (2,), "mps": (8,)}
 EMULATED = [emulator.GPUS[name](sms) for name in SMS for sms in SMS[name]]
-MAX_EMULATED_ELEMENTS = 510_000  # elements of input: a case takes up to half a second
+MAX_EMULATED_ELEMENTS = 510_000  # elements of input: a case runs for up to half a second
 
 
 def pick(words, *key):

@@ -317,7 +317,7 @@ def version(name):
 
 
 class Source(typing.NamedTuple):
-    """What a library is compiled from."""
+    """The sources of a library."""
 
     cuda: str
     cpp: str
@@ -326,7 +326,7 @@ class Source(typing.NamedTuple):
 
 @functools.lru_cache
 def definitions(text):
-    """Returns what a version of the file defines, as a dict, without loading its kernels."""
+    """Returns the names of a version of the file, as a dict, without loading its kernels."""
     text = re.sub(r"(def _load\(\w+\):\n)", r"\1    return None, 'not loaded'\n", text)
     namespace = {"__name__": "layernorm_sources"}
     exec(compile(text, str(SOURCE), "exec"), namespace)
@@ -468,7 +468,7 @@ def load_binding(library):
     text, folder = binding(library.cpp_source, launches)
     path = folder / library.name / f"{library.name}.so"
     path.parent.mkdir(exist_ok=True)
-    # PyTorch 2.8 and newer need not include torch/extension.h, which takes most of the time.
+    # PyTorch 2.8 and newer need not include torch/extension.h, the slowest part.
     has_option = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames
     without_headers = {"no_implicit_headers": True} if has_option else {}
     with building(path, numbered("binding", kind)):

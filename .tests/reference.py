@@ -82,7 +82,7 @@ def chain(x, normalized_shape, weight, bias, eps, activation=None, scale=1.0):
 
 
 def formula(x, weight, bias, activation=None, scale=1.0, dims=(-1,), eps=EPS):
-    """Computes the function of layer_norm. Of PyTorch's layer_norm, derivatives of third order or in vmap are wrong."""
+    """Computes the function of layer_norm. PyTorch's layer_norm has wrong derivatives of third order and in vmap."""
     distance = x - x.mean(dims, keepdim=True)
     y = distance * (distance.square().mean(dims, keepdim=True) + eps).rsqrt()
     y = y if weight is None else y * weight

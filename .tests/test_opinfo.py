@@ -58,7 +58,7 @@ def function_samples(samples, device, dtype):
 
 
 def compared(transform, function, reference, tensors, rounding=2e-5, factor=3.0):
-    """Returns what is wrong, as a sentence. function and reference take None for tensors that are not given."""
+    """Returns the problem, as a sentence. function and reference take None for tensors that are not given."""
 
     def of_given(function):
         def given_only(*arguments):

@@ -80,7 +80,7 @@ def test_a_wrong_module_fails(problem, name, monkeypatch, capsys):
 def timed(monkeypatch):
     """Makes the script believe that the CPU is a GPU, on which everything takes the returned times (ms).
 
-    A function that is replayed from a CUDA graph takes an eighth of its time.
+    From a CUDA graph, the time of a function is an eighth.
     """
     times = dict(original=8.0, new=0.5, copy=0.25, default=1.0, compile=2.0)
     times["max-autotune-no-cudagraphs"] = 0.75
