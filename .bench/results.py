@@ -155,14 +155,11 @@ def models_table(models):
 def models_sentences(models):
     """Returns what README says about compiled models and the spread."""
     cells = [(gpu, key, row) for gpu, table in models.items() for key, row in table.items() if " | " in key]
-    changes = [
-        f"{key.replace(' | ', ', ')} {row[5]}x ({short(gpu)})"
-        for gpu, key, row in cells
-        if "compiled" in key and "no" not in row[5]
-    ]
+    compiled = [float(row[5]) for _, key, row in cells if "compiled" in key and "no" not in row[5]]
     spreads = [float(row[6]) for _, key, row in cells if "compiled" not in key and row[6] != "-"]
     spread = f"a gain differs by up to {max(spreads):.2f} between runs" if spreads else "one run"
-    return [f"Compiled: {', '.join(changes) or 'no change in any of them'}", spread]
+    change = f"{min(compiled)}x to {max(compiled)}x" if compiled else "no change in any of them"
+    return [f"Compiled: {change}", spread]
 
 
 def problems_table(text):
