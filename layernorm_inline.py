@@ -1768,7 +1768,7 @@ template <typename X> __device__ X shuffle_xor(const X& x, int offset) {
   return {shuffle_xor(x0, offset), shuffle_xor(x1, offset)};
 }
 
-// Over groups of `width` neighbouring lanes, in a fixed order. All lanes receive the results.
+// Over every `width` neighbouring lanes, in a fixed order. All lanes receive the results.
 template <typename X, int R> __device__ void sum_lanes(X (&x)[R], int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
     UNROLL(r, R) x[r] = plus(x[r], shuffle_xor(x[r], offset));
@@ -1868,15 +1868,16 @@ constexpr int kMaxWarps = 16;  // per block of the register kernels
 static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "sum_row gives each warp a lane");
 
 // Sums each of R values over the threads of a row, which all receive the results. A block is blockDim.y rows of
-// blockDim.x threads: a power of two below 32, or whole warps. Two calls in succession need different slots, because
-// slow warps still read them. One function: split, or with an early return for short rows, it spills (nvcc 13.0).
-template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&slots)[WARPS][R]) {
+// blockDim.x threads: a power of two below 32, or whole warps. Two calls in succession need different warp_sums,
+// because slow warps still read them. One function: split, or with an early return for short rows, it spills
+// (nvcc 13.0).
+template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&warp_sums)[WARPS][R]) {
   if (WARPS == 1) return sum_lanes(x, 32);
   constexpr int N = sizeof(x) / sizeof(float);
   constexpr int kLanes = 32 / N;
   const int warps = blockDim.x / 32;  // of a row
   const int lane = threadIdx.x % 32;
-  X(*row_slots)[R] = slots + threadIdx.y * warps;
+  X(*row_sums)[R] = warp_sums + threadIdx.y * warps;
 
   // Over the warp.
   if (N > 1 && warps > 0) {
@@ -1888,7 +1889,7 @@ template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&s
       memcpy(x, numbers, sizeof(numbers));
       return;
     }
-    if (lane % kLanes == 0) reinterpret_cast<float*>(row_slots[threadIdx.x / 32])[lane / kLanes] = sum;
+    if (lane % kLanes == 0) reinterpret_cast<float*>(row_sums[threadIdx.x / 32])[lane / kLanes] = sum;
   } else {
     if (N == 1 && warps > 0) {
       sum_lanes(x, 32);  // a constant, so that the loop is unrolled
@@ -1897,16 +1898,16 @@ template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&s
     }
     if (warps <= 1) return;
     if (lane == 0) {
-      UNROLL(r, R) row_slots[threadIdx.x / 32][r] = x[r];
+      UNROLL(r, R) row_sums[threadIdx.x / 32][r] = x[r];
     }
   }
 
   // Over the warps of the row.
   __syncthreads();
-  const int slot = threadIdx.x % WARPS;
+  const int warp = threadIdx.x % WARPS;
   UNROLL(r, R) {
-    x[r] = row_slots[min(slot, warps - 1)][r];
-    if (slot >= warps) x[r] = X{};
+    x[r] = row_sums[min(warp, warps - 1)][r];
+    if (warp >= warps) x[r] = X{};
   }
   sum_lanes(x, WARPS);
 }
@@ -2275,8 +2276,8 @@ template <typename T> __device__ void prefetch_affine(const Forward& call) {
   }
 }
 
-// Each reduction has its own slots, because slow warps may still read those of the previous one.
-template <typename T, int ROWS, int WARPS> struct RowSlots {
+// Each reduction has its own, because slow warps may still read those of the previous one.
+template <typename T, int ROWS, int WARPS> struct WarpSums {
   float sum[WARPS][ROWS];
   float residual[WARPS][ROWS];
   DistanceSums<T> distances[WARPS][ROWS];
@@ -2286,9 +2287,9 @@ template <typename T, int ROWS, int WARPS> struct RowSlots {
 // be exact: correct_mean() ensures it for float32, and residuals for 16-bit rows whose sum may be rounded.
 template <typename T, int MAX_COLS, int ROWS, int WARPS>
 __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int count, int cols, float per_col,
-                          RowSlots<T, ROWS, WARPS>& slots) {
+                          WarpSums<T, ROWS, WARPS>& warp_sums) {
   UNROLL(r, ROWS) mean[r] = sum[r];
-  sum_row(mean, slots.sum);
+  sum_row(mean, warp_sums.sum);
   UNROLL(r, ROWS) mean[r] = rounded_quotient(mean[r], float(cols), per_col);
   // A float has 24 significant bits. float16 has 11 and bfloat16 has 8, which leaves 13 and 16 bits to count.
   constexpr int kMaxExactCols = std::is_same_v<T, __half> ? 8192 : 65536;
@@ -2296,7 +2297,7 @@ __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int cou
     if (cols <= kMaxExactCols) return;
     float residual[ROWS];
     UNROLL(r, ROWS) residual[r] = fma(-float(count), mean[r], sum[r]);
-    sum_row(residual, slots.residual);
+    sum_row(residual, warp_sums.residual);
     UNROLL(r, ROWS) mean[r] += residual[r] * per_col;
   }
 }
@@ -2328,7 +2329,7 @@ enum RowKind { kAligned, kInWarp, kUnaligned };
 constexpr int kMaxLoads = 4;  // per thread; more if a team is one warp
 constexpr int kMaxRowThreads = 512;
 constexpr int kMaxUnalignedRowThreads = 448;  // with 512, two blocks per SM would spill
-static_assert(kMaxRowThreads <= 32 * kMaxWarps, "each warp of a row has a slot");
+static_assert(kMaxRowThreads <= 32 * kMaxWarps, "each warp of a row has a sum");
 
 constexpr int kTeamsThreads = 128;                // of a block with several teams
 constexpr int kShortRows = kHasEpilogue ? 4 : 2;  // per thread; they share loads of weight and bias
@@ -2367,7 +2368,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   constexpr bool kHasEdges = KIND == kUnaligned;
   // Early loads of weight and bias, in input's dtype, arrive during the statistics.
   constexpr bool kEarly = KIND == kInWarp || (KIND == kAligned && PACKS < kMaxLoads);
-  __shared__ RowSlots<T, ROWS, KIND == kInWarp ? 1 : kMaxWarps> slots;
+  __shared__ WarpSums<T, ROWS, KIND == kInWarp ? 1 : kMaxWarps> warp_sums;
   const int cols = call.cols;
   const uint64_t policy = l2_policy(constants.priority);
 
@@ -2460,7 +2461,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   }
   int count = has_edge();
   UNROLL(i, PACKS) count += has(i) ? V : 0;
-  row_means<T, PACKS * kMaxRowThreads * V>(mean, sum, count, cols, constants.per_col, slots);
+  row_means<T, PACKS * kMaxRowThreads * V>(mean, sum, count, cols, constants.per_col, warp_sums);
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) {
     DistanceSums<T> total = {};
@@ -2471,7 +2472,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
     }
     distances[r] = total;
   }
-  sum_row(distances, slots.distances);
+  sum_row(distances, warp_sums.distances);
   UNROLL(r, ROWS) {
     const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // also updates mean[r]
     rstd[r] = rstd_of<T>(m2, constants.per_col, constants.eps);
@@ -2579,7 +2580,7 @@ constexpr int kBackwardThreads = 512;  // per SM, and in the largest blocks
 
 constexpr int kBackwardBlockThreads = 256;  // of a block with several rows
 constexpr int kBackwardBlockThreads16Bits = 128;
-static_assert(kBackwardThreads <= 32 * kMaxWarps, "each warp of a row has a slot");
+static_assert(kBackwardThreads <= 32 * kMaxWarps, "each warp of a row has a sum");
 static_assert(is_power_of_two(kBackwardBlockThreads) && kBackwardBlockThreads <= 256,
               "a block adds its rows in a tree");
 static_assert(is_power_of_two(kBackwardBlockThreads16Bits) && kBackwardBlockThreads16Bits <= 256);
@@ -2608,7 +2609,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   constexpr int kSpacing = kLoadsWords ? 2 : 1;  // of a block's rows
   // Words outside of the row add zeros. Without an epilogue, a branch would be no faster.
   constexpr bool kAddsZeros = kLoadsWords && !kHasEpilogue;
-  __shared__ GradSums slots[2][kMaxWarps][ROWS];
+  __shared__ GradSums warp_sums[2][kMaxWarps][ROWS];
   // Two names for the same memory: bias is needed in the loop, and the gradient sums of the block's rows after it.
   __shared__ __align__(16) float row_sums[(kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS];
   const int cols = call.cols;
@@ -2686,7 +2687,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   start_loads(row);
 
   // All threads of a block have the same row - first_row, so that all reach the barrier in sum_row.
-  int parity = 0;  // two sets of slots in turns need one barrier per iteration
+  int parity = 0;  // two sets of warp_sums in turns need one barrier per iteration
   for (; row - first_row < call.rows; row += grid_rows) {
     // Add up over the row, and over rows.
     GradSums sums[ROWS] = {};
@@ -2719,7 +2720,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
 
     // Combine, and write grad_input.
     if (call.grad_input == nullptr) continue;
-    sum_row(sums, slots[parity]);
+    sum_row(sums, warp_sums[parity]);
     parity ^= 1;
     T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + packs[0].col);
     UNROLL(r, ROWS) {
@@ -4388,24 +4389,24 @@ __device__ inline void writes_before_async_accesses() {
 //   2 q + 1  (p=1)  input q + 1, weight 0    input q,     weight 2
 //
 // Outputs with the same parities are a matrix product: 64 output channels x (8 taps x 32 input channels) x positions q.
-// A block keeps the weights of one parity of d and of h. Two groups of four warps compute tasks: four output lines in
-// h, one in d. While one group multiplies, the other one normalizes and writes. A third group loads input.
+// A block keeps the weights of one parity of d and of h. Two warpgroups (four warps each) compute tasks: four output
+// lines in h, one in d. While one multiplies, the other one normalizes and writes. A third one loads input.
 
 constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
-constexpr int kTaskLines = 4;                            // output lines per task
-constexpr int kGroups = 2, kGroupThreads = 128;          // groups that compute; threads per group
-constexpr int kThreads = (kGroups + 1) * kGroupThreads;  // one more group loads
-constexpr int kThreadRows = 2 * kTaskLines;              // a thread has a quarter of two channels in each line
-constexpr int kFragmentUnits = 2 * kOutChannels;         // units per fragment
+constexpr int kTaskLines = 4;                                    // output lines per task
+constexpr int kWarpgroups = 2, kWarpgroupThreads = 128;          // warpgroups that compute; threads per warpgroup
+constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one more warpgroup loads
+constexpr int kThreadRows = 2 * kTaskLines;                      // a thread has a quarter of two channels in each line
+constexpr int kFragmentUnits = 2 * kOutChannels;                 // units per fragment
 constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
 // A block starts with 168 registers per thread; setmaxnreg waits forever if too few are left.
-static_assert(kGroups * kComputeRegisters + kLoadRegisters <= 3 * 168);
+static_assert(kWarpgroups * kComputeRegisters + kLoadRegisters <= 3 * 168);
 // wgmma multiplies 64 rows by 128 columns.
 static_assert(kInChannels == 32 && kOutChannels == 64 && kInWidth == 32 && kTaskLines == 4);
-static_assert(kGroups == 2 && kGroupThreads == 128);
+static_assert(kWarpgroups == 2 && kWarpgroupThreads == 128);
 using Unit = Pack<uint32_t, 4>;  // neighbouring input channels
 
-// Shared memory: fragments, weight and bias, two slabs per group. A slab is a task's input at one depth: planes of
+// Shared memory: fragments, weight and bias, two slabs per warpgroup. A slab is a task's input at one depth: planes of
 // kUnitElements channels, with five lines each. wgmma reads sets of eight columns, shifted by -1, 0 or 1, so sets have
 // copies of their neighbours ("-" is 0):
 //
@@ -4414,16 +4415,17 @@ using Unit = Pack<uint32_t, 4>;  // neighbouring input channels
 template <typename T> struct Layout {
   static constexpr int kUnitElements = 16 / sizeof(T);         // channels per unit
   static constexpr int kPlanes = kInChannels / kUnitElements;  // planes per slab
-  static constexpr int kChunks = kPlanes / 2;                  // the two planes of one instruction
+  static constexpr int kPlanePairs = kPlanes / 2;              // the two planes of one instruction
   static constexpr int kSlabLines = kTaskLines + 1;
   static constexpr int kSetStride = 10, kLineStride = 4 * kSetStride;  // in units
   static constexpr int kPlaneStride = kSlabLines * kLineStride | 1;    // odd: no bank conflicts
   static constexpr int kSlabUnits = kPlanes * kPlaneStride;
   // The weights of one instruction are a fragment: 64 output channels of one plane, then of the other.
-  static constexpr int kFragments = 16 * kChunks;            // (tap of d, tap of h, chunk, parity of w, tap of w)
+  static constexpr int kFragments = 16 * kPlanePairs;        // (tap of d, tap of h, plane pair, parity of w, tap of w)
   static constexpr int kRegisterFragments = sizeof(T) == 4;  // no shared memory is left for the first one
   static constexpr int kSharedFragments = kFragments - kRegisterFragments;
-  static constexpr int kBytes = 16 * (kSharedFragments * kFragmentUnits + kGroups * 2 * kSlabUnits) + 4 * 2 * kOutWidth;
+  static constexpr int kBytes =
+      16 * (kSharedFragments * kFragmentUnits + kWarpgroups * 2 * kSlabUnits) + 4 * 2 * kOutWidth;
 
   static __device__ int unit_at(int plane, int line, int column) {
     return plane * kPlaneStride + line * kLineStride + column / 8 * kSetStride + column % 8 + 1;
@@ -4443,9 +4445,9 @@ template <typename T> __global__ void __launch_bounds__(kFragmentUnits * 16 / si
     arrange_weights(Convolution call, T* arranged) {
   using L = Layout<T>;
   const int element = threadIdx.x, fragment = blockIdx.x;
-  const int bits = fragment / 4 / L::kChunks;  // parity of d, parity of h, tap of d, tap of h
+  const int bits = fragment / 4 / L::kPlanePairs;  // parity of d, parity of h, tap of d, tap of h
   const int out = element / L::kUnitElements % kOutChannels;
-  const int plane = fragment / 4 % L::kChunks * 2 + element / L::kUnitElements / kOutChannels;
+  const int plane = fragment / 4 % L::kPlanePairs * 2 + element / L::kUnitElements / kOutChannels;
   const int in = plane * L::kUnitElements + element % L::kUnitElements;
   const auto position = [](int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); };
   const int d = position(bits / 8, bits / 2), h = position(bits / 4, bits), w = position(fragment / 2, fragment);
@@ -4492,19 +4494,20 @@ __device__ inline uint64_t descriptor(unsigned address, int plane_stride, int ei
   return uint64_t(eight_stride) << 32 | (address + (plane_stride << 16));
 }
 
-// Each wait needs one arrival. Group 0 has as many tasks as group 1, or one more.
+// Each wait needs one arrival. Warpgroup 0 has as many tasks as warpgroup 1, or one more.
 //
-//   barrier           who arrives                           who waits
-//   kMayMultiply + g  the other group, after multiplying    group g, before multiplying, except for the first task
-//   kFull + g         the loading group, after a load       group g, before multiplying
-//   kEmpty + g        group g, after multiplying            the loading group, before the next load for group g
-enum : int { kMayMultiply = 1, kFull = kMayMultiply + kGroups, kEmpty = kFull + kGroups };  // 0 is __syncthreads
+//   barrier           who arrives                             who waits
+//   kMayMultiply + g  the other warpgroup, after multiplying  warpgroup g, before multiplying (not its first task)
+//   kFull + g         the loading warpgroup, after a load     warpgroup g, before multiplying
+//   kEmpty + g        warpgroup g, after multiplying          the loading warpgroup, before the next load for g
+// 0 is __syncthreads().
+enum : int { kMayMultiply = 1, kFull = kMayMultiply + kWarpgroups, kEmpty = kFull + kWarpgroups };
 
 __device__ inline void named_barrier_wait(int name) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(2 * kGroupThreads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(2 * kWarpgroupThreads) : "memory");
 }
 __device__ inline void named_barrier_arrive(int name) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(2 * kGroupThreads) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(2 * kWarpgroupThreads) : "memory");
 }
 
 // A thread's sums: (parity of w, line, set of eight columns, register). Four lanes share row 2 * line + i, which is
@@ -4539,13 +4542,13 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
   float* affine = reinterpret_cast<float*>(fragments + L::kSharedFragments * kFragmentUnits);
   Unit* slabs = reinterpret_cast<Unit*>(affine + 2 * kOutWidth);
   arranged += blockIdx.x % 4 * (L::kFragments * kFragmentUnits);
-  const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+  const int warpgroup = threadIdx.x / kWarpgroupThreads, thread = threadIdx.x % kWarpgroupThreads;
 
   // Fill shared memory. The fence after the first load also covers these writes.
   for (int i = threadIdx.x; i < L::kSharedFragments * kFragmentUnits; i += blockDim.x) {
     fragments[i] = arranged[L::kRegisterFragments * kFragmentUnits + i];
   }
-  for (int i = threadIdx.x; i < kGroups * 2 * L::kSlabUnits; i += blockDim.x) slabs[i] = {};
+  for (int i = threadIdx.x; i < kWarpgroups * 2 * L::kSlabUnits; i += blockDim.x) slabs[i] = {};
   if (threadIdx.x < 2 * kOutWidth) {
     const bool is_weight = threadIdx.x < kOutWidth;
     affine[threadIdx.x] = load_affine<T, 1>(is_weight ? call.weight : call.bias, call.affine_float32,
@@ -4570,16 +4573,16 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
   // The slab of tap 0 becomes that of tap 1 in the next task.
   const auto slab = [&](int g, int index, int tap_d) { return slabs + (2 * g + (index + tap_d) % 2) * L::kSlabUnits; };
 
-  if (group == kGroups) {
-    // Load for both groups alternately. A thread transposes patches of kSize channels x kSize columns.
+  if (warpgroup == kWarpgroups) {
+    // Load for both warpgroups alternately. A thread transposes patches of kSize channels x kSize columns.
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
     constexpr int kSize = L::kUnitElements, kSetPatches = 8 / kSize, kLinePatches = L::kPlanes * 4 * kSetPatches;
-    constexpr int kSweepLines = kGroupThreads / kLinePatches;
+    constexpr int kSweepLines = kWarpgroupThreads / kLinePatches;
     const int i = thread / kSetPatches, plane = i % 4 + i / 16 % kSetPatches * 4;
     const int column = i / 4 % 4 * 8 + thread % kSetPatches * kSize;
     const int64_t channel_stride = int64_t(call.depth) * call.height * kInWidth;
     ROLLED(number, all_tasks) {
-      const int g = number % kGroups, index = number / kGroups;
+      const int g = number % kWarpgroups, index = number / kWarpgroups;
       const Task task = task_at(g, index);
       const int new_taps = index == 0 || task.d == 0 ? 2 : 1;
       const auto for_each_patch = [&](auto f) {
@@ -4637,25 +4640,25 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
   // The shuffle shows the compiler that all lanes have the same address.
   const auto address_in_units = [](const Unit* p) { return __shfl_sync(~0u, shared_address(p) / 16, 0); };
 
-  ROLLED(index, tasks(group)) {
-    const Task task = task_at(group, index);
+  ROLLED(index, tasks(warpgroup)) {
+    const Task task = task_at(warpgroup, index);
     Accumulators accumulators = {};
 
     // Multiply. Taps go from last to first, like in cuDNN on Hopper: the sums then equal PyTorch's.
-    named_barrier_wait(kFull + group);
-    if (group == 1 || index > 0) named_barrier_wait(kMayMultiply + group);
-    const unsigned slab_addresses[2] = {address_in_units(slab(group, index, 0)),
-                                        address_in_units(slab(group, index, 1))};
+    named_barrier_wait(kFull + warpgroup);
+    if (warpgroup == 1 || index > 0) named_barrier_wait(kMayMultiply + warpgroup);
+    const unsigned slab_addresses[2] = {address_in_units(slab(warpgroup, index, 0)),
+                                        address_in_units(slab(warpgroup, index, 1))};
     const unsigned weights = address_in_units(fragments);
     keep_in_registers(accumulators);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     UNROLL(i, 8) {
       const int taps = 7 - i, tap_d = taps / 4, tap_h = taps / 2 % 2, tap_w = taps % 2;
-      UNROLL(chunk, L::kChunks) {
+      UNROLL(pair, L::kPlanePairs) {
         UNROLL(parity_w, 2) {
-          const unsigned columns = slab_addresses[tap_d] + L::unit_at(2 * chunk, 1 - tap_h, 0) + parity_w - tap_w;
+          const unsigned columns = slab_addresses[tap_d] + L::unit_at(2 * pair, 1 - tap_h, 0) + parity_w - tap_w;
           const uint64_t b = descriptor(columns, L::kPlaneStride, L::kSetStride);
-          const int fragment = 4 * (taps / 2 * L::kChunks + chunk) + 2 * parity_w + tap_w - L::kRegisterFragments;
+          const int fragment = 4 * (taps / 2 * L::kPlanePairs + pair) + 2 * parity_w + tap_w - L::kRegisterFragments;
           if (fragment < 0) {
             multiply_add_async<T>(accumulators.data[parity_w], register_fragment, b);
           } else {
@@ -4667,10 +4670,10 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
     }
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
     keep_in_registers(accumulators);
-    // With the shorter condition 2 * index + group + 1 < all_tasks, the compiler duplicates the loop.
-    const bool other_group_has_task = group == 0 ? index < tasks(1) : index + 1 < tasks(0);
-    if (other_group_has_task) named_barrier_arrive(kMayMultiply + 1 - group);
-    if (index + 1 < tasks(group)) named_barrier_arrive(kEmpty + group);
+    // With the shorter condition 2 * index + warpgroup + 1 < all_tasks, the compiler duplicates the loop.
+    const bool other_has_task = warpgroup == 0 ? index < tasks(1) : index + 1 < tasks(0);
+    if (other_has_task) named_barrier_arrive(kMayMultiply + 1 - warpgroup);
+    if (index + 1 < tasks(warpgroup)) named_barrier_arrive(kEmpty + warpgroup);
 
     // Add the convolution's bias, rounded before and after like in PyTorch.
     UNROLL(i, sizeof(T) == 2 ? 16 * kTaskLines : 0) {

@@ -72,8 +72,8 @@ STATEMENTS_OF_LAYER_NORM = {
 BODIES_OF_CONVOLUTION = {
     "copy_or_zero": "emulator::start({shared, exists ? global : nullptr, 16}, emulator::current->copies);",
     "wait_for_copies": "emulator::wait_for_copies();",
-    "named_barrier_wait": "emulator::named_barrier(name, 2 * kGroupThreads, true);",
-    "named_barrier_arrive": "emulator::named_barrier(name, 2 * kGroupThreads, false);",
+    "named_barrier_wait": "emulator::named_barrier(name, 2 * kWarpgroupThreads, true);",
+    "named_barrier_arrive": "emulator::named_barrier(name, 2 * kWarpgroupThreads, false);",
     "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
 }
 STATEMENTS_OF_CONVOLUTION = {
