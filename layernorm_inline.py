@@ -23,8 +23,8 @@ is compiled. The import changes neither PyTorch nor the environment, and initial
 With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations. With
 LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever the number of rows.
 
-Rows of more than 32 KB (backward: 8 KB) use cooperative launches. Their blocks wait for one another, so they deadlock
-beside a kernel that keeps SMs busy until later work of the same GPU is done.
+Rows of more than 32 KB (backward: 8 KB) may use cooperative launches. Their blocks wait for one another, so they
+deadlock beside a kernel that keeps SMs busy until later work of the same GPU is done.
 
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.

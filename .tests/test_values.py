@@ -94,9 +94,10 @@ def test_backward_without_weight_gradients_allocates_no_sums(backend, case):
         with torch.profiler.profile(profile_memory=True) as profile:
             grad_input = backend.ops.layer_norm_backward(*call)[0]
     events = profile.profiler.kineto_results.events()
-    *others, largest = sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0)
+    allocated = sum(max(event.nbytes(), 0) for event in events if event.name() == "[memory]")
     pieces = max(160, case.cols // 8192 + 2)
-    assert largest >= grad_input.nbytes and sum(others) <= 8 * case.rows * pieces + 1024
+    rounding = 2 << 20 if backend.is_cuda and grad_input.nbytes > 1 << 20 else 0  # of PyTorch's allocator
+    assert grad_input.nbytes <= allocated <= grad_input.nbytes + rounding + 8 * case.rows * pieces + 1024
 
 
 @pytest.mark.full
