@@ -285,7 +285,9 @@ def test_conv_forward_mode_matches_pytorch(backend):
 
 @pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
-def test_conv_compiled_in_one_graph(backend, training, precision):
+def test_conv_compiled_in_one_graph(backend, training, precision, tmp_path, monkeypatch):
+    # PyTorch's cache does not know the setting of TF32, and would return the graph of the other setting.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     _, fused = models(backend, SCALED, precision)
     x = torch.randn(2, 32, 3, 4, 32, device=backend.device, dtype=precision, requires_grad=training)
     compiled = torch.compile(fused, fullgraph=True)
