@@ -7,8 +7,8 @@
     y = layer_norm(x, (768,), weight, bias)       # the arguments of PyTorch's function; also activation and scale
     replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
-CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels, forward and backward, or raise an error.
-Under torch.compile, short rows are left to PyTorch (see layer_norm).
+Without torch.compile, CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels, forward and backward,
+or raise an error. The docstring of layer_norm says what is left to PyTorch.
 Gradients can be differentiated again, and work with torch.func and in forward mode. For KernelBench, ModelNew is level
 1 problem 40.
 
@@ -19,12 +19,12 @@ install nvcc: `pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"`.
 The first import compiles the kernels for the machine's GPUs, in 15 s to a minute, and stores the library in the folder
 TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later imports load it. The first use of an
 activation or scale compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the architectures, or nothing
-is compiled. The import changes neither PyTorch nor the environment, and initializes CUDA only if NVML is missing.
+is compiled. The import changes neither PyTorch nor the environment, and initializes CUDA only if NVML fails.
 With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations. With
 LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever the number of rows.
 
 Rows of more than 32 KB (backward: 8 KB) may use cooperative launches. Their blocks wait for one another, so they
-deadlock beside a kernel that keeps SMs busy until later work of the same GPU is done.
+deadlock if another kernel keeps SMs busy while it waits for work that comes after them.
 
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.
@@ -106,7 +106,7 @@ def _has_static_value():
 
 
 def _is_symbolic(number):
-    """Returns True if a comparison would restrict what is recorded, or if Dynamo represents the number as an array."""
+    """Returns True if a comparison would add a guard, or if Dynamo represents the number as an array."""
     if not isinstance(number, (float, int)):
         return True
     return _has_static_value() and not torch.fx.experimental.symbolic_shapes.has_static_value(number)
@@ -244,7 +244,7 @@ class ModelNew(LayerNorm):
 
 
 def replace_layer_norm(
-    module: nn.Module, types: Union[type[nn.Module], Sequence[type[nn.Module]]] = (_TorchLayerNorm,)
+    module: nn.Module, types: Union[type[nn.Module], Collection[type[nn.Module]]] = (_TorchLayerNorm,)
 ) -> nn.Module:
     """Converts every nn.LayerNorm inside `module`, and module itself, to LayerNorm in place. Returns module.
 
@@ -365,7 +365,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _cpp_extension():
     if importlib.util.find_spec("setuptools") is None:
         raise RuntimeError("layernorm_inline: PyTorch cannot compile without setuptools. Run: pip install setuptools")
-    # The import looks for GPUs, must not initialize CUDA, and logs that there is no GPU.
+    # Importing it looks for GPUs, here with NVML, which does not initialize CUDA, and logs if there is none.
     logger = logging.getLogger("torch.utils.cpp_extension")
     with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1") as restored:
         restored.callback(setattr, logger, "disabled", logger.disabled)
@@ -394,7 +394,7 @@ def _gpus():
                     capabilities.append((major.value, minor.value))
             nvml.nvmlShutdown()
             return capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []
-    # The driver lacks NVML, as on Jetson. This initializes CUDA.
+    # NVML fails, or is missing, as on Jetson. This initializes CUDA.
     return [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
 
 
@@ -411,7 +411,7 @@ def _architectures():
 
 def _codes(architectures):
     """Returns the codes to compile for these architectures: sm_90a for sm_90, because only sm_90a has wgmma."""
-    codes = {code.rstrip("af") for code in architectures if _architecture_number(code) >= 75}  # GPUs have no suffix
+    codes = {code.rstrip("af") for code in architectures if _architecture_number(code) >= 75}  # like detected GPUs
     codes = {"sm_90a" if code == "sm_90" else code for code in codes}
     if _parse_version(torch.version.cuda)[0] == 11:  # it lacks instructions that the kernels use on Hopper
         codes = {"compute_80" if _architecture_number(code) >= 90 else code for code in codes}
@@ -569,12 +569,12 @@ def _build(library, cache, codes, broken=None):
     with _acquire_lock(cache) as lock:
         if not _is_trusted(path) or os.stat(path).st_ino == broken:
             with contextlib.suppress(FileNotFoundError):
-                tempfile.gettempdir()  # Python remembers TMPDIR, which may name no folder, so the build sets it
+                tempfile.gettempdir()  # Python remembers the first answer, which must not be the build's folder
             for unfinished in glob.glob(f"{glob.escape(prefix)}*"):  # by processes that were killed
                 shutil.rmtree(unfinished, ignore_errors=True)
             folder = tempfile.mkdtemp(prefix=prefix)
             lock.callback(shutil.rmtree, folder, ignore_errors=True)
-            with _environment(TMPDIR=folder):
+            with _environment(TMPDIR=folder):  # the user's may name no folder
                 _compile(library, folder, codes)
             os.chmod(f"{folder}/{library.name}.so", 0o644)  # readable by other users, whatever the umask
             os.replace(f"{folder}/{library.name}.so", path)
@@ -4083,8 +4083,8 @@ CUDA_SOURCE = _INTERFACE + _CUDA_COMMON + _CUDA_LAYER_NORM
 # 6  Load: what the import runs ===============================================
 
 
-# Names ops. It depends only on the sources, so that a program that was saved on one machine runs on another.
 def _name_of(sources):
+    """Returns the namespace of ops. A program that was saved on one machine runs on another with the same sources."""
     return "layernorm_inline_" + hashlib.sha256(sources.encode()).hexdigest()[:12]
 
 
@@ -4146,6 +4146,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             (_ops is not None and not _is_exporting() and torch._C._get_tracing_state() is None)
             and (isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16))
             and all(t.is_cuda and t.dtype == x.dtype for t in (x, *self.parameters()))
+            and "DTensor" not in {type(t).__name__ for t in (x, *self.parameters())}
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == x.shape[4] == 32)
             and (_is_plain(conv, _TorchConvTranspose3d) and _is_plain(norm, LayerNorm))

@@ -184,6 +184,16 @@ def restored_settings():
         torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def mesh(backend, tmp_path):
+    """Returns a device mesh of one process."""
+    pytest.importorskip("torch.distributed.tensor")
+    kind = "nccl" if backend.is_cuda else "gloo"
+    torch.distributed.init_process_group(kind, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh(backend.device, (1,))
+    torch.distributed.destroy_process_group()
+
+
 # ---- Time limit ----
 
 

@@ -116,22 +116,16 @@ def test_nested_tensors_run_pytorchs_operation(backend, layout, activation):
     torch.testing.assert_close(*results)
 
 
-def test_distributed_tensors_run_pytorchs_operation(backend, tmp_path):
-    tensor = pytest.importorskip("torch.distributed.tensor")
-    kind = "nccl" if backend.is_cuda else "gloo"
-    torch.distributed.init_process_group(kind, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh(backend.device, (1,))
-        x, weight, bias, dy = random_case(6, 8, torch.float32, device=backend.device)
-        placed = [(x, tensor.Shard(0)), (weight, tensor.Replicate()), (bias, tensor.Replicate())]
-        leaves = [tensor.distribute_tensor(t, mesh, [where]).requires_grad_() for t, where in placed]
-        dy = tensor.distribute_tensor(dy, mesh, [tensor.Shard(0)])
-        results = []
-        for norm in (backend.layer_norm, chain):
-            y = norm(leaves[0], (8,), leaves[1], leaves[2], EPS)
-            results.append([t.full_tensor() for t in (y, *torch.autograd.grad(y, leaves, dy))])
-    finally:
-        torch.distributed.destroy_process_group()
+def test_distributed_tensors_run_pytorchs_operation(backend, mesh):
+    tensor = torch.distributed.tensor
+    x, weight, bias, dy = random_case(6, 8, torch.float32, device=backend.device)
+    placed = [(x, tensor.Shard(0)), (weight, tensor.Replicate()), (bias, tensor.Replicate())]
+    leaves = [tensor.distribute_tensor(t, mesh, [where]).requires_grad_() for t, where in placed]
+    dy = tensor.distribute_tensor(dy, mesh, [tensor.Shard(0)])
+    results = []
+    for norm in (backend.layer_norm, chain):
+        y = norm(leaves[0], (8,), leaves[1], leaves[2], EPS)
+        results.append([t.full_tensor() for t in (y, *torch.autograd.grad(y, leaves, dy))])
     torch.testing.assert_close(*results)
 
 

@@ -284,6 +284,19 @@ def test_conv_forward_mode_matches_pytorch(backend):
 
 
 @pytest.mark.full
+@convolutions_in_tf32(True)
+def test_conv_of_distributed_tensors_runs_pytorchs_operations(backend, mesh):
+    tensor = torch.distributed.tensor
+    x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
+    results = []
+    for model in models(backend, SCALED):
+        model = tensor.distribute_module(model, mesh)
+        y = model(tensor.distribute_tensor(x, mesh, [tensor.Replicate()]))
+        results.append([t.full_tensor() for t in (y, *torch.autograd.grad(y.sum(), [*model.parameters()]))])
+    torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
 def test_conv_compiled_in_one_graph(backend, training, precision, tmp_path, monkeypatch):
     # PyTorch's cache does not know the setting of TF32, and would return the graph of the other setting.
