@@ -7,10 +7,9 @@
     y = layer_norm(x, (768,), weight, bias)       # the arguments of PyTorch's function; also activation and scale
     replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
-Without torch.compile, CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels, forward and backward,
-or raise an error. The docstring of layer_norm says what is left to PyTorch.
-Gradients can be differentiated again, and work with torch.func and in forward mode. For KernelBench, ModelNew is level
-1 problem 40.
+Without torch.compile, CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels, forward and
+backward, or raise an error. The docstring of layer_norm says what is left to PyTorch. Gradients can be differentiated
+again, and work with torch.func and in forward mode. For KernelBench, ModelNew is level 1 problem 40.
 
 The file needs Linux, Python 3.9, PyTorch 2.0 built with CUDA 11.8 (or newer ones), ninja, setuptools, a C++ compiler
 (before PyTorch 2.8 also Python.h), and an nvcc of the same major version as PyTorch's CUDA. For CUDA 13, pip can
@@ -19,7 +18,7 @@ install nvcc: `pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"`.
 The first import compiles the kernels for the machine's GPUs, in 15 s to a minute, and stores the library in the folder
 TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later imports load it. The first use of an
 activation or scale compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the architectures, or nothing
-is compiled. The import changes neither PyTorch nor the environment, and initializes CUDA only if NVML fails.
+is compiled. The import leaves PyTorch and the environment as they were, and initializes CUDA only if NVML fails.
 With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations. With
 LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever the number of rows.
 
@@ -32,7 +31,7 @@ kernels in .docs/kernels.md.
 Words: a pack is 16 bytes of consecutive elements; a load, one access to a pack; a team, the threads that hold a row; a
 group, blocks that share rows; a slice, the columns of a row that a block of a group has; a stage, the part of a slice
 that moves at once; a slot, a place for a stage in a ring in shared memory; a part, some columns that are measured
-together; a mailbox, where a block publishes its part of a row's statistics; affine, weight and bias.
+together; a mailbox, where a block publishes the statistics of its slice; affine, weight and bias.
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors. Permission is hereby granted, free of charge, to any
 person obtaining a copy of this software and associated documentation files (the "Software"), to deal in the Software
@@ -167,9 +166,9 @@ def layer_norm(
     LAYERNORM_INLINE_BATCH_INVARIANT=1 at import, which runs unaligned and very long rows in slower kernels.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
-    first in reverse mode, in programs that torch.export (with PyTorch 2.7 or newer) or torch.jit records, and under
-    torch.compile for rows that it should fuse: a multiple of 16 bytes up to 16 KB (with autocast up to 16384 columns),
-    or of dynamic size.
+    first in reverse mode, for gradients under vmap, in programs that torch.export (with PyTorch 2.7 or newer) or
+    torch.jit records, and under torch.compile for rows that it should fuse: a multiple of 16 bytes up to 16 KB (with
+    autocast up to 16384 columns), or of dynamic size.
 
     Args:
         input: shape (*, *normalized_shape), any strides.
@@ -699,7 +698,6 @@ _CPP_COMMON = r"""
 // consist of PyTorch's operations, which can be differentiated to any order, in forward mode and under vmap.
 
 #define AT_PER_OPERATOR_HEADERS  // allows ATen/ops/*.h: ATen/ATen.h compiles slowly
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -1312,7 +1310,7 @@ _CUDA_COMMON = r"""
 
 #define UNROLL(i, n) _Pragma("unroll") for (int i = 0; i < int(n); ++i)
 #define ROLLED(i, n) _Pragma("unroll 1") for (int i = 0; i < int(n); ++i)
-#pragma nv_diag_suppress 177  // "declared but never referenced": some architectures lack all callers of a function
+#pragma nv_diag_suppress 177  // "declared but never referenced": on some architectures, a function has no caller
 
 namespace TORCH_EXTENSION_NAME {
 namespace {
@@ -1324,7 +1322,7 @@ struct Arch {
   bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
   bool has_large_shared;  // 227 KB of shared memory per block
 
-  int sm_threads;  // that every SM can hold
+  int sm_threads;  // that an SM can hold at least
 
   // Launch bounds, in blocks per SM. With more, some kernels spill (nvcc 13.0).
   int row_blocks;                      // of 512 threads
@@ -1353,7 +1351,7 @@ constexpr Arch arch_of(int number) {
   return arch;
 }
 
-// Device code only. Host code is compiled once for all GPUs, and reads Device::arch.
+// Read by device code. Host code is compiled once for all GPUs, and reads Device::arch.
 #ifdef __CUDA_ARCH__
 constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 #else
@@ -1361,7 +1359,7 @@ constexpr Arch kArch = arch_of(90);
 #endif
 
 // LAYERNORM_INLINE_BATCH_INVARIANT=1: forward gives a row the same bits in every batch. Choices that depend on the
-// number of rows, or on the alignment of a row, are then the same for all.
+// number of rows, or on which rows begin at 16 bytes, are then the same for all.
 #if defined(LAYERNORM_BATCH_INVARIANT)
 constexpr bool kBatchInvariant = true;
 #else
@@ -1469,7 +1467,7 @@ template <int V> __device__ Vec<float, V> rounded_product(Vec<float, V> a, const
   return a;
 }
 
-// opaque and keep_pointer make the compiler compute the value once, and not early.
+// opaque and keep_pointer hide what a value is, so that the compiler computes it neither twice nor early.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -1526,7 +1524,8 @@ template <typename T, int V> __device__ Pack<T, V> load(const T* p, uint64_t pol
 constexpr int kLineBytes = 128;   // of a cache line
 constexpr int kSectorBytes = 32;  // the part of a cache line that is read from memory by itself
 
-// Needs sm_90. global and bytes must be multiples of 16. ptxas 13.0 miscompiled one call: check new ones.
+// Needs sm_90. global and bytes must be multiples of 16. In one call inside an `if`, ptxas 13.0 set `bytes` on one path
+// only: look at the machine code (UBLKPF) of new calls.
 __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t policy) {
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
                : "memory");
@@ -1552,7 +1551,7 @@ __device__ inline void prefetch_range(const void* global, int bytes, uint64_t po
   }
 }
 
-// AS_PACK: in one load, to which p must be aligned.
+// AS_PACK: as a pack, to which p must be aligned.
 template <int V, bool AS_PACK, typename T> __device__ Vec<float, V> load_widened(const T* p) {
   if constexpr (AS_PACK) {
     return widened(load<T, V>(p));
@@ -1619,8 +1618,8 @@ template <typename T, bool EARLY = false, typename F> __device__ void with_16_bi
   f(std::false_type());
 }
 
-// Packs of an unaligned row start at column `begin`, where output is aligned. If only input is unaligned, weight and
-// bias are aligned there, too.
+// Packs of an unaligned row start at column `begin`, where output is aligned. If only input is unaligned, `begin` is 0,
+// where weight and bias are aligned, too.
 template <typename T, int V, bool UNALIGNED, bool AFFINE_16_BITS>
 __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
   if constexpr (AFFINE_16_BITS) {
@@ -1810,8 +1809,8 @@ __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   return {count, total.x, total.y};
 }
 
-// In one phase of exchanges instead of two, by (2) for the means of N parts from each of `width` lanes, where m is the
-// mean of the first lane's parts. m2 loses digits if this lane has few columns, or others than all the other lanes.
+// Like combine_means, but in one phase of exchanges instead of two: by (2) for the means of the parts, where m is the
+// mean of the first lane's parts. m2 loses digits if this mean is far from that of the row.
 template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
   float sums[3] = {};
   UNROLL(n, N) sums[0] += parts[n].count;
@@ -1869,8 +1868,7 @@ static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "sum_row gives each
 
 // Sums each of R values over the threads of a row, which all receive the results. A block is blockDim.y rows of
 // blockDim.x threads: a power of two below 32, or whole warps. Two calls in succession need different warp_sums,
-// because slow warps still read them. One function: split, or with an early return for short rows, it spills
-// (nvcc 13.0).
+// because slow warps still read them. It is one function, because callers spill if it is split (nvcc 13.0).
 template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&warp_sums)[WARPS][R]) {
   if (WARPS == 1) return sum_lanes(x, 32);
   constexpr int N = sizeof(x) / sizeof(float);
@@ -1985,7 +1983,7 @@ template <typename F> __host__ __device__ cudaError_t with_element(DType dtype, 
   }
 }
 
-// Allows all shared memory: between this and the launch, another thread could lower a limit for one call.
+// Always allows all shared memory: if each call set its own limit, another thread could lower it before the launch.
 cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   thread_local std::set<std::pair<const Device*, const void*>> allowed;  // needs no lock
   if (allowed.count({&device, kernel}) > 0) return cudaSuccess;
@@ -2043,7 +2041,7 @@ constexpr int row_threads(int64_t loads, int loads_per_thread) {
   return power;
 }
 
-// Large input stays in L2, because it is prefetched. Small input leaves first, so that the output stays.
+// Large input stays in L2, because most kernels prefetch it. Small input leaves first, so that the output stays.
 L2Priority input_priority(const LayerNormCall& call, const Device& device) {
   const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
   return bytes > device.l2_bytes / 2 ? L2Priority::EvictLast : L2Priority::EvictFirst;
@@ -2060,7 +2058,7 @@ struct Epilogue {
 // gelu(z) = z Phi(z), computed from the tail of the normal distribution, 1 - Phi(|z|): 1 + erf would lose digits if z
 // is negative. The tail's base-2 logarithm is nearly a parabola.
 
-// From the highest power, whose coefficient is `sum`, to the constant.
+// Horner's rule: `sum` is the coefficient of the highest power, and the last one is the constant.
 template <typename... Coefficients> __device__ float polynomial(float t, float sum, Coefficients... coefficients) {
   ((sum = sum * t + coefficients), ...);
   return sum;
@@ -2123,7 +2121,7 @@ template <typename T, typename F> __device__ void with_activation(Activation act
   if (activation == Activation::GeluTanh) return f(GeluTanh<T>());
 }
 
-// From a visible activation, the compiler would move the branches out of all loops, into four times as much code.
+// If the compiler sees that a loop does not change the activation, it copies the loop for each: four times the code.
 template <bool HIDDEN> __device__ Epilogue opaque_activation(Epilogue epilogue) {
   if constexpr (HIDDEN) epilogue.activation = Activation(opaque(int(epilogue.activation)));
   return epilogue;
@@ -2192,7 +2190,8 @@ template <typename T, int V> __device__ void add_gradients(const Backward& call,
 
 constexpr int kSumThreads = 512;  // per block
 constexpr int kMaxThreadsPerColumn = 64;
-static_assert(is_power_of_two(kMaxThreadsPerColumn) && kMaxThreadsPerColumn <= 64, "sum_partials adds in a tree");
+static_assert(is_power_of_two(kMaxThreadsPerColumn) && kMaxThreadsPerColumn <= 64,
+              "a tree needs a power of two, and row_threads() can return 96");
 static_assert(kSumThreads % kMaxThreadsPerColumn == 0);
 
 // blockIdx.y is 0 for grad_weight and 1 for grad_bias. blockDim.y threads share a column.
@@ -2284,16 +2283,17 @@ template <typename T, int ROWS, int WARPS> struct WarpSums {
 };
 
 // sum[r] is the sum of the thread's `count` columns of row r. MAX_COLS is at least cols. The mean of equal numbers must
-// be exact: correct_mean() ensures it for float32, and residuals for 16-bit rows whose sum may be rounded.
+// be exact: correct_mean() ensures it for float32, and residuals for float16 rows whose sum may be rounded.
 template <typename T, int MAX_COLS, int ROWS, int WARPS>
 __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int count, int cols, float per_col,
                           WarpSums<T, ROWS, WARPS>& warp_sums) {
   UNROLL(r, ROWS) mean[r] = sum[r];
   sum_row(mean, warp_sums.sum);
   UNROLL(r, ROWS) mean[r] = rounded_quotient(mean[r], float(cols), per_col);
-  // A float has 24 significant bits. float16 has 11 and bfloat16 has 8, which leaves 13 and 16 bits to count.
-  constexpr int kMaxExactCols = std::is_same_v<T, __half> ? 8192 : 65536;
-  if constexpr (sizeof(T) == 2 && MAX_COLS > kMaxExactCols) {
+  // A float has 24 significant bits. float16 has 11, which leaves 13 to count. bfloat16 has 8, so no row is too long.
+  constexpr int kMaxExactCols = 1 << 13;
+  static_assert(sizeof(T) == 4 || MAX_COLS <= 1 << 16);
+  if constexpr (std::is_same_v<T, __half> && MAX_COLS > kMaxExactCols) {
     if (cols <= kMaxExactCols) return;
     float residual[ROWS];
     UNROLL(r, ROWS) residual[r] = fma(-float(count), mean[r], sum[r]);
@@ -2547,7 +2547,7 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
     // Short rows share loads of weight and bias, unless there are too few for all SMs.
     if (loads <= 32 && waves <= 0.5) return launch_rows<T, 1, 1>(call, context);
     if (loads <= 32) return launch_rows<T, 1, kShortRows>(call, context);
-    // One warp per row needs no barrier. With few loads per lane, fewer lanes have none.
+    // One warp per row needs no barrier. Few loads per lane leave fewer lanes idle.
     if constexpr (k16Bits || !kHasEpilogue) {
       if (loads <= 32 * 2) return launch_rows<T, 2, 1, kInWarp>(call, context);
       if (loads <= 32 * 3) return launch_rows<T, 3, 1, kInWarp>(call, context);
@@ -2582,10 +2582,10 @@ constexpr int kBackwardBlockThreads = 256;  // of a block with several rows
 constexpr int kBackwardBlockThreads16Bits = 128;
 static_assert(kBackwardThreads <= 32 * kMaxWarps, "each warp of a row has a sum");
 static_assert(is_power_of_two(kBackwardBlockThreads) && kBackwardBlockThreads <= 256,
-              "a block adds its rows in a tree");
+              "a tree needs a power of two, and a longer block could have three rows");
 static_assert(is_power_of_two(kBackwardBlockThreads16Bits) && kBackwardBlockThreads16Bits <= 256);
 
-// Longer aligned rows are pipelined, because an SM would hold too few.
+// Longer aligned rows are pipelined, because an SM would hold too few of them.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
 // N neighbouring columns of a thread.
@@ -2992,8 +2992,8 @@ template <typename T, int V> __global__ void __launch_bounds__(ThreadColumns<T, 
   }
 }
 
-// An activation needs more registers, so its launch bounds are lower. partials: (2, gridDim.y, cols), or null if the
-// sums of a block are the gradients.
+// An activation needs more registers, so launch bounds of float32 are lower. partials: (2, gridDim.y, cols), or null if
+// the sums of a block are the gradients.
 template <typename T, int V>
 __global__ void __launch_bounds__(ThreadColumns<T, V>::kThreads, V == 8 ? 4 : kArch.row_blocks - kHasEpilogue)
     backward_columns(Backward call, const GradMeans* grad_means, int64_t rows_per_block, float* partials) {
@@ -3065,7 +3065,7 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   bool needs_row_results = true;
   if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
   if (needs_row_results) {
-    // A plain launch, so that all kernels before it have ended: none of these waits for them (launch rule 3).
+    // A plain launch starts after all kernels before it, because measure_pieces does not wait (launch rule 3).
     void (*const measure)(Call, int, Part*) = measure_pieces<T, V>;
     cudaError_t error = launch_kernel(measure, {rows * pieces, kMeasureThreads}, context, call, pieces, parts);
     if (error != cudaSuccess) return error;
@@ -3156,7 +3156,7 @@ constexpr int kMaxBlocksPerRow = 32 * kPeers;  // one warp reads all mailboxes o
 // Whole cache lines, so that no block polls a line that is written for another row.
 __host__ __device__ inline int64_t mailboxes_per_row(int blocks) { return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16; }
 
-// The last slice of a row may be shorter. Blocks after it have no columns.
+// The last slice of a row may be shorter. Of ranks after it, which have no block, it is 0.
 __host__ __device__ inline int columns_of_slice(int cols, int slice, int rank) {
   return max(0, min(slice, cols - rank * slice));
 }
@@ -3217,16 +3217,16 @@ __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float
 //
 // Each warp has one role:
 //   role       warps   waits for barrier               then                                       arrives at
-//   loader     1 or 2  empty                           copies the slice into a stage              full
+//   loader     1 or 2  empty                           copies the slice into a slot               full
 //   compute    16      full                            measures the slice, in parts               measured
 //   publisher  1       measured                        combines the parts, fills a mailbox        -
 //   gatherer   2 or 1  - (all mailboxes of the row)    finishes the statistics of the row         stats_ready
 //   compute    16      stats_ready of an earlier row   applies the statistics to the slice        empty
-// If a block has whole rows, the publisher finishes the statistics. The four barriers of a stage complete one phase for
-// each row that the stage holds.
+// If a block has whole rows, the publisher finishes the statistics. The four barriers of a slot complete one phase for
+// each row that the slot holds.
 //
-// Why it cannot deadlock: row t of the group needs the stage of row t - stages. That row is applied before row t is
-// measured, because delay < stages. Its statistics need only that every block of the group measures row t - stages, and
+// Why it cannot deadlock: row t of the group needs the slot of row t - slots. That row is applied before row t is
+// measured, because delay < slots. Its statistics need only that every block of the group measures row t - slots, and
 // all blocks run at once. So a row waits only for earlier rows, and the earliest unfinished one can proceed.
 
 namespace pipelined {
@@ -3243,8 +3243,8 @@ static_assert(32 * kLoader + kLoaderThreads <= kPipelineThreads, "every role has
 
 constexpr int kThreadColumns = 16;  // of a compute thread, at most
 constexpr int kMaxSlice = 32 * kComputeWarps * kThreadColumns;
-constexpr int kMaxStages = 10;
-static_assert(kMaxStages >= 3 && kMaxStages <= kPipelineThreads / 32, "each warp initializes the barriers of a stage");
+constexpr int kMaxSlots = 10;
+static_assert(kMaxSlots >= 3 && kMaxSlots <= kPipelineThreads / 32, "each warp initializes the barriers of a slot");
 
 // Tuned on an H200.
 constexpr int kBytesInFlight = 64 << 10;  // into the ring of a block
@@ -3253,15 +3253,15 @@ constexpr int kForwardDelay = 5;
 constexpr int kBackwardDelay = 3;
 constexpr int kDelayAlone = 2;               // of a block that has whole rows
 constexpr int kManyBlocks = 100;             // per row: the exchange is slow
-constexpr int kBackwardPrefetchBlocks = 16;  // per row; with fewer, stages are free soon
+constexpr int kBackwardPrefetchBlocks = 16;  // per row; with fewer, slots are free soon
 constexpr int64_t kMinSharedColumns = 2048;  // of a slice, if more blocks than necessary share a row
 
 struct PipelinePlan {
   int slice_columns;     // of a block; the last block of a group may have fewer
   int slice_bytes;       // of a stage, per tensor: one cache line more, because slices may begin inside of one
-  int stages;            // of the ring, 3 to kMaxStages
-  int stages_in_flight;  // copied at a time, 1 to stages - 1
-  int delay;             // rows from measuring a row to applying it, less than stages
+  int slots;             // of the ring, 3 to kMaxSlots
+  int stages_in_flight;  // copied at a time, 1 to slots - 1
+  int delay;             // rows from measuring a row to applying it, less than slots
   int lanes_per_row;     // of a gatherer: a power of two from 4 to 32
   L2Priority priority;   // of input and grad_output
   int blocks_per_row;    // gridDim.x
@@ -3284,10 +3284,10 @@ template <typename Element, typename Call> struct PipelineBlock {
 
   // Shared memory beside the ring.
   struct alignas(kLineBytes) Control {
-    uint64_t full[kMaxStages], measured[kMaxStages], stats_ready[kMaxStages], empty[kMaxStages];  // barriers
-    RowStats row_stats[kMaxStages];    // in backward from the loader
-    GradMeans grad_means[kMaxStages];  // in backward
-    float2 parts[kMaxStages][kParts];  // {mean, m2}; in backward {sum(wdy), sum(wdy * xhat)}
+    uint64_t full[kMaxSlots], measured[kMaxSlots], stats_ready[kMaxSlots], empty[kMaxSlots];  // barriers
+    RowStats row_stats[kMaxSlots];    // in backward from the loader
+    GradMeans grad_means[kMaxSlots];  // in backward
+    float2 parts[kMaxSlots][kParts];  // {mean, m2}; in backward {sum(wdy), sum(wdy * xhat)}
     float part_columns[kParts];
   };
 
@@ -3305,16 +3305,16 @@ template <typename Element, typename Call> struct PipelineBlock {
   __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first_col; }
 
   // The copy begins on a cache line, which is faster. The line is accessible even if it begins before the tensor.
-  __device__ Copy copy_of(int stage, int tensor, int row) const {
+  __device__ Copy copy_of(int slot, int tensor, int row) const {
     const void* from = call.input;
     if constexpr (!kForward) from = tensor == 0 ? call.input : call.grad_output;
     const char* begin = static_cast<const char*>(from) + offset(row) * sizeof(T);
     const int before = reinterpret_cast<uintptr_t>(begin) % kLineBytes;
-    unsigned char* shared = ring + (stage * kTensors + tensor) * plan.slice_bytes;
+    unsigned char* shared = ring + (slot * kTensors + tensor) * plan.slice_bytes;
     return {shared, begin - before, before + columns * int(sizeof(T))};
   }
-  __device__ const T* slice(int stage, int tensor, int row) const {
-    const Copy copy = copy_of(stage, tensor, row);
+  __device__ const T* slice(int slot, int tensor, int row) const {
+    const Copy copy = copy_of(slot, tensor, row);
     return reinterpret_cast<const T*>(copy.shared + copy.bytes) - columns;
   }
 
@@ -3332,28 +3332,28 @@ template <typename Block> __device__ void load_slices(const Block& block, int th
   auto& control = block.control;
   const uint64_t policy = l2_policy(plan.priority);
   const bool prefetches = Block::kForward || gridDim.x >= kBackwardPrefetchBlocks;
-  RingPosition stage;
-  for (int i = 0; i < block.rows; ++i, stage.advance(plan.stages)) {
-    // Prefetch into L2 what must wait for a stage.
+  RingPosition slot;
+  for (int i = 0; i < block.rows; ++i, slot.advance(plan.slots)) {
+    // Prefetch into L2 what must wait for a slot.
     const int row = block.row(i);
     Copy copies[kTensors];
     UNROLL(t, kTensors) {
-      copies[t] = block.copy_of(stage.index, t, row);
+      copies[t] = block.copy_of(slot.index, t, row);
       const auto [shared, global, bytes] = copies[t];
       if (prefetches) prefetch_range(global, bytes, policy, thread, kLoaderThreads);
     }
     RowStats stats = {};
     if constexpr (!Block::kForward) stats = {block.call.mean[row], block.call.rstd[row]};
 
-    // Wait for the stage, and until row i - stages_in_flight has landed: more copies in flight would delay mailboxes.
-    // after() finds that row's place one round later, so the parity is the other one.
-    barrier_wait(&control.empty[stage.index], stage.parity ^ 1);
-    const RingPosition landing = stage.after(plan.stages - plan.stages_in_flight, plan.stages);
+    // Wait for the slot, and until row i - stages_in_flight has landed: more copies in flight would delay mailboxes.
+    // That row's slot is where after() says, but one round earlier, so its parity is the other one.
+    barrier_wait(&control.empty[slot.index], slot.parity ^ 1);
+    const RingPosition landing = slot.after(plan.slots - plan.stages_in_flight, plan.slots);
     barrier_wait(&control.full[landing.index], landing.parity ^ 1);
 
     // Copy.
-    uint64_t* full = &control.full[stage.index];
-    if (!Block::kForward && thread == 0) control.row_stats[stage.index] = stats;
+    uint64_t* full = &control.full[slot.index];
+    if (!Block::kForward && thread == 0) control.row_stats[slot.index] = stats;
     if constexpr (kArch.has_bulk_copy) {
       int bytes = 0;
       UNROLL(t, kTensors) bytes += copies[t].bytes;
@@ -3411,13 +3411,13 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
   ROLLED(i, block.rows + delay) {
     if (i < block.rows) {
       // Measure the slice of a row.
-      const int stage = measuring.index;
-      const T* x = block.slice(stage, 0, block.row(i));
-      const T* dy = block.slice(stage, Block::kTensors - 1, block.row(i));
+      const int slot = measuring.index;
+      const T* x = block.slice(slot, 0, block.row(i));
+      const T* dy = block.slice(slot, Block::kTensors - 1, block.row(i));
       float2 pair = {};
-      barrier_wait(&control.full[stage], measuring.parity);
+      barrier_wait(&control.full[slot], measuring.parity);
       if constexpr (kForward) {
-        // Float32 parts count from their first element, so that the mean of equal numbers is exact.
+        // Float32 parts subtract their first element, so that the mean of equal numbers is exact.
         Vec<float, V> packs[kPacks];
         UNROLL(p, kPacks) packs[p] = block.pack(x, p);
         const float first = sizeof(T) == 4 ? __shfl_sync(~0u, packs[0][0], 0, kLanesPerPart) : 0;
@@ -3427,7 +3427,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
         pair = measure_packs<T, kLanesPerPart, kPacks>(pack, has, count, per_count);
         pair.x += first;
       } else {
-        const RowStats stats = control.row_stats[stage];
+        const RowStats stats = control.row_stats[slot];
         UNROLL(p, kPacks) {
           if (!block.has(p)) continue;
           const auto xhat = normalized(block.pack(x, p), stats);
@@ -3443,10 +3443,10 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
         pair = sum_lanes(pair, kLanesPerPart);
       }
       if (leads_part) {
-        control.parts[stage][part] = pair;
-        barrier_arrive(&control.measured[stage]);
+        control.parts[slot][part] = pair;
+        barrier_arrive(&control.measured[slot]);
       }
-      measuring.advance(block.plan.stages);
+      measuring.advance(block.plan.slots);
 
       // Add the sums over rows to those of the group, and start new ones.
       if constexpr (!kForward) {
@@ -3463,12 +3463,12 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
 
     if (i >= delay) {
       // Apply the statistics of the row `delay` rows before.
-      const int stage = applying.index;
-      const T* x = block.slice(stage, 0, block.row(i - delay));
-      const T* dy = block.slice(stage, Block::kTensors - 1, block.row(i - delay));
+      const int slot = applying.index;
+      const T* x = block.slice(slot, 0, block.row(i - delay));
+      const T* dy = block.slice(slot, Block::kTensors - 1, block.row(i - delay));
       const int64_t offset = block.offset(block.row(i - delay));
-      barrier_wait(&control.stats_ready[stage], applying.parity);
-      const RowStats stats = control.row_stats[stage];
+      barrier_wait(&control.stats_ready[slot], applying.parity);
+      const RowStats stats = control.row_stats[slot];
       if constexpr (kForward) {
         UNROLL(p, kPacks) {
           const auto y = normalized(block.pack(x, p), stats) * weight[p] + bias[p];
@@ -3476,7 +3476,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
         }
       } else if (call.grad_input != nullptr) {
         // 16-bit rows compute grad_input_of() in half as many instructions. rstd comes last: rstd^2 could overflow.
-        const GradMeans means = control.grad_means[stage];
+        const GradMeans means = control.grad_means[slot];
         const float x_factor = -stats.rstd * means.wdy_xhat;
         const float constant = -means.wdy - stats.mean * x_factor;
         UNROLL(p, kPacks) {
@@ -3489,8 +3489,8 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
         }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(&control.empty[stage]);
-      applying.advance(block.plan.stages);
+      if (lane == 0) barrier_arrive(&control.empty[slot]);
+      applying.advance(block.plan.slots);
     }
   }
 }
@@ -3502,17 +3502,17 @@ __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[
   return sum_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
 }
 
-template <typename Block> __device__ void finish_row(const Block& block, int stage, float2 total, int row) {
+template <typename Block> __device__ void finish_row(const Block& block, int slot, float2 total, int row) {
   const auto& call = block.call;
   if constexpr (Block::kForward) {
     const float rstd = rstd_of<typename Block::T>(total.y, 1 / float(call.cols), float(call.eps));
     if (blockIdx.x == 0) save_statistics(call, row, total.x, rstd);
-    block.control.row_stats[stage] = {total.x, rstd};
+    block.control.row_stats[slot] = {total.x, rstd};
   } else {
     const float per_col = fast_reciprocal(float(call.cols));
-    block.control.grad_means[stage] = {total.x * per_col, total.y * per_col};
+    block.control.grad_means[slot] = {total.x * per_col, total.y * per_col};
   }
-  barrier_arrive(&block.control.stats_ready[stage]);
+  barrier_arrive(&block.control.stats_ready[slot]);
 }
 
 template <typename Block> __device__ void publish_slices(const Block& block, int lane) {
@@ -3520,14 +3520,14 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
   constexpr int kPartsPerLane = Block::kParts / kLanes;
   auto& control = block.control;
   float counts[kPartsPerLane];
-  RingPosition stage;
-  for (int i = 0; i < block.rows; ++i, stage.advance(block.plan.stages)) {
+  RingPosition slot;
+  for (int i = 0; i < block.rows; ++i, slot.advance(block.plan.slots)) {
     // Wait until the slice is measured, and combine its parts.
-    barrier_wait(&control.measured[stage.index], stage.parity);
+    barrier_wait(&control.measured[slot.index], slot.parity);
     float2 pairs[kPartsPerLane];
     UNROLL(n, kPartsPerLane) {
       const int part = n * kLanes + lane % kLanes;
-      pairs[n] = control.parts[stage.index][part];
+      pairs[n] = control.parts[slot.index][part];
       if (Block::kForward && i == 0) counts[n] = control.part_columns[part];
     }
     const float2 total = combine_pairs<Block, kPartsPerLane>(pairs, counts, block.columns, kLanes);
@@ -3535,15 +3535,15 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
     // Publish, or finish the row if the slice is the whole row.
     if (lane != 0) continue;
     if (gridDim.x == 1) {
-      finish_row(block, stage.index, total, block.row(i));
+      finish_row(block, slot.index, total, block.row(i));
     } else {
       publish(mailbox_of(block.mailboxes, block.row(i), blockIdx.x), total);
     }
   }
 }
 
-// Polls 32 / lanes_per_row rows at once, because several may have been published since the last look. This block has
-// measured complete rows, too, so their stages hold them.
+// Polls 32 / lanes_per_row rows at once, because several may have been published since the last look. A complete row
+// has this block's mailbox, too, so its slot still holds it.
 template <typename Block> __device__ void gather_rows(const Block& block, int gatherer, int lane) {
   const PipelinePlan& plan = block.plan;
   const int cols = block.call.cols;
@@ -3571,7 +3571,7 @@ template <typename Block> __device__ void gather_rows(const Block& block, int ga
     // Combine the slices of complete rows.
     const float2 total = gridDim.x <= 32 ? combine_pairs<Block, 1>(pairs, counts, cols, plan.lanes_per_row)
                                          : combine_pairs<Block, kPeers>(pairs, counts, cols, plan.lanes_per_row);
-    if (peer == 0 && ahead < complete && i < block.rows) finish_row(block, i % plan.stages, total, row);
+    if (peer == 0 && ahead < complete && i < block.rows) finish_row(block, i % plan.slots, total, row);
     next += complete * gatherers;
   }
 }
@@ -3588,8 +3588,8 @@ template <typename T, typename Call> __global__ void __launch_bounds__(kPipeline
   const int lane = threadIdx.x % 32;
   if constexpr (!Block::kForward) let_next_start();  // sum_partials
 
-  // Initialize the barriers. A warp has one stage, because lanes of one warp would take turns.
-  if (lane == 0 && warp < plan.stages) {
+  // Initialize the barriers. A warp has one slot, because lanes of one warp would take turns.
+  if (lane == 0 && warp < plan.slots) {
     barrier_init(&control.full[warp], kArch.has_bulk_copy ? 1 : 1 + kLoaderThreads);
     barrier_init(&control.measured[warp], Block::kParts);
     barrier_init(&control.stats_ready[warp], 1);
@@ -3630,7 +3630,7 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
   PipelinePlan plan = {};
   plan.priority = input_priority(call, device);
 
-  // The fewest blocks that can hold a row, or all SMs if there are fewer rows.
+  // The fewest blocks that can hold a row or, if there are fewer rows than SMs, as many as use all SMs.
   const int64_t fewest = ceil_div(call.cols, longest_slice<Block>(device));
   const int64_t most = std::min<int64_t>(kMaxBlocksPerRow, call.cols / kMinSharedColumns);
   const int64_t rows = kForward && kBatchInvariant ? device.sms : std::min<int64_t>(call.rows, device.sms);
@@ -3642,16 +3642,16 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
 
   // The ring.
   const int ring_bytes = device.shared_bytes - int(sizeof(typename Block::Control));
-  plan.stages = std::min(ring_bytes / (Block::kTensors * plan.slice_bytes), kMaxStages);
+  plan.slots = std::min(ring_bytes / (Block::kTensors * plan.slice_bytes), kMaxSlots);
   const int bytes_in_flight = kForward && sizeof(T) == 2 ? kForwardBytesInFlight16Bits : kBytesInFlight;
   const int stages_in_flight = bytes_in_flight / (Block::kTensors * int(sizeof(T)) * plan.slice_columns);
-  plan.stages_in_flight = std::clamp(stages_in_flight, 1, plan.stages - 1);
+  plan.stages_in_flight = std::clamp(stages_in_flight, 1, plan.slots - 1);
 
-  // As many rows as the exchange takes. One stage is being measured, and another loaded, unless the exchange is slower.
+  // As many rows as are measured during an exchange. Two slots are left to measure and to load, or one if it is slow.
   const bool has_many_blocks = plan.blocks_per_row >= kManyBlocks;
   const int exchange_rows = (kForward ? kForwardDelay : kBackwardDelay) + has_many_blocks;
-  const int reserved_stages = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
-  plan.delay = std::min(plan.stages - reserved_stages, plan.blocks_per_row == 1 ? kDelayAlone : exchange_rows);
+  const int reserved_slots = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
+  plan.delay = std::min(plan.slots - reserved_slots, plan.blocks_per_row == 1 ? kDelayAlone : exchange_rows);
   return plan;
 }
 
@@ -3672,7 +3672,7 @@ template <typename T, typename Call> cudaError_t launch_pipelined(const Call& ca
 
   const dim3 grid(plan.blocks_per_row, groups);
   const LaunchShape shape = {grid, kPipelineThreads, plan.blocks_per_row > 1 ? kCooperative : kPlain,
-                             plan.stages * Block::kTensors * plan.slice_bytes};
+                             plan.slots * Block::kTensors * plan.slice_bytes};
   const auto kernel = layer_norm_pipelined_rows<T, Call>;
   const cudaError_t error = launch_kernel(kernel, shape, context, call, plan, mailboxes, partials);
   if constexpr (!Block::kForward) {
@@ -3785,8 +3785,8 @@ template <typename T> struct ResidentBlock {
   }
 };
 
-// Thread 0 loads stage after stage into the ring, and thread 32 into L2. This makes their warps the last ones, so that
-// they seldom wait for a slot. If the warps took turns, all would wait.
+// Thread 0 loads stage after stage into the ring, and thread 32 into L2. So their warps run behind the others, which
+// have already freed the slot that is needed.
 template <typename T> struct Fetch {
   const ResidentBlock<T>& block;
   int row = blockIdx.y;
@@ -4012,8 +4012,8 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 //                   to 32768 columns per SM, at least 4 rows per group; sm_90 to sm_110
 //   two-pass        everything else                                                           twice
 
-// V is the number of elements per load: those of a pack if all rows are aligned, otherwise 1. If the GPU rejects a
-// cooperative launch, the next family runs the call.
+// V: elements of a pack if all rows are aligned, otherwise 1. If the GPU rejects a cooperative launch, the next family
+// runs the call. Batch-invariant forward has neither unaligned rows in registers nor grid-resident ones.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
   if (registers::supports(call, kIsAligned) && (kIsAligned || !kBatchInvariant))
@@ -4197,6 +4197,7 @@ bool has_convolution_kernel();  // for the current device
 """
 
 _CPP_CONVOLUTION = r"""
+#include <ATen/Context.h>
 #include <ATen/ops/conv_transpose3d.h>
 
 namespace TORCH_EXTENSION_NAME {
@@ -4397,7 +4398,7 @@ constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 
 constexpr int kTaskLines = 4;                                    // output lines per task
 constexpr int kWarpgroups = 2, kWarpgroupThreads = 128;          // warpgroups that compute; threads per warpgroup
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one more warpgroup loads
-constexpr int kThreadRows = 2 * kTaskLines;                      // a thread has a quarter of two channels in each line
+constexpr int kThreadRows = 2 * kTaskLines;                      // a thread has 16 columns of two channels in each line
 constexpr int kFragmentUnits = 2 * kOutChannels;                 // units per fragment
 constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
 // A block starts with 168 registers per thread; setmaxnreg waits forever if too few are left.
@@ -4595,7 +4596,7 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
         }
       };
       if (index > 0) named_barrier_wait(kEmpty + g);
-      // Channels are copied to where columns belong.
+      // Copy as it is in memory; the next loop transposes in place.
       for_each_patch([&](Unit* units, int tap_d, int line) {
         const int d = task.d + parity_d - tap_d, h = task.h + parity_h - 1 + line;
         const bool exists = d >= 0 && d < call.depth && h >= 0 && h < call.height;
@@ -4725,11 +4726,11 @@ cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream
   return with_element(call.dtype, [&](auto element) {
     using T = decltype(element);
     using L = Layout<T>;
-    constexpr int kFragments = 4 * L::kFragments;                 // of all four parities of d and h
+    constexpr int kAllFragments = 4 * L::kFragments;              // of all four parities of d and h
     constexpr int kElements = kFragmentUnits * L::kUnitElements;  // per fragment
     const LaunchContext context = {current_device(arrange_weights<T>), allocate, stream};
-    T* arranged = static_cast<T*>(allocate(sizeof(T) * kFragments * kElements));
-    const cudaError_t error = launch_kernel(arrange_weights<T>, {kFragments, kElements}, context, call, arranged);
+    T* arranged = static_cast<T*>(allocate(sizeof(T) * kAllFragments * kElements));
+    const cudaError_t error = launch_kernel(arrange_weights<T>, {kAllFragments, kElements}, context, call, arranged);
     if (error != cudaSuccess) return error;
     const int blocks = std::max(1, context.device.sms / 4) * 4;  // the same number for each parity of d and h
     return launch_kernel(conv_transpose_layer_norm_gelu<T>, {blocks, kThreads, kPlain, L::kBytes}, context, call,

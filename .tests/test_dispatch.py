@@ -206,11 +206,11 @@ template <typename T, typename Call> std::string broken_pipelined_plan(const Cal
   ++plans;
   const pipelined::PipelinePlan plan = choose_plan<T>(call, device);
   const int blocks = ceil_div(call.cols, plan.slice_columns), lanes = plan.lanes_per_row;
-  const int bytes = plan.stages * Block::kTensors * plan.slice_bytes + int(sizeof(typename Block::Control));
+  const int bytes = plan.slots * Block::kTensors * plan.slice_bytes + int(sizeof(typename Block::Control));
   REQUIRE(plan.blocks_per_row == blocks && blocks <= std::min(device.sms, kMaxBlocksPerRow));
-  REQUIRE(plan.stages >= 3 && plan.stages <= kMaxStages);
-  REQUIRE(plan.delay >= 0 && plan.delay < plan.stages);
-  REQUIRE(plan.stages_in_flight >= 1 && plan.stages_in_flight < plan.stages);
+  REQUIRE(plan.slots >= 3 && plan.slots <= kMaxSlots);
+  REQUIRE(plan.delay >= 0 && plan.delay < plan.slots);
+  REQUIRE(plan.stages_in_flight >= 1 && plan.stages_in_flight < plan.slots);
   REQUIRE((lanes & (lanes - 1)) == 0 && lanes <= 32 && lanes >= std::min(blocks, 32));
   REQUIRE(plan.slice_columns <= kMaxSlice && plan.slice_columns % (16 / sizeof(T)) == 0);
   REQUIRE(plan.slice_bytes >= int(sizeof(T)) * plan.slice_columns + kLineBytes);
