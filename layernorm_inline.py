@@ -23,7 +23,7 @@ With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and eve
 LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever the number of rows.
 
 Rows of more than 32 KB (backward: 8 KB) may use cooperative launches. Their blocks wait for one another, so they
-deadlock if another kernel keeps SMs busy while it waits for work that comes after them.
+deadlock if another kernel keeps SMs busy while it waits for work that is queued after them.
 
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.
@@ -364,7 +364,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _cpp_extension():
     if importlib.util.find_spec("setuptools") is None:
         raise RuntimeError("layernorm_inline: PyTorch cannot compile without setuptools. Run: pip install setuptools")
-    # Importing it looks for GPUs, here with NVML, which does not initialize CUDA, and logs if there is none.
+    # The import looks for GPUs: with NVML, so that CUDA is not initialized, and without a message if there are none.
     logger = logging.getLogger("torch.utils.cpp_extension")
     with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1") as restored:
         restored.callback(setattr, logger, "disabled", logger.disabled)
@@ -410,7 +410,8 @@ def _architectures():
 
 def _codes(architectures):
     """Returns the codes to compile for these architectures: sm_90a for sm_90, because only sm_90a has wgmma."""
-    codes = {code.rstrip("af") for code in architectures if _architecture_number(code) >= 75}  # like detected GPUs
+    # Without a suffix, as for detected GPUs.
+    codes = {code.rstrip("af") for code in architectures if _architecture_number(code) >= 75}
     codes = {"sm_90a" if code == "sm_90" else code for code in codes}
     if _parse_version(torch.version.cuda)[0] == 11:  # it lacks instructions that the kernels use on Hopper
         codes = {"compute_80" if _architecture_number(code) >= 90 else code for code in codes}
@@ -1868,7 +1869,8 @@ static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "sum_row gives each
 
 // Sums each of R values over the threads of a row, which all receive the results. A block is blockDim.y rows of
 // blockDim.x threads: a power of two below 32, or whole warps. Two calls in succession need different warp_sums,
-// because slow warps still read them. It is one function, because callers spill if it is split (nvcc 13.0).
+// because slow warps still read them. Do not split it or add an early return for short rows: callers spill
+// (nvcc 13.0).
 template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&warp_sums)[WARPS][R]) {
   if (WARPS == 1) return sum_lanes(x, 32);
   constexpr int N = sizeof(x) / sizeof(float);
@@ -3065,7 +3067,7 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   bool needs_row_results = true;
   if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
   if (needs_row_results) {
-    // A plain launch starts after all kernels before it, because measure_pieces does not wait (launch rule 3).
+    // A plain launch, which starts after all kernels before it: measure_pieces does not wait for them (launch rule 3).
     void (*const measure)(Call, int, Part*) = measure_pieces<T, V>;
     cudaError_t error = launch_kernel(measure, {rows * pieces, kMeasureThreads}, context, call, pieces, parts);
     if (error != cudaSuccess) return error;
@@ -3156,7 +3158,7 @@ constexpr int kMaxBlocksPerRow = 32 * kPeers;  // one warp reads all mailboxes o
 // Whole cache lines, so that no block polls a line that is written for another row.
 __host__ __device__ inline int64_t mailboxes_per_row(int blocks) { return blocks <= 1 ? 0 : (blocks + 15) / 16 * 16; }
 
-// The last slice of a row may be shorter. Of ranks after it, which have no block, it is 0.
+// The last slice of a row may be shorter. Ranks after it have no block, and 0 columns.
 __host__ __device__ inline int columns_of_slice(int cols, int slice, int rank) {
   return max(0, min(slice, cols - rank * slice));
 }
@@ -3647,7 +3649,7 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
   const int stages_in_flight = bytes_in_flight / (Block::kTensors * int(sizeof(T)) * plan.slice_columns);
   plan.stages_in_flight = std::clamp(stages_in_flight, 1, plan.slots - 1);
 
-  // As many rows as are measured during an exchange. Two slots are left to measure and to load, or one if it is slow.
+  // As many rows as are measured during an exchange. Two slots are left to measure and load, or one if it is slow.
   const bool has_many_blocks = plan.blocks_per_row >= kManyBlocks;
   const int exchange_rows = (kForward ? kForwardDelay : kBackwardDelay) + has_many_blocks;
   const int reserved_slots = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
@@ -3785,8 +3787,8 @@ template <typename T> struct ResidentBlock {
   }
 };
 
-// Thread 0 loads stage after stage into the ring, and thread 32 into L2. So their warps run behind the others, which
-// have already freed the slot that is needed.
+// Thread 0 loads stage after stage into the ring, and thread 32 into L2. So their warps run behind the others, and
+// seldom wait for a free slot.
 template <typename T> struct Fetch {
   const ResidentBlock<T>& block;
   int row = blockIdx.y;
@@ -4145,8 +4147,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         return (
             (_ops is not None and not _is_exporting() and torch._C._get_tracing_state() is None)
             and (isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16))
-            and all(t.is_cuda and t.dtype == x.dtype for t in (x, *self.parameters()))
-            and "DTensor" not in {type(t).__name__ for t in (x, *self.parameters())}
+            and all(t.is_cuda and t.dtype == x.dtype and type(t).__name__ != "DTensor" for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == x.shape[4] == 32)
             and (_is_plain(conv, _TorchConvTranspose3d) and _is_plain(norm, LayerNorm))

@@ -158,7 +158,7 @@ def models_sentences(models):
     cells = [(gpu, key, row) for gpu, table in models.items() for key, row in table.items() if " | " in key]
     compiled = [float(row[5]) for _, key, row in cells if "compiled" in key and "no" not in row[5]]
     spreads = [float(row[6]) for _, key, row in cells if key.endswith(" | training") and row[6] != "-"]
-    spread = f"a gain differs by up to {max(spreads):.2f} between runs" if spreads else "one run"
+    spread = f"a gain differs by up to {max(spreads):.3f} between runs" if spreads else "one run"
     change = f"{min(compiled)}x to {max(compiled)}x" if compiled else "no change in any of them"
     return [f"Compiled: {change}", spread]
 
