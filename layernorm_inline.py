@@ -1956,14 +1956,14 @@ template <typename Kernel> const Device& current_device(Kernel* kernel) {
   cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, index);
   cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, index);
   cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-  // The architecture of the loaded code. If there is none for this GPU, the launch will report the error.
+  // The architecture of the loaded code. If it cannot be loaded, the launch reports the error, and the next call tries
+  // again.
   cudaFuncAttributes attributes = {};
-  cudaFuncGetAttributes(&attributes, kernel);
+  device.initialized = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
   device.arch = arch_of(attributes.ptxVersion);
   int driver = 0;
   cudaDriverGetVersion(&driver);
   device.allows_programmatic = std::min(CUDART_VERSION, driver) >= 12030 && device.arch.has_bulk_copy;
-  device.initialized = true;
   return device;
 }
 
@@ -2782,7 +2782,7 @@ template <typename T, int V, int PACKS, int ROWS> BackwardPlan plan_of(const Bac
   const int rows = std::max(1, block_threads / threads);
   // As many blocks as run at once, or a multiple, so that a thread has at most kRowsPerSum rows.
   const int sm_blocks = std::max(1, kBackwardThreads / (threads * rows));
-  int64_t blocks = std::min<int64_t>(ceil_div(call.rows, rows), device.sms * sm_blocks);
+  int64_t blocks = std::min<int64_t>(ceil_div(call.rows, rows * ROWS), device.sms * sm_blocks);
   blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);
   if (sizeof(T) == 2 && V == 2) blocks += blocks % 2;  // half of them for odd rows
   return {layer_norm_backward_rows<T, V, PACKS, ROWS>, dim3(threads, rows), blocks, sm_blocks * rows * ROWS};
