@@ -4,17 +4,15 @@
     python .bench/models.py vit         only the models whose names contain "vit"; writes nothing
 
 A training step is forward and backward, without an optimizer. Five steps in a row are timed. Models have random weights.
-There are three runs, each with new models (torch.compile's are kept), which are timed in turns. A time is the median of
-the runs, and a gain the median of their quotients. The spread is the largest distance of a quotient from this median. A
-gain is "no change" if it is less than the spread or 1%. A model whose package (transformers, timm) is not installed is
-skipped with a message.
+There are three runs, each with new models (torch.compile's are kept), which are timed in turns. The table has the run
+with the median gain. The spread is the largest distance of another run's gain from it. A gain is "no change" if it is
+less than the spread or 1%. A model whose package (transformers, timm) is not installed is skipped with a message.
 """
 
 import argparse
 import copy
 import functools
 import importlib.util
-import statistics
 import sys
 import warnings
 from pathlib import Path
@@ -196,13 +194,16 @@ def time_model(make):
     return sum(norms), len(norms), times
 
 
-def gain_and_spread(times):
-    """Returns the cells "gain" and "spread" of the table. times: (original, replaced) ms of each run."""
-    quotients = [original / replaced for original, replaced in times]
-    gain = statistics.median(quotients)
-    spread = max(abs(quotient - gain) for quotient in quotients)
+def median_run(times):
+    """Returns the table's last cells: the ms of the run with the median gain, this gain, and the spread.
+
+    times: (original, replaced) ms of each run, whose number is odd.
+    """
+    runs = sorted((original / replaced, original, replaced) for original, replaced in times)
+    gain, original, replaced = runs[len(runs) // 2]
+    spread = max(abs(quotient - gain) for quotient, *_ in runs)
     is_change = abs(gain - 1) > max(spread, 0.01)
-    return f"{gain:.2f}" if is_change else "no change", f"{spread:.3f}"
+    return f"{original:.2f}", f"{replaced:.2f}", f"{gain:.2f}" if is_change else "no change", f"{spread:.3f}"
 
 
 def models_named(words):
@@ -225,10 +226,12 @@ def time_models(names):
         replaced, norms, times = time_model(make)
         torch.cuda.empty_cache()
         for step, runs in times.items():
-            medians = [f"{statistics.median(ms):.2f}" for ms in zip(*runs)]
-            rows.append([name, step, size, precision, f"{replaced} of {norms}", *medians, *gain_and_spread(runs)])
+            rows.append([name, step, size, precision, f"{replaced} of {norms}", *median_run(runs)])
             print("; ".join(rows[-1]), flush=True)
-    text = f"Milliseconds per step: medians of {RUNS} runs. A gain of less than the spread or 1% is no change."
+    text = (
+        f"Milliseconds per step: of {RUNS} runs, the one with the median gain. The spread is the largest distance of "
+    )
+    text += "another run's gain. A gain of less than the spread or 1% is no change."
     return f"{versions()}\n\n{text}\n\n{results.markdown_table(COLUMNS, rows)}"
 
 

@@ -317,14 +317,14 @@ def test_row_of_a_real_model(backend, monkeypatch):
     assert times == {step: [(0.2, 0.2)] * models.RUNS for step in steps}
 
 
-def test_a_gain_within_the_spread_is_no_change():
-    for quotients, cells in (
-        ([1.05, 1.07, 1.06], ("1.06", "0.010")),
-        ([0.90, 0.95, 0.92], ("0.92", "0.030")),
-        ([1.02, 1.05, 1.00], ("no change", "0.030")),
-        ([1.009, 1.009, 1.009], ("no change", "0.000")),
+def test_the_run_with_the_median_gain_is_shown():
+    for runs, cells in (
+        ([(84, 80), (106, 100), (107, 100)], ("106.00", "100.00", "1.06", "0.010")),
+        ([(90, 100), (46, 50), (95, 100)], ("46.00", "50.00", "0.92", "0.030")),
+        ([(102, 100), (105, 100), (100, 100)], ("102.00", "100.00", "no change", "0.030")),
+        ([(100.9, 100)] * 3, ("100.90", "100.00", "no change", "0.000")),
     ):
-        assert models.gain_and_spread([(8 * quotient, 8) for quotient in quotients]) == cells
+        assert models.median_run(runs) == cells
 
 
 # ---- README, and how tests run ----
