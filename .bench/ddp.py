@@ -4,8 +4,9 @@
 
 prints a table, and writes it to .bench/RESULTS.md.
 
-For such rows several blocks share a row and wait for one another, beside NCCL's kernels, which wait for the other GPU. The
-table shows whether that costs time. The model consists of norms only, before and after replace_layer_norm. The modes:
+For such rows several blocks share a row and wait for one another, beside NCCL's kernels, which wait for the other GPU.
+The table shows whether that costs time. The model consists of norms only, before and after replace_layer_norm. The
+modes:
 
 "local": each GPU runs the step alone.
 "reduced after": when backward has ended, one all-reduce adds the gradients of both GPUs.

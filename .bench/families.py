@@ -1,4 +1,4 @@
-"""Draws the picture of the kernel families in .docs/kernels.md: where a row stays between the two times that it is needed.
+"""Draws the picture of the kernel families in .docs/kernels.md: where a row stays between its two uses.
 
 python .bench/families.py           writes .github/families.png (needs matplotlib; no GPU)
 """
