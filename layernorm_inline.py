@@ -20,7 +20,7 @@ TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later impo
 activation or scale compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the architectures, or nothing
 is compiled. The import leaves PyTorch and the environment as they were, and initializes CUDA only if NVML fails.
 With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations. With
-LAYERNORM_INLINE_BATCH_INVARIANT=1, forward gives a row the same bits whatever the number of rows.
+LAYERNORM_INLINE_BATCH_INVARIANT=1, the kernels' forward gives a row the same bits whatever the number of rows.
 
 Rows of more than 32 KB (backward: 8 KB) may use cooperative launches. Their blocks wait for one another, so they
 deadlock if another kernel keeps SMs busy while it waits for work that is queued after them.
@@ -83,7 +83,7 @@ _ACTIVATION_NAMES = tuple(_ACTIVATIONS)
 _float64, _get_tracing_state = torch.float64, torch._C._get_tracing_state  # every call reads them
 _TorchLayerNorm = nn.modules.normalization.LayerNorm  # also if a program assigns another class to nn.LayerNorm
 
-# Not by version: that of NVIDIA's containers, such as 2.7.0a0, compares as older than 2.7.
+# An attribute, not the version: that of NVIDIA's containers, such as 2.7.0a0, is older than 2.7.
 _compiler: Any = getattr(torch, "compiler", None)  # PyTorch 2.1
 _HAS_EXPORT_FLAG = hasattr(_compiler, "_is_exporting_flag")  # PyTorch 2.7
 _is_dynamo_tracing = _compiler.is_dynamo_compiling if _HAS_EXPORT_FLAG else torch._utils.is_compiling
@@ -105,7 +105,7 @@ def _has_static_value():
 
 
 def _is_symbolic(number):
-    """Returns True if a comparison would add a guard, or if Dynamo represents the number as an array."""
+    """Returns True if the number is not known while a program is recorded: symbolic, or a NumPy number."""
     if not isinstance(number, (float, int)):
         return True
     return _has_static_value() and not torch.fx.experimental.symbolic_shapes.has_static_value(number)
@@ -162,8 +162,8 @@ def layer_norm(
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with the biased variance (Ba,
     Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (float32 under CUDA autocast),
     and can be differentiated to any order, with an activation twice. Statistics and arithmetic are float32. Equal calls
-    give equal bits on the same GPU. The number of rows can change the last bits of a row, unless the environment has
-    LAYERNORM_INLINE_BATCH_INVARIANT=1 at import, which runs unaligned and very long rows in slower kernels.
+    give equal bits on the same GPU. The number of rows can change the last bits of a row. In forward of the kernels,
+    LAYERNORM_INLINE_BATCH_INVARIANT=1 in the environment at import prevents it, and slows unaligned and very long rows.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
     first in reverse mode, for gradients under vmap, in programs that torch.export (with PyTorch 2.7 or newer) or
@@ -264,7 +264,7 @@ def replace_layer_norm(
         raise TypeError(f"Expected types to be nn.LayerNorm or subclasses of it, but got {types!r}")
     norms = [m for m in module.modules() if isinstance(m, _TorchLayerNorm)]
     skipped: Counter = Counter()
-    own_name = LayerNorm.__module__, LayerNorm.__qualname__  # the class of before importlib.reload has it, too
+    own_name = LayerNorm.__module__, LayerNorm.__qualname__  # importlib.reload makes another class of this name
     for norm in norms:
         cls = type(norm)
         is_replaced = "forward" in vars(norm) or (cls is not _TorchLayerNorm and cls.__module__.startswith("torch."))
@@ -352,7 +352,7 @@ class _environment(contextlib.ExitStack):
 
 
 def _after_fork():
-    """Does in the child of a fork what a thread that builds would do, because the child does not have this thread."""
+    """Restores, in the child of a fork, what a thread that builds has changed: the child lacks this thread."""
     for environment in reversed(_environments[:]):
         environment.close()
     vars(sys).pop("_layernorm_inline_lock", None)
@@ -410,7 +410,7 @@ def _architectures():
 
 def _codes(architectures):
     """Returns the codes to compile for these architectures: sm_90a for sm_90, because only sm_90a has wgmma."""
-    # Without a suffix, as for detected GPUs.
+    # Without the suffix a or f, which detected GPUs do not have.
     codes = {code.rstrip("af") for code in architectures if _architecture_number(code) >= 75}
     codes = {"sm_90a" if code == "sm_90" else code for code in codes}
     if _parse_version(torch.version.cuda)[0] == 11:  # it lacks instructions that the kernels use on Hopper
@@ -833,7 +833,7 @@ template <typename Call> void launch_call(const Call& call, const Tensor& input)
 
 // ---- Autograd ----
 
-// FUNCTION has the op's C++ signature. Each op needs one of its own, because the op is looked up once per FUNCTION.
+// FUNCTION has the op's C++ signature. Two ops must not share one, because the first is kept.
 template <auto FUNCTION, typename... Arguments> auto call_op(const char* name, const Arguments&... arguments) {
   static const auto op =
       c10::Dispatcher::singleton()
@@ -1296,6 +1296,17 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 CPP_SOURCE = _INTERFACE + _CPP_COMMON + _CPP_LAYER_NORM
 
 # 5  CUDA ====================================================================
+# The first kernel family that supports a call runs it:
+#
+#   kernel family   rows                                                                      input is read
+#   registers       forward: up to 32 KB (28 KB if not aligned)                               once
+#                   backward: up to 4096 columns (aligned 16-bit rows: 8192), but aligned
+#                   rows of more than 8 KB only if the pipelined kernels do not support them
+#   pipelined       aligned, without epilogue, up to 8192 columns per SM (fewer if shared     once
+#                   memory is small); sm_80 and newer
+#   grid-resident   forward, aligned, without epilogue, weight and bias of input's dtype, up  once
+#                   to 32768 columns per SM, at least 4 rows per group; sm_90 to sm_110
+#   two-pass        everything else                                                           twice
 
 # Text that the libraries of LayerNorm and of problem 34 share.
 _CUDA_COMMON = r"""
@@ -1323,7 +1334,7 @@ struct Arch {
   bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
   bool has_large_shared;  // 227 KB of shared memory per block
 
-  int sm_threads;  // that an SM can hold at least
+  int sm_threads;  // the fewest that an SM can hold
 
   // Launch bounds, in blocks per SM. With more, some kernels spill (nvcc 13.0).
   int row_blocks;                      // of 512 threads
@@ -1608,8 +1619,8 @@ template <typename T, int V> struct Unaligned {
   }
 };
 
-// Calls f with std::true_type if weight and bias both exist and have 16 bits, which f need not test at each load, and
-// otherwise with std::false_type. EARLY: they are loaded already.
+// Calls f with std::true_type if weight and bias both exist and have 16 bits, so that f need not test it at each load,
+// and otherwise with std::false_type. EARLY: they are loaded already.
 template <typename T, bool EARLY = false, typename F> __device__ void with_16_bit_affine(const Forward& call, F f) {
   // A lambda, because three kernels spill with the condition inside the `if` (nvcc 13.0).
   const auto is_16_bit_affine = [&] { return call.weight != nullptr && call.bias != nullptr && !call.affine_float32; };
@@ -1619,8 +1630,7 @@ template <typename T, bool EARLY = false, typename F> __device__ void with_16_bi
   f(std::false_type());
 }
 
-// Packs of an unaligned row start at column `begin`, where output is aligned. If only input is unaligned, `begin` is 0,
-// where weight and bias are aligned, too.
+// Packs of an unaligned row start at column `begin`, where output is aligned, and weight and bias often are.
 template <typename T, int V, bool UNALIGNED, bool AFFINE_16_BITS>
 __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
   if constexpr (AFFINE_16_BITS) {
@@ -1788,7 +1798,7 @@ template <int N, typename F> __device__ auto sum_of_terms(F term) {
 }
 
 // Combines parts {mean, m2} by (4), N from each of `width` lanes. `count` is the sum of all counts, or 1 if that is 0.
-// The first part of the first lane may be empty only if all parts are.
+// The first part of the first lane has the base, so it may be empty only if all parts are.
 template <int N, int M>
 __device__ float2 combine_means(const float2 (&parts)[M], const float (&counts)[M], float count, int width) {
   const float base = __shfl_sync(~0u, parts[0].x, 0, width);
@@ -1869,8 +1879,7 @@ static_assert(is_power_of_two(kMaxWarps) && kMaxWarps <= 32, "sum_row gives each
 
 // Sums each of R values over the threads of a row, which all receive the results. A block is blockDim.y rows of
 // blockDim.x threads: a power of two below 32, or whole warps. Two calls in succession need different warp_sums,
-// because slow warps still read them. Do not split it or add an early return for short rows: callers spill
-// (nvcc 13.0).
+// because slow warps still read them. Do not split it or add another early return: callers spill (nvcc 13.0).
 template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&warp_sums)[WARPS][R]) {
   if (WARPS == 1) return sum_lanes(x, 32);
   constexpr int N = sizeof(x) / sizeof(float);
@@ -2123,7 +2132,7 @@ template <typename T, typename F> __device__ void with_activation(Activation act
   if (activation == Activation::GeluTanh) return f(GeluTanh<T>());
 }
 
-// If the compiler sees that a loop does not change the activation, it copies the loop for each: four times the code.
+// Hides the activation from the compiler, which would copy a loop for each.
 template <bool HIDDEN> __device__ Epilogue opaque_activation(Epilogue epilogue) {
   if constexpr (HIDDEN) epilogue.activation = Activation(opaque(int(epilogue.activation)));
   return epilogue;
@@ -2161,7 +2170,7 @@ namespace TORCH_EXTENSION_NAME {
 namespace {
 
 // A pack is 16 bytes of consecutive elements. Rows are aligned if every row of every tensor starts on a 16-byte
-// boundary. Dispatch, at the end, says which of the kernel families that follow runs a call.
+// boundary. Section 5 begins with a table of the kernel families.
 
 // ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
 // Blocks, or groups of blocks that share rows, store their sums of grad_weight and grad_bias in `partials`, float32 of
@@ -2333,7 +2342,7 @@ constexpr int kMaxRowThreads = 512;
 constexpr int kMaxUnalignedRowThreads = 448;  // with 512, two blocks per SM would spill
 static_assert(kMaxRowThreads <= 32 * kMaxWarps, "each warp of a row has a sum");
 
-constexpr int kTeamsThreads = 128;                // of a block with several teams
+constexpr int kTeamsThreads = 128;                // of a block with several teams (unaligned 16-bit rows: 64)
 constexpr int kShortRows = kHasEpilogue ? 4 : 2;  // per thread; they share loads of weight and bias
 static_assert(is_power_of_two(kTeamsThreads), "a block has a power of two of teams");
 
@@ -2447,7 +2456,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   }
   if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
 
-  // Measure: the mean first, then the distances from it. Absent packs are zeros, but their distances are not.
+  // Measure: the mean first, then the distances from it. Absent packs add 0 to the sum, but have distances.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
   UNROLL(r, ROWS) {
     float even = widen(edge[r].data[0]);
@@ -2529,8 +2538,7 @@ cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
                        step_log2);
 }
 
-// Chooses launch_rows<T, loads per thread, rows per thread, kind>. The epilogue library lacks kernels that would be no
-// faster there.
+// Chooses launch_rows<T, loads per thread, rows per thread, kind>. With an epilogue, some of them would be no faster.
 template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& call, const LaunchContext& context) {
   const int64_t loads = loads_of(call);
   const int64_t rows = kBatchInvariant ? 4096 : call.rows;
@@ -2555,15 +2563,15 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
       if (loads <= 32 * 3) return launch_rows<T, 3, 1, kInWarp>(call, context);
       if (loads <= 32 * 4) return launch_rows<T, 4, 1, kInWarp>(call, context);
     }
+    // Few rows: few loads per thread, so that all SMs have threads.
     if constexpr (!k16Bits && !kHasEpilogue) {
       if (loads <= 32 * 5) return launch_rows<T, 5, 1, kInWarp>(call, context);
       if (loads <= 32 * 8 && waves <= 1) return launch_rows<T, 8, 1, kInWarp>(call, context);
-      if (loads <= 1024 && waves <= 8) return launch_rows<T, 2, 1>(call, context);
+    } else if (loads <= 512 && waves <= 1) {
+      return launch_rows<T, 1, 1>(call, context);
     }
-    // Few rows: few loads per thread, so that all SMs have threads.
-    if (loads <= 512 && waves <= 1) return launch_rows<T, 1, 1>(call, context);
-    if constexpr (k16Bits && !kHasEpilogue) {
-      if (loads <= 1024 && waves <= 1) return launch_rows<T, 2, 1>(call, context);
+    if constexpr (!kHasEpilogue) {
+      if (loads <= 1024 && waves <= (k16Bits ? 1 : 8)) return launch_rows<T, 2, 1>(call, context);
     }
     return launch_rows<T, kMaxLoads, 1>(call, context);
   }
@@ -2609,7 +2617,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
     layer_norm_backward_rows(Backward call, float* partials, L2Priority priority) {
   constexpr bool kLoadsWords = sizeof(T) == 2 && V == 2;
   constexpr int kSpacing = kLoadsWords ? 2 : 1;  // of a block's rows
-  // Words outside of the row add zeros. Without an epilogue, a branch would be no faster.
+  // Without an epilogue, words outside of the row add zeros: a branch is no faster.
   constexpr bool kAddsZeros = kLoadsWords && !kHasEpilogue;
   __shared__ GradSums warp_sums[2][kMaxWarps][ROWS];
   // Two names for the same memory: bias is needed in the loop, and the gradient sums of the block's rows after it.
@@ -2677,7 +2685,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
       each_pack([&](auto& pack) { pack.next_x[r] = load<T, decltype(pack.weight)::kSize>(x + pack.offset, policy); });
       each_pack([&](auto& pack) { pack.next_dy[r] = load<T, decltype(pack.weight)::kSize>(dy + pack.offset, policy); });
     }
-    // Prefetch the rows of the iteration after that. It would slow down float32.
+    // Prefetch the rows of the iteration after that, where it is faster.
     const int64_t later_row = next_row - first_row + grid_rows;
     constexpr bool kPrefetches = sizeof(T) == 2 && V > 2 && !kHasEpilogue;
     if (kPrefetches && is_prefetching_thread() && later_row + ROWS * blockDim.y <= call.rows) {
@@ -2780,7 +2788,7 @@ template <typename T, int V, int PACKS, int ROWS> BackwardPlan plan_of(const Bac
   const int threads = row_threads(call.cols, V * PACKS);
   const int block_threads = sizeof(T) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
   const int rows = std::max(1, block_threads / threads);
-  // As many blocks as run at once, or a multiple, so that a thread has at most kRowsPerSum rows.
+  // As many blocks as run at once or, if a thread had more than kRowsPerSum rows, a multiple.
   const int sm_blocks = std::max(1, kBackwardThreads / (threads * rows));
   int64_t blocks = std::min<int64_t>(ceil_div(call.rows, rows * ROWS), device.sms * sm_blocks);
   blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);
@@ -2994,8 +3002,8 @@ template <typename T, int V> __global__ void __launch_bounds__(ThreadColumns<T, 
   }
 }
 
-// An activation needs more registers, so launch bounds of float32 are lower. partials: (2, gridDim.y, cols), or null if
-// the sums of a block are the gradients.
+// An activation needs more registers, so one block less fits, except with 16-bit packs. partials: (2, gridDim.y, cols),
+// or null if the sums of a block are the gradients.
 template <typename T, int V>
 __global__ void __launch_bounds__(ThreadColumns<T, V>::kThreads, V == 8 ? 4 : kArch.row_blocks - kHasEpilogue)
     backward_columns(Backward call, const GradMeans* grad_means, int64_t rows_per_block, float* partials) {
@@ -3043,13 +3051,12 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   const int64_t cols = call.cols;
   const int64_t sms = context.device.sms;
 
-  // As many pieces as fill whole waves of kernel 1, with at least 8 pieces for each long row.
+  // As many pieces as fill waves of kMeasureBlocks per SM, at least 8 for a long row.
   const int64_t piece_rows = kForward && kBatchInvariant ? 16 : rows;
   const int64_t waves = ceil_div(8 * piece_rows, kMeasureBlocks * sms);
   const int pieces =
       std::min(ceil_div(cols, kMinPieceColumns), std::max<int64_t>(1, waves * kMeasureBlocks * sms / piece_rows));
-  // As many ranges of rows as fill the SMs with blocks of kernel 3, or more, so that they are not much longer than
-  // kRowsPerSum.
+  // As many ranges of rows as fill the SMs with kernel 3, but at least rows / kRowsPerSum.
   const int64_t column_blocks = ceil_div(cols, kBlockColumns);
   const int64_t most_ranges = std::max(rows / kRowsPerSum, std::min(rows, kColumnBlocksPerSm * sms / column_blocks));
   const int64_t ranges = std::clamp<int64_t>(most_ranges, 1, 65535);  // the most that gridDim.y can be
@@ -3348,7 +3355,7 @@ template <typename Block> __device__ void load_slices(const Block& block, int th
     if constexpr (!Block::kForward) stats = {block.call.mean[row], block.call.rstd[row]};
 
     // Wait for the slot, and until row i - stages_in_flight has landed: more copies in flight would delay mailboxes.
-    // That row's slot is where after() says, but one round earlier, so its parity is the other one.
+    // That row's slot is `slots - stages_in_flight` slots ahead, with the parity of the round before.
     barrier_wait(&control.empty[slot.index], slot.parity ^ 1);
     const RingPosition landing = slot.after(plan.slots - plan.stages_in_flight, plan.slots);
     barrier_wait(&control.full[landing.index], landing.parity ^ 1);
@@ -3544,8 +3551,8 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
   }
 }
 
-// Polls 32 / lanes_per_row rows at once, because several may have been published since the last look. A complete row
-// has this block's mailbox, too, so its slot still holds it.
+// Polls 32 / lanes_per_row rows at once, because several may have been published since the last look. This block has
+// published a complete row, too, so the row is still in its slot.
 template <typename Block> __device__ void gather_rows(const Block& block, int gatherer, int lane) {
   const PipelinePlan& plan = block.plan;
   const int cols = block.call.cols;
@@ -3649,7 +3656,7 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
   const int stages_in_flight = bytes_in_flight / (Block::kTensors * int(sizeof(T)) * plan.slice_columns);
   plan.stages_in_flight = std::clamp(stages_in_flight, 1, plan.slots - 1);
 
-  // As many rows as are measured during an exchange. Two slots are left to measure and load, or one if it is slow.
+  // As many rows as are measured during an exchange. Two slots are left to measure and load, with many blocks one.
   const bool has_many_blocks = plan.blocks_per_row >= kManyBlocks;
   const int exchange_rows = (kForward ? kForwardDelay : kBackwardDelay) + has_many_blocks;
   const int reserved_slots = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
@@ -3703,7 +3710,7 @@ namespace grid_resident {
 // Tuned on an H200. A row is gathered kRowsAhead - 1 rows and kStagesAhead stages after it is published.
 template <typename T> constexpr int kStagesAhead = sizeof(T) == 4 ? 3 : 1;
 template <typename T> constexpr int kRowsAhead = sizeof(T) == 4 ? 1 : 2;           // at most 2
-template <typename T> constexpr int kMaxStagesInFlight = sizeof(T) == 4 ? 28 : 3;  // copies into the ring; 28: all
+template <typename T> constexpr int kMaxStagesInFlight = sizeof(T) == 4 ? 28 : 3;  // copies into the ring; 28: no limit
 template <typename T> constexpr int kPrefetchStages = sizeof(T) == 4 ? 3 : 2;      // into L2, before the copy
 constexpr int kMinRows = 4;                                                        // per group
 static_assert(kMinRows > kRowsAhead<float> && kMinRows > kRowsAhead<__half>, "a group measures the next row at once");
@@ -4003,17 +4010,6 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 }  // namespace grid_resident
 
 // ==== Dispatch: which kernel family runs a call ====
-// The first family that supports a call runs it:
-//   kernel family   rows                                                                      input is read
-//   registers       forward: up to 32 KB (28 KB if not aligned)                               once
-//                   backward: up to 4096 columns (aligned 16-bit rows: 8192), but aligned
-//                   rows of more than 8 KB only if the pipelined kernels do not support them
-//   pipelined       aligned, without epilogue, up to 8192 columns per SM (fewer if shared     once
-//                   memory is small); sm_80 and newer
-//   grid-resident   forward, aligned, without epilogue, weight and bias of input's dtype, up  once
-//                   to 32768 columns per SM, at least 4 rows per group; sm_90 to sm_110
-//   two-pass        everything else                                                           twice
-
 // V: elements of a pack if all rows are aligned, otherwise 1. If the GPU rejects a cooperative launch, the next family
 // runs the call. Batch-invariant forward has neither unaligned rows in registers nor grid-resident ones.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
@@ -4090,7 +4086,7 @@ def _name_of(sources):
     return "layernorm_inline_" + hashlib.sha256(sources.encode()).hexdigest()[:12]
 
 
-_NAME = _name_of(CUDA_SOURCE + CPP_SOURCE)
+_NAME = _name_of(CUDA_SOURCE + CPP_SOURCE) + ("_batch_invariant" if _is_batch_invariant else "")
 
 _LAYER_NORM = _Library(_NAME, "layer_norm", CPP_SOURCE, CUDA_SOURCE, [])
 _EPILOGUE = _Library(_NAME + "_epilogue", "layer_norm", CPP_SOURCE, CUDA_SOURCE, ["-DLAYERNORM_HAS_EPILOGUE"])
@@ -4129,7 +4125,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     One kernel computes the model for 32 input and 64 output channels, kernel 4, stride 2, padding 1 and input width 32,
     if x and the parameters are CUDA tensors of one dtype, autocast is off, the two modules have neither hooks nor
     patches, and the library has code for sm_90a. It multiplies float32 in TF32 if PyTorch allows that for convolutions.
-    Otherwise PyTorch computes the convolution, and layer_norm the rest.
+    In all other cases PyTorch computes the convolution, and layer_norm the rest.
     Example: y = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1)(torch.randn(1, 32, 8, 8, 32))
     """
 
@@ -4279,7 +4275,7 @@ variable_list composed_convolution_backward(const Tensor& grad_output, Tensors i
   variable_list leaves;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!grad_mask[i] || !inputs[i].defined()) continue;
-    inputs[i] = inputs[i].alias();  // without an alias, grad() would also follow how one input depends on another
+    inputs[i] = inputs[i].alias();  // so that grad() does not follow how one input depends on another
     inputs[i].requires_grad_();     // the user may have turned it off since forward
     leaves.push_back(inputs[i]);
   }
@@ -4712,7 +4708,7 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
       const auto bias = widened(load<float, 4>(affine + 16 * j + first_column + kOutWidth));
       UNROLL(row, kThreadRows) {
         auto z = accumulators.four(row, 4 * j) * rstd[row] * weight + bias;
-        // Inside of the condition, this would make the compiler branch instead of predicate the stores.
+        // Before the condition, so that the compiler predicates the stores.
         UNROLL(i, 4) z[i] = float(call.scale) * gelu_of_tail(z[i], kTail(fabsf(z[i])));
         T* output = static_cast<T*>(call.output) + first + row % 2 * 8 * channel_stride + row / 2 * 2 * kOutWidth;
         if (row / 2 < call.height - task.h) store<T, 4, true>(output + 16 * j, z);

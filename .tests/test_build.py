@@ -134,8 +134,9 @@ def test_one_namespace_of_ops_for_all_libraries(builds, monkeypatch):
     assert {name for name, _ in builds.built} == {NAME}, "the namespace of the ops must be the same"
 
 
-def test_the_name_of_the_ops_follows_from_both_sources():
+def test_the_name_of_the_ops_follows_from_both_sources_and_batch_invariance(monkeypatch):
     """A change of either source gives other names, and a change of Python code does not. Nothing is compiled."""
+    monkeypatch.delenv("LAYERNORM_INLINE_BATCH_INVARIANT", raising=False)
     text, end = SOURCE.read_text(), "_ops, _why_not = _load(_LAYER_NORM)"
     assert text.count(end) == 1
 
@@ -151,7 +152,9 @@ def test_the_name_of_the_ops_follows_from_both_sources():
     for source in ("_INTERFACE = ", "_CPP_COMMON = ", "_CPP_LAYER_NORM = ", "_CUDA_COMMON = ", "_CUDA_LAYER_NORM = "):
         start = text.index('r"""', text.index(f"\n{source}")) + len('r"""')
         others |= {*names(text[:start] + "\n// changed" + text[start:])}
-    assert len(others) == 10 and not others & {name, epilogue_name}
+    monkeypatch.setenv("LAYERNORM_INLINE_BATCH_INVARIANT", "1")
+    others |= {*names(text)}
+    assert len(others) == 12 and not others & {name, epilogue_name}
 
 
 @pytest.mark.full
