@@ -690,7 +690,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->ptxVersion = emulator::gpu.code;
-  return cudaSuccess;
+  return emulator::gpu.code == 0 ? cudaErrorInvalidDeviceFunction : cudaSuccess;  // 0: the code cannot be loaded now
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 }

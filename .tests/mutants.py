@@ -302,6 +302,7 @@ MUTANTS = [
     Mutant("autocast: weight not cast", "cast(weight), cast(bias)", "weight, cast(bias)", "autocast"),
     Mutant("registers, backward: 32-bit offset", "static_cast<T*>(call.grad_input) + (row * cols + packs[0].col)", "static_cast<T*>(call.grad_input) + int(row * cols + packs[0].col)", "2_to_the_31"),
     Mutant("grid-resident: 32-bit offset", "return row * call.cols + first_col + stage", "return row * int(call.cols) + first_col + stage", "2_to_the_31"),
+    Mutant("an error in the look at a kernel is remembered", "device.initialized = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;", "cudaFuncGetAttributes(&attributes, kernel); device.initialized = true;", "looked_at_again", emulated="only"),
     Mutant("rejected launches do not clear their error", "error != cudaErrorNotSupported) return false; cudaGetLastError();", "error != cudaErrorNotSupported) return false;", "test_values[ and mps", emulated="real GPUs reject cooperative launches only in special setups such as MPS"),
     Mutant("backward: one set of sums instead of two", "sum_row(sums, warp_sums[parity]);", "sum_row(sums, warp_sums[0]);", VALUES, emulated="on a real GPU, no warp is ever that far ahead"),
     Mutant("sums over rows: no wait for the previous kernel", "wait_for_previous(); float sum = 0; if (grad", "float sum = 0; if (grad", VALUES, emulated="on a real GPU, the kernel rarely starts that early"),

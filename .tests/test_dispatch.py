@@ -5,6 +5,7 @@ import ctypes
 import functools
 import itertools
 import re
+import threading
 from pathlib import Path
 
 import emulator
@@ -143,6 +144,24 @@ def test_newer_gpus_with_large_shared_memory_launch_the_kernels_of_hopper(backen
     """GPUs of sm_100 and sm_110 have all features that decide which family runs, like Hopper."""
     for case in (case for case in CASES if case.gpu.name == "hopper"):
         assert not [*unexpected(case, recorded(forward_and_backward(backend, case), case.gpu._replace(code=code)))]
+
+
+@on_emulated
+def test_code_that_could_not_be_loaded_is_looked_at_again(backend):
+    """A thread remembers the architecture of the loaded code, but not after an error: the next call runs its kernels."""
+    gpu, x, families = emulator.GPUS["hopper"](7), torch.empty(2, 20_008), []
+
+    def call_with_and_without_an_error():
+        with emulator.on(gpu, dry=True) as libraries:
+            for code in (0, gpu.code):
+                libraries[""].emulate_gpu(gpu.sms, gpu.shared_bytes, code, 0, False, True)
+                backend.layer_norm(x, x.shape[1:])
+                families.append({launch.split("::")[0] for launch in emulator.launches(libraries)})
+
+    thread = threading.Thread(target=call_with_and_without_an_error)  # it has looked at nothing
+    thread.start()
+    thread.join()
+    assert families == [{"two_pass"}, {"pipelined"}]
 
 
 def test_cases_cover_every_family_form_and_dtype():
