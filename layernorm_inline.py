@@ -23,7 +23,7 @@ With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and eve
 LAYERNORM_INLINE_BATCH_INVARIANT=1, the kernels' forward gives a row the same bits whatever the number of rows.
 
 Rows of more than 32 KB (backward: 8 KB) may use cooperative launches. Their blocks wait for one another, so they
-deadlock if another kernel keeps SMs busy while it waits for work that is queued after them.
+deadlock beside a kernel that keeps SMs busy while it waits for work queued after them, on this GPU or another.
 
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.
@@ -87,7 +87,7 @@ _TorchLayerNorm = nn.modules.normalization.LayerNorm  # also if a program assign
 _compiler: Any = getattr(torch, "compiler", None)  # PyTorch 2.1
 _HAS_EXPORT_FLAG = hasattr(_compiler, "_is_exporting_flag")  # PyTorch 2.7
 _is_dynamo_tracing = _compiler.is_dynamo_compiling if _HAS_EXPORT_FLAG else torch._utils.is_compiling
-# Some versions of Dynamo replace torch.compiler.is_exporting() by True under torch.compile, too.
+# Some versions of Dynamo replace torch.compiler.is_exporting() by True under torch.compile.
 _is_exporting = (lambda: _compiler._is_exporting_flag) if _HAS_EXPORT_FLAG else (lambda: False)
 
 _is_batch_invariant = os.environ.get("LAYERNORM_INLINE_BATCH_INVARIANT") == "1"

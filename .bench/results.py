@@ -164,7 +164,7 @@ def models_sentences(models):
     compiled = [float(row[5]) for _, key, row in cells if "compiled" in key and "no" not in row[5]]
     spreads = [float(row[6]) for _, key, row in cells if key.endswith(" | training") and row[6] != "-"]
     spread = f"gains vary by up to {max(spreads):.3f}" if spreads else "one run"
-    change = f"{min(compiled)}x to {max(compiled)}x" if compiled else "no change in any of them"
+    change = f"{min(compiled)}x to {max(compiled)}x" if compiled else "no change"
     return [f"Compiled: {change}", spread]
 
 
