@@ -291,9 +291,17 @@ def test_conv_of_distributed_tensors_runs_pytorchs_operations(backend, mesh):
     results = []
     for model in models(backend, SCALED):
         model = tensor.distribute_module(model, mesh)
-        y = model(tensor.distribute_tensor(x, mesh, [tensor.Replicate()]))
+        try:
+            y = model(tensor.distribute_tensor(x, mesh, [tensor.Replicate()]))
+        except RuntimeError as error:  # PyTorch 2.11 has no such convolution with padding and a stride
+            results.append(str(error))
+            continue
         results.append([t.full_tensor() for t in (y, *torch.autograd.grad(y.sum(), [*model.parameters()]))])
-    torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
+    assert type(results[0]) is type(results[1]), results
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.full
