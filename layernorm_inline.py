@@ -3695,7 +3695,7 @@ template <typename T, typename Call> cudaError_t launch_pipelined(const Call& ca
 // ==== Grid-resident kernel: the longest rows, forward (sm_90 to sm_110) ====
 // A group of blocks, one per SM, shares a row. Each block keeps its slice's weight and bias on chip. The slices of row
 // after row move through a ring in shared memory, in stages, and stay there until all blocks of the group have
-// published the moments of their slices. Meanwhile, the block measures the next row or, in 16 bits, the next two.
+// published the moments of their slices. Meanwhile, the block measures the next row (16 bits: the one after it).
 // Iteration n applies (normalizes and writes) stage n, measures stage n + A, and loads stage n + R - 1. A is
 // kRowsAhead * S + kStagesAhead, S the number of stages of a slice, and R the number of slots of the ring. Rules:
 //   1. R >= A + 2. With A + 1, an iteration would wait for its own load; with less, for a later one, and hang.
