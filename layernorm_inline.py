@@ -2617,7 +2617,7 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
     layer_norm_backward_rows(Backward call, float* partials, L2Priority priority) {
   constexpr bool kLoadsWords = sizeof(T) == 2 && V == 2;
   constexpr int kSpacing = kLoadsWords ? 2 : 1;  // of a block's rows
-  // Without an epilogue, words outside of the row add zeros: a branch is no faster.
+  // Without an epilogue, words outside of the row add zeros, as fast as a branch.
   constexpr bool kAddsZeros = kLoadsWords && !kHasEpilogue;
   __shared__ GradSums warp_sums[2][kMaxWarps][ROWS];
   // Two names for the same memory: bias is needed in the loop, and the gradient sums of the block's rows after it.

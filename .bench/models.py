@@ -228,10 +228,10 @@ def time_models(names):
         for step, runs in times.items():
             rows.append([name, step, size, precision, f"{replaced} of {norms}", *median_run(runs)])
             print("; ".join(rows[-1]), flush=True)
-    text = (
-        f"Milliseconds per step: of {RUNS} runs, the one with the median gain. The spread is the largest distance of "
+    text = f"Milliseconds per step: of {RUNS} runs, the one with the median gain. "
+    text += (
+        "The spread is the largest distance of another run's gain. A gain of less than the spread or 1% is no change."
     )
-    text += "another run's gain. A gain of less than the spread or 1% is no change."
     return f"{versions()}\n\n{text}\n\n{results.markdown_table(COLUMNS, rows)}"
 
 

@@ -115,7 +115,8 @@ def first_table(text):
         ),
     }
     rows = {"a model without `torch.compile`: a training step": [gains_of_models(models[gpu]) for gpu in sweeps]}
-    compiled = "nothing: the compiler fuses rows of up to 8192 bf16 columns with their neighbours, and this file leaves them to it"
+    compiled = "nothing: the compiler fuses rows of up to 8192 bf16 columns with their neighbours, "
+    compiled += "and this file leaves them to it"
     rows["a model with `torch.compile`"] = [compiled, *["nothing"] * (len(sweeps) - 1)]
     for name, is_meant in kernels.items():
         rows[name] = [over_both(gain_of_norms(sweep, is_meant)) for sweep in sweeps.values()]
