@@ -81,6 +81,7 @@ _ACTIVATIONS = {None: (0, ""), "gelu": (1, "none"), "gelu_tanh": (2, "tanh")}  #
 _ACTIVATION_NAMES = tuple(_ACTIVATIONS)
 
 _float64, _get_tracing_state = torch.float64, torch._C._get_tracing_state  # every call reads them
+_16_BITS = (torch.float16, torch.bfloat16)
 _TorchLayerNorm = nn.modules.normalization.LayerNorm  # also if a program assigns another class to nn.LayerNorm
 
 # An attribute, not the version: that of NVIDIA's containers, such as 2.7.0a0, is older than 2.7.
@@ -89,6 +90,10 @@ _HAS_EXPORT_FLAG = hasattr(_compiler, "_is_exporting_flag")  # PyTorch 2.7
 _is_dynamo_tracing = _compiler.is_dynamo_compiling if _HAS_EXPORT_FLAG else torch._utils.is_compiling
 # Some versions of Dynamo replace torch.compiler.is_exporting() by True under torch.compile.
 _is_exporting = (lambda: _compiler._is_exporting_flag) if _HAS_EXPORT_FLAG else (lambda: False)
+_HAS_AUTOCAST_DTYPE = hasattr(torch, "get_autocast_dtype")  # PyTorch 2.4, which deprecates the older function
+_cuda_autocast_dtype = (
+    (lambda: torch.get_autocast_dtype("cuda")) if _HAS_AUTOCAST_DTYPE else torch.get_autocast_gpu_dtype
+)
 
 _is_batch_invariant = os.environ.get("LAYERNORM_INLINE_BATCH_INVARIANT") == "1"
 
@@ -132,11 +137,20 @@ def _is_left_to_pytorch(input, normalized_shape, eps, scale):
 
 def _torch_layer_norm(input, normalized_shape, weight, bias, eps):
     affine = bias if weight is None else weight
-    is_16_bits = isinstance(input, torch.Tensor) and input.is_cuda and input.dtype in (torch.float16, torch.bfloat16)
+    is_16_bits = isinstance(input, torch.Tensor) and input.is_cuda and input.dtype in _16_BITS
     if is_16_bits and affine is not None and affine.dtype is torch.float32 and not torch.is_autocast_enabled():
         # PyTorch's CUDA kernels do not accept mixed dtypes.
         return _VF.layer_norm(input.float(), normalized_shape, weight, bias, eps).to(input.dtype)
     return _VF.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def _autocast_dtype(input):
+    """Returns the 16-bit dtype to which CUDA autocast converts the input of linear layers, or None if there is none."""
+    is_converted = torch.is_autocast_enabled() and isinstance(input, torch.Tensor) and input.is_cuda
+    if not is_converted or input.dtype is _float64 or _is_exporting() or _get_tracing_state() is not None:
+        return None  # a recorded conversion could not run without autocast
+    dtype = _cuda_autocast_dtype()
+    return dtype if dtype in _16_BITS else None
 
 
 def _has_usual_types(normalized_shape, weight, bias, eps):
@@ -156,13 +170,15 @@ def layer_norm(
     eps: float = 1e-5,
     activation: Optional[str] = None,
     scale: float = 1.0,
+    *,
+    autocast_output: bool = False,
 ) -> torch.Tensor:
     """Applies layer normalization over the trailing dimensions `normalized_shape`, like PyTorch's function layer_norm.
 
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with the biased variance (Ba,
-    Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (float32 under CUDA autocast),
-    and can be differentiated to any order, with an activation twice. Statistics and arithmetic are float32. Equal calls
-    give equal bits on the same GPU. The number of rows can change the last bits of a row. In forward of the kernels,
+    Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (under CUDA autocast float32,
+    unless autocast_output is True), and can be differentiated to any order, with an activation twice. Statistics and
+    arithmetic are float32. Equal calls give equal bits on the same GPU. The number of rows can change the last bits of a row. In forward of the kernels,
     LAYERNORM_INLINE_BATCH_INVARIANT=1 in the environment at import prevents it, and slows unaligned and very long rows.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
@@ -177,6 +193,11 @@ def layer_norm(
         eps: added to the variance, in units of input squared.
         activation: None, "gelu" (exact, with erf) or "gelu_tanh" (https://arxiv.org/abs/1606.08415).
         scale: a number. A Tensor is not accepted, because it would get no gradient.
+        autocast_output: under CUDA autocast with float16 or bfloat16, the output has this dtype, to which linear layers
+            and convolutions would convert it. For float32 input, output and gradients have the bits of this conversion,
+            but if several layers read the output, their gradients are added up in 16 bits. Input of this dtype is read
+            without a conversion, and saved without a copy, so it must not change in place before backward. The docstring
+            of LayerNorm says for which norms it is. Exported and traced programs ignore it.
     Raises:
         RuntimeError: shapes, dtypes or devices do not match, or the kernels were not compiled for input's GPU.
         NotImplementedError: the kernels do not support input's dtype.
@@ -187,6 +208,7 @@ def layer_norm(
     is_tracing = _is_dynamo_tracing()
     if not is_tracing and has_torch_function_variadic(input, weight, bias):
         keywords: dict[str, Any] = dict(weight=weight, bias=bias, eps=eps, activation=activation, scale=scale)
+        keywords["autocast_output"] = autocast_output
         return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, **keywords)
     # The first test is only for speed. Dynamo represents a NumPy number as an array.
     if type(scale) is not float and not isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)):
@@ -195,6 +217,7 @@ def layer_norm(
     if activation not in _ACTIVATION_NAMES:  # a tuple, because a dict raises TypeError for an unhashable activation
         raise ValueError(f"Expected activation to be one of {_ACTIVATION_NAMES}, but got {activation!r}")
     is_recorded = is_tracing or _is_exporting()
+    dtype = _autocast_dtype(input) if autocast_output else None  # of output; None: input's, or float32 under autocast
     if (
         _is_disabled
         or not isinstance(input, torch.Tensor)
@@ -208,28 +231,48 @@ def layer_norm(
         y = _torch_layer_norm(input, normalized_shape, weight, bias, eps)
         if activation is not None:
             y = torch.ops.aten.gelu(y, approximate=_ACTIVATIONS[activation][1])
-        return y * scale if (is_recorded and _is_symbolic(scale)) or scale != 1 else y
+        y = y * scale if (is_recorded and _is_symbolic(scale)) or scale != 1 else y
+        return y if dtype is None else y.to(dtype)
     if not is_recorded and not _has_usual_types(normalized_shape, weight, bias, eps):
         _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)  # no rows: only raises PyTorch's TypeError
         normalized_shape, eps = [int(size) for size in normalized_shape], float(eps)
     if _layer_norm_op is None:
         raise RuntimeError(f"layernorm_inline: cannot run on {input.device}: {_why_not}.")
     if activation is None and scale == 1:
-        return _layer_norm_op(input, normalized_shape, weight, bias, eps)
+        if dtype is None:  # for speed
+            return _layer_norm_op(input, normalized_shape, weight, bias, eps)
+        return _layer_norm_op(input, normalized_shape, weight, bias, eps, 0, 1.0, dtype)
     _load_epilogue()
     op = _epilogue_ops.layer_norm.default
-    return op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation][0], scale)
+    return op(input, normalized_shape, weight, bias, eps, _ACTIVATIONS[activation][0], scale, dtype)
 
 
 class LayerNorm(_TorchLayerNorm):
-    """nn.LayerNorm with the forward and backward of this file. See layer_norm for dtypes and errors."""
+    """nn.LayerNorm with the forward and backward of this file. See layer_norm for dtypes, errors and autocast_output.
+
+    autocast_output is for norms whose output goes to linear layers or convolutions, as in the blocks of GPT-2, ViT,
+    ConvNeXt, Swin and Whisper. It is not for norms whose output is also a residual, which would have 16 bits (post-norm
+    models such as BERT; CLIP's ln_pre, Swin's patch_norm, ConvNeXt's stem), nor for one that leaves autocast (final
+    features): set norm.autocast_output = False there.
+    Example: y = LayerNorm(768, autocast_output=True)(torch.randn(32, 768))
+    """
+
+    autocast_output = False  # of modules that __init__ has not made: converted ones, and old pickles
+
+    def __init__(self, *args, autocast_output: bool = False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.autocast_output = autocast_output
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", autocast_output=True" if self.autocast_output else "")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns layer_norm of input, whose shape is (*, *normalized_shape)."""
         if torch.jit.is_scripting():
             return _VF.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         else:  # TorchScript does not compile this branch, but it would compile the code after a return
-            return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+            shape, autocast_output = self.normalized_shape, self.autocast_output
+            return layer_norm(input, shape, self.weight, self.bias, self.eps, autocast_output=autocast_output)
 
 
 class ModelNew(LayerNorm):
@@ -243,7 +286,10 @@ class ModelNew(LayerNorm):
 
 
 def replace_layer_norm(
-    module: nn.Module, types: Union[type[nn.Module], Collection[type[nn.Module]]] = (_TorchLayerNorm,)
+    module: nn.Module,
+    types: Union[type[nn.Module], Collection[type[nn.Module]]] = (_TorchLayerNorm,),
+    *,
+    autocast_output: Optional[bool] = None,
 ) -> nn.Module:
     """Converts every nn.LayerNorm inside `module`, and module itself, to LayerNorm in place. Returns module.
 
@@ -255,6 +301,8 @@ def replace_layer_norm(
     Args:
         types: the exact class or classes to convert: nn.LayerNorm, or subclasses whose forward computes the same
             function. timm.layers.LayerNorm does; timm.layers.LayerNorm2d, which normalizes dimension 1, does not.
+        autocast_output: sets this attribute of every LayerNorm inside, also of those that were converted before. None
+            leaves it as it is.
     Example: model = replace_layer_norm(nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 768)))
     """
     if not isinstance(module, nn.Module):
@@ -270,8 +318,10 @@ def replace_layer_norm(
         is_replaced = "forward" in vars(norm) or (cls is not _TorchLayerNorm and cls.__module__.startswith("torch."))
         if cls in classes and not is_replaced:
             norm.__class__ = LayerNorm
-        elif own_name not in {(base.__module__, base.__qualname__) for base in cls.__mro__}:
+        if own_name not in {(base.__module__, base.__qualname__) for base in type(norm).__mro__}:
             skipped[f"{cls.__module__}.{cls.__qualname__}"] += 1
+        elif autocast_output is not None:
+            norm.autocast_output = autocast_output
     if not norms:
         warnings.warn(f"replace_layer_norm found no nn.LayerNorm in {type(module).__name__}.", stacklevel=2)
     if skipped:
@@ -663,15 +713,16 @@ struct LayerNormCall {
   DType dtype;
   bool affine_float32;
   Activation activation;
+  DType output_dtype;  // of output and grad_output: dtype or, if dtype is Float32 and there is no epilogue, 16 bits
 };
 
 struct Forward : LayerNormCall {
-  void* output;        // (rows, cols), of dtype
+  void* output;        // (rows, cols), of output_dtype
   float *mean, *rstd;  // (rows)
 };
 
 struct Backward : LayerNormCall {
-  const void* grad_output;   // (rows, cols), of dtype
+  const void* grad_output;   // (rows, cols), of output_dtype
   const float *mean, *rstd;  // (rows), never null
   void* grad_input;          // (rows, cols), of dtype
   void* grad_weight;         // (cols), of weight's type
@@ -685,6 +736,7 @@ struct Allocate {
   void* operator()(size_t bytes) const { return function(context, bytes); }
 };
 
+// They return cudaErrorNotSupported if no kernel reads dtype and writes output_dtype in rows like these.
 cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream);
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream);
 
@@ -717,6 +769,7 @@ using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
 using OptionalTensor = c10::optional<Tensor>;
+using OptionalDType = c10::optional<at::ScalarType>;   // of output; if absent, that of input
 using Outputs = std::tuple<Tensor, Tensor>;            // output, and statistics of shape (2, rows): mean and rstd
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight and bias
 
@@ -783,6 +836,8 @@ Tensor contiguous(const OptionalTensor& t, uintptr_t boundary = 1) {
   return reinterpret_cast<uintptr_t>(const_ptr(x)) % boundary == 0 ? x : x.clone();
 }
 
+bool has_16_bits(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
 DType dtype_of(const Tensor& t) {
   const auto dtype = t.scalar_type();
   return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
@@ -803,8 +858,8 @@ Call make_call(const Tensor& input, const Tensor& weight, const Tensor& bias, do
   return call;
 }
 
-// The build defines LAYERNORM_COMPILED_FOR, for example as "sm_80, sm_90a".
-template <typename Call> void launch_call(const Call& call, const Tensor& input) {
+// Returns false if no kernel supports the call. The build defines LAYERNORM_COMPILED_FOR, for example as "sm_80, sm_90a".
+template <typename Call> bool launch_call(const Call& call, const Tensor& input) {
   const c10::cuda::CUDAGuard guard(input.device());
   struct Scratch {
     const Tensor& like;
@@ -817,6 +872,7 @@ template <typename Call> void launch_call(const Call& call, const Tensor& input)
   };
   const Allocate allocate_scratch = {function, &scratch};
   const cudaError_t error = launch(call, allocate_scratch, c10::cuda::getCurrentCUDAStream());
+  if (error == cudaErrorNotSupported) return false;
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // clears the error, so that the next CUDA call does not report it
     int major = 0, minor = 0;
@@ -829,6 +885,7 @@ template <typename Call> void launch_call(const Call& call, const Tensor& input)
                     TORCH_EXTENSION_NAME) " in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions)");
   }
   C10_CUDA_CHECK(error);
+  return true;
 }
 
 // ---- Autograd ----
@@ -975,12 +1032,20 @@ Activation to_activation(int64_t activation, double scale) {
 
 const char* gelu_form(Activation activation) { return activation == Activation::Gelu ? "none" : "tanh"; }
 
-template <bool SAVE_STATISTICS> auto layer_norm_forward(const Tensor& input, SymIntArrayRef shape,
-                                                        const OptionalTensor& weight, const OptionalTensor& bias,
-                                                        double eps, int64_t activation, double scale) {
+void check_output_dtype(const char* name, at::ScalarType dtype, const Tensor& input) {
+  const auto of_input = input.scalar_type();
+  TORCH_CHECK(dtype == of_input || (of_input == at::kFloat && has_16_bits(dtype)), "Expected ", name,
+              " of input's dtype (", of_input, ") or, for Float, of dtype Half or BFloat16, but got ", dtype);
+}
+
+template <bool SAVE_STATISTICS>
+auto layer_norm_forward(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, int64_t activation, double scale, OptionalDType dtype) {
   check_inputs(input, shape, weight, bias);
   const Activation function = to_activation(activation, scale);
-  Tensor output = allocate(input.sym_sizes(), input.scalar_type(), input), statistics;
+  const auto output_dtype = dtype.value_or(input.scalar_type());
+  check_output_dtype("dtype", output_dtype, input);
+  Tensor output = allocate(input.sym_sizes(), output_dtype, input), statistics;
   if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, shape)}, at::kFloat, input);
   if (!input.is_meta() && input.numel() > 0) {
     const Tensor x = input.contiguous(), w = contiguous(weight), b = contiguous(bias);
@@ -991,7 +1056,14 @@ template <bool SAVE_STATISTICS> auto layer_norm_forward(const Tensor& input, Sym
     call.mean = static_cast<float*>(mutable_ptr(statistics));
     call.rstd = SAVE_STATISTICS ? call.mean + call.rows : nullptr;
     call.activation = function;
-    launch_call(call, input);
+    call.output_dtype = dtype_of(output);
+    if (!launch_call(call, input)) {
+      const Tensor unconverted = allocate(input.sym_sizes(), input.scalar_type(), input);
+      call.output = mutable_ptr(unconverted);
+      call.output_dtype = call.dtype;
+      launch_call(call, input);
+      output.copy_(unconverted);
+    }
   }
   if constexpr (SAVE_STATISTICS) {
     return Outputs(std::move(output), std::move(statistics));
@@ -1005,7 +1077,8 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
                               double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
   // Saved tensors may have changed since forward: a module was converted, or a hook returned another tensor.
   check_inputs(input, shape, weight, bias);
-  check_tensor("grad_output", grad_output, input.sym_sizes(), input.scalar_type(), input);
+  check_output_dtype("grad_output", grad_output.scalar_type(), input);
+  check_tensor("grad_output", grad_output, input.sym_sizes(), grad_output.scalar_type(), input);
   check_tensor("statistics", statistics, {2, row_count(input, shape)}, at::kFloat, input);
   const Activation function = to_activation(activation, scale);
   const auto allocate_as = [](const Tensor& t) { return allocate(t.sym_sizes(), t.scalar_type(), t); };
@@ -1018,7 +1091,8 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   if (input.is_meta() || cols == 0) return gradients;
 
   // Unlike those of forward, these kernels load 16-bit elements in pairs, from multiples of 4 bytes.
-  const Tensor dy = contiguous(grad_output, 4), x = contiguous(input, 4), stats = statistics.contiguous();
+  Tensor dy = contiguous(grad_output, 4);
+  const Tensor x = contiguous(input, 4), stats = statistics.contiguous();
   const Tensor w = contiguous(weight), b = contiguous(bias);
   auto call = make_call<Backward>(x, w, b, eps, scale);
   call.grad_output = const_ptr(dy);
@@ -1031,7 +1105,13 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   call.rstd = call.mean + call.rows;
   call.activation = function;
   if (call.activation == Activation::None) call.bias = nullptr;
-  launch_call(call, input);
+  call.output_dtype = dtype_of(dy);
+  if (!launch_call(call, input)) {
+    dy = dy.to(input.scalar_type());
+    call.grad_output = const_ptr(dy);
+    call.output_dtype = call.dtype;
+    launch_call(call, input);
+  }
   return gradients;
 }
 
@@ -1069,12 +1149,12 @@ std::tuple<Tensor, Tensor> composed_normalized(const Tensor& x, const Tensor& st
 
 // xhat: a matrix.
 Tensor composed_output(const Tensor& xhat, const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, int64_t activation, double scale) {
+                       const OptionalTensor& bias, int64_t activation, double scale, OptionalDType dtype) {
   Tensor y = apply_affine(xhat, as_float_row(weight, shape), as_float_row(bias, shape));
   const Activation function = to_activation(activation, scale);
   if (function != Activation::None) y = at::gelu(y, gelu_form(function));
   if (scale != 1) y = y * scale;
-  return y.reshape_symint(input.sym_sizes()).to(input.scalar_type());
+  return y.reshape_symint(input.sym_sizes()).to(dtype.value_or(input.scalar_type()));
 }
 
 Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
@@ -1142,7 +1222,7 @@ variable_list double_backward(const variable_list& grads, const Tensors& saved, 
   const auto shaped_like = [](const Tensor& t, const Tensor& like) {
     return t.defined() ? t.reshape_symint(like.sym_sizes()).to(like.scalar_type()) : t;
   };
-  return {shaped_like(grad_dy, input), shaped_like(grad_x, input), shaped_like(grad_w, weight)};
+  return {shaped_like(grad_dy, grad_output), shaped_like(grad_x, input), shaped_like(grad_w, weight)};
 }
 
 // With an epilogue, composed_backward computes results that need gradients, and PyTorch differentiates it.
@@ -1168,16 +1248,17 @@ Gradients layer_norm_backward_autograd(const Tensor& grad_output, const Tensor& 
 
 // The statistics cannot be differentiated.
 Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                                    const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+                                    const OptionalTensor& bias, double eps, int64_t activation, double scale,
+                                    OptionalDType dtype) {
   if (has_tangent(input, weight, bias)) {
     check_inputs(input, shape, weight, bias);
     const Tensor x = as_matrix(input, shape).to(at::kFloat);  // its gradients are added up before they are rounded
     const auto [xhat, rstd] = composed_normalized(x, {}, eps);
-    return {composed_output(xhat, input, shape, weight, bias, activation, scale),
+    return {composed_output(xhat, input, shape, weight, bias, activation, scale, dtype),
             at::cat({row_mean(x), rstd}, 1).t().detach()};
   }
   auto outputs = call_op_below_autograd<layer_norm_forward<true>>("layer_norm_forward", input, shape, weight, bias, eps,
-                                                                  activation, scale);
+                                                                  activation, scale, dtype);
   auto& [output, statistics] = outputs;
   if (torch::autograd::compute_requires_grad(input, weight, bias)) {
     const auto backward = [=, saved_shape = c10::SymDimVector(shape)](const variable_list& grads, const Tensors& saved,
@@ -1194,55 +1275,61 @@ Outputs layer_norm_forward_autograd(const Tensor& input, SymIntArrayRef shape, c
 }
 
 Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale,
+                           OptionalDType dtype) {
   if (torch::autograd::compute_requires_grad(input, weight, bias) || has_tangent(input, weight, bias)) {
-    return std::get<0>(layer_norm_forward_autograd(input, shape, weight, bias, eps, activation, scale));
+    return std::get<0>(layer_norm_forward_autograd(input, shape, weight, bias, eps, activation, scale, dtype));
   }
   return call_op_below_autograd<layer_norm_forward<false>>("layer_norm", input, shape, weight, bias, eps, activation,
-                                                           scale);
+                                                           scale, dtype);
 }
 
-// Returns float32, like nn.LayerNorm.
+// Returns float32, like nn.LayerNorm, or dtype. Input is converted, unless it has this dtype. The copy is saved, so that
+// the caller may change input in place.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+                           const OptionalTensor& bias, double eps, int64_t activation, double scale,
+                           OptionalDType dtype) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  const auto cast = [](const OptionalTensor& t) {
-    return is_given(t) && dtype_of(*t) != DType::Float32 ? t->to(at::kFloat) : t.value_or(Tensor());
-  };
-  return call_op<layer_norm_forward<false>>("layer_norm", cast(input), shape, cast(weight), cast(bias), eps, activation,
-                                            scale);
+  const auto is_16_bits = [](const OptionalTensor& t) { return is_given(t) && has_16_bits(t->scalar_type()); };
+  const auto cast = [&](const OptionalTensor& t) { return is_16_bits(t) ? t->to(at::kFloat) : t.value_or(Tensor()); };
+  bool is_read_directly = !kHasEpilogue && input.scalar_type() == dtype && !is_16_bits(weight) && !is_16_bits(bias);
+  // Inference tensors cannot be saved for backward.
+  if (input.is_inference() && torch::autograd::compute_requires_grad(weight, bias)) is_read_directly = false;
+  return call_op<layer_norm_forward<false>>("layer_norm", is_read_directly ? input : cast(input), shape, cast(weight),
+                                            cast(bias), eps, activation, scale, dtype);
 }
 
 // ---- torch.vmap ----
 
 // The rows of all samples become the rows of one call. If weight or bias are mapped, the kernels only normalize.
 Outputs layer_norm_forward_vmap(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                                const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+                                const OptionalTensor& bias, double eps, int64_t activation, double scale,
+                                OptionalDType dtype) {
   check_inputs(input, shape, weight, bias);
   const int64_t level = vmap_level(input);
   if (std::max(vmap_level(weight), vmap_level(bias)) >= level) {
     const Tensor x = input.to(at::kFloat);  // 16 bits would round xhat
     const auto [xhat, statistics] = call_op<layer_norm_forward<true>>("layer_norm_forward", x, shape, OptionalTensor(),
-                                                                      OptionalTensor(), eps, 0, 1);
-    return {composed_output(as_matrix(xhat, shape), input, shape, weight, bias, activation, scale), statistics};
+                                                                      OptionalTensor(), eps, 0, 1, OptionalDType());
+    return {composed_output(as_matrix(xhat, shape), input, shape, weight, bias, activation, scale, dtype), statistics};
   }
   const SymInt rows = row_count(input, shape);
   const auto* batch = at::functorch::maybeGetBatchedImpl(input);
   const c10::impl::ExcludeDispatchKeyGuard below_vmap(c10::DispatchKey::FuncTorchBatched);
   const Tensor x = batch->value().movedim(batch->bdim(), 0);
   const auto [output, statistics] =
-      call_op<layer_norm_forward<true>>("layer_norm_forward", x, shape, weight, bias, eps, activation, scale);
+      call_op<layer_norm_forward<true>>("layer_norm_forward", x, shape, weight, bias, eps, activation, scale, dtype);
   return {at::functorch::makeBatched(output, 0, level),
           at::functorch::makeBatched(statistics.reshape_symint({2, x.sym_size(0), rows}), 1, level)};
 }
 
 // PyTorch runs this function before that of autocast.
 Tensor layer_norm_vmap(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, int64_t activation, double scale) {
+                       const OptionalTensor& bias, double eps, int64_t activation, double scale, OptionalDType dtype) {
   if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA)) {
-    return layer_norm_autocast(input, shape, weight, bias, eps, activation, scale);
+    return layer_norm_autocast(input, shape, weight, bias, eps, activation, scale, dtype);
   }
-  return std::get<0>(layer_norm_forward_vmap(input, shape, weight, bias, eps, activation, scale));
+  return std::get<0>(layer_norm_forward_vmap(input, shape, weight, bias, eps, activation, scale, dtype));
 }
 
 // Returns true if autograd, forward mode or an outer transform differentiates the tensor that vmap has wrapped.
@@ -1265,7 +1352,7 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   using torch::dispatch;
   m.def(
       "layer_norm_forward(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation, float scale) -> (Tensor output, Tensor statistics)",
+      " int activation, float scale, ScalarType? dtype=None) -> (Tensor output, Tensor statistics)",
       kTags);
   m.def(
       "layer_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor statistics,"
@@ -1286,7 +1373,7 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   }
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps,"
-      " int activation=0, float scale=1.0) -> Tensor",
+      " int activation=0, float scale=1.0, ScalarType? dtype=None) -> Tensor",
       kTags);
 }
 
@@ -2172,6 +2259,10 @@ namespace {
 // A pack is 16 bytes of consecutive elements. Rows are aligned if every row of every tensor starts on a 16-byte
 // boundary. Section 5 begins with a table of the kernel families.
 
+// Register kernels of aligned float32 rows can write 16 bits and, in backward, read a grad_output of 16 bits. A thread
+// has the same columns as for float32, so the bits are those of a conversion after forward and before backward.
+template <typename T, bool IS_ALIGNED> constexpr bool kConverts = sizeof(T) == 4 && IS_ALIGNED && !kHasEpilogue;
+
 // ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
 // Blocks, or groups of blocks that share rows, store their sums of grad_weight and grad_bias in `partials`, float32 of
 // shape (2, partial_rows, cols). sum_partials adds them up in a fixed order.
@@ -2370,7 +2461,8 @@ constexpr int min_blocks(int element_bytes, int packs, int rows, RowKind kind) {
 }
 
 // A thread has PACKS packs of each of its team's ROWS rows, which are 2^step_log2 apart. A block has blockDim.y teams.
-template <typename T, int PACKS, int ROWS, RowKind KIND>
+// Out: the type of output.
+template <typename T, typename Out, int PACKS, int ROWS, RowKind KIND>
 __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min_blocks(sizeof(T), PACKS, ROWS, KIND))
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
   static_assert(max_threads(sizeof(T), PACKS, ROWS, KIND) * min_blocks(sizeof(T), PACKS, ROWS, KIND) <=
@@ -2401,7 +2493,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   //   thread    0 ... 6   0        1        ...  63        0         ...  61          8      9
   //   held in   edge      x[0]     x[0]     ...  x[0]      x[1]      ...  x[3]        edge   edge
   const T* input = static_cast<const T*>(call.input) + row * cols;
-  T* output = static_cast<T*>(call.output) + row * cols;
+  Out* output = static_cast<Out*>(call.output) + row * cols;
   const bool aligned_together = (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0;
   const int thread = threadIdx.x;
   const int row_cols = rows > 0 ? cols : 0;
@@ -2502,7 +2594,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
       UNROLL(r, ROWS) {
         auto y = normalized(widened(elements[r]), {mean[r], rstd[r]}) * w + b;
         apply_epilogue<T>(y, epilogue);
-        if (r < rows) store<T>(output + (offset + r * row_stride), y);
+        if (r < rows) store<Out>(output + (offset + r * row_stride), y);
       }
     };
     UNROLL(i, PACKS) {
@@ -2533,9 +2625,13 @@ cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
   while (1 << step_log2 < std::max(teams, KIND == kUnaligned && ROWS > 1 ? V : 1)) ++step_log2;
   const int64_t batches = ceil_div(call.rows, int64_t(ROWS) << step_log2);
   const int64_t blocks = batches * ((1 << step_log2) / teams);
-  return launch_kernel(layer_norm_rows<T, PACKS, ROWS, KIND>, {dim3(blocks), dim3(threads, teams)}, context, call,
-                       row_constants(call, context.device), prefetch_window(call, ROWS * teams, context.device),
-                       step_log2);
+  auto kernel = layer_norm_rows<T, T, PACKS, ROWS, KIND>;
+  if constexpr (kConverts<T, KIND != kUnaligned>) {
+    if (call.output_dtype == DType::Float16) kernel = layer_norm_rows<T, __half, PACKS, ROWS, KIND>;
+    if (call.output_dtype == DType::BFloat16) kernel = layer_norm_rows<T, __nv_bfloat16, PACKS, ROWS, KIND>;
+  }
+  return launch_kernel(kernel, {dim3(blocks), dim3(threads, teams)}, context, call, row_constants(call, context.device),
+                       prefetch_window(call, ROWS * teams, context.device), step_log2);
 }
 
 // Chooses launch_rows<T, loads per thread, rows per thread, kind>. With an epilogue, some of them would be no faster.
@@ -2598,22 +2694,22 @@ static_assert(is_power_of_two(kBackwardBlockThreads16Bits) && kBackwardBlockThre
 // Longer aligned rows are pipelined, because an SM would hold too few of them.
 constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
-// N neighbouring columns of a thread.
-template <typename T, int N, int ROWS> struct BackwardPack {
+// N neighbouring columns of a thread. Grad: the type of grad_output.
+template <typename T, typename Grad, int N, int ROWS> struct BackwardPack {
   int col;
   int offset;     // from the thread's first column
   int is_active;  // int because of opaque()
   Vec<float, N> weight;
   Vec<float, N> grads[2] = {};   // sums of grad_weight and grad_bias over rows
   Pack<T, N> next_x[ROWS] = {};  // in flight
-  Pack<T, N> next_dy[ROWS] = {};
-  Pack<T, N> dy[ROWS];
+  Pack<Grad, N> next_dy[ROWS] = {};
+  Pack<Grad, N> dy[ROWS];
   Vec<float, N> xhat[ROWS];
 };
 
 // A thread has PACKS packs of ROWS rows in each iteration, and a block has blockDim.y rows side by side.
 // partials: (2, gridDim.x, cols).
-template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bounds__(kBackwardThreads)
+template <typename T, typename Grad, int V, int PACKS, int ROWS> __global__ void __launch_bounds__(kBackwardThreads)
     layer_norm_backward_rows(Backward call, float* partials, L2Priority priority) {
   constexpr bool kLoadsWords = sizeof(T) == 2 && V == 2;
   constexpr int kSpacing = kLoadsWords ? 2 : 1;  // of a block's rows
@@ -2636,8 +2732,8 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
   const int mid_word = kLoadsWords ? row * cols % 2 : 0;  // 1 if rows begin in mid-word
   const int first = mid_word + threadIdx.x * V;
   const int stride = blockDim.x * V;
-  BackwardPack<T, V, ROWS> packs[PACKS];
-  BackwardPack<T, 1, ROWS> edge;
+  BackwardPack<T, Grad, V, ROWS> packs[PACKS];
+  BackwardPack<T, Grad, 1, ROWS> edge;
   UNROLL(i, PACKS) {
     packs[i].offset = i * stride;
     packs[i].col = first + i * stride;
@@ -2680,10 +2776,11 @@ template <typename T, int V, int PACKS, int ROWS> __global__ void __launch_bound
       next_mean[r] = call.mean[next_row + r * row_distance];
       next_rstd[r] = call.rstd[next_row + r * row_distance];
       const T* x = keep_pointer(static_cast<const T*>(call.input) + offset + r * (row_distance * cols));
-      const T* dy = keep_pointer(static_cast<const T*>(call.grad_output) + offset + r * (row_distance * cols));
+      const Grad* dy = keep_pointer(static_cast<const Grad*>(call.grad_output) + offset + r * (row_distance * cols));
       // Alternating between both tensors is slower.
       each_pack([&](auto& pack) { pack.next_x[r] = load<T, decltype(pack.weight)::kSize>(x + pack.offset, policy); });
-      each_pack([&](auto& pack) { pack.next_dy[r] = load<T, decltype(pack.weight)::kSize>(dy + pack.offset, policy); });
+      each_pack(
+          [&](auto& pack) { pack.next_dy[r] = load<Grad, decltype(pack.weight)::kSize>(dy + pack.offset, policy); });
     }
     // Prefetch the rows of the iteration after that, where it is faster.
     const int64_t later_row = next_row - first_row + grid_rows;
@@ -2784,7 +2881,8 @@ bool supports(const Backward& call, bool aligned) {
   return call.cols <= columns * kBackwardThreads;
 }
 
-template <typename T, int V, int PACKS, int ROWS> BackwardPlan plan_of(const Backward& call, const Device& device) {
+template <typename T, typename Grad, int V, int PACKS, int ROWS>
+BackwardPlan plan_of(const Backward& call, const Device& device) {
   const int threads = row_threads(call.cols, V * PACKS);
   const int block_threads = sizeof(T) == 2 ? kBackwardBlockThreads16Bits : kBackwardBlockThreads;
   const int rows = std::max(1, block_threads / threads);
@@ -2793,18 +2891,22 @@ template <typename T, int V, int PACKS, int ROWS> BackwardPlan plan_of(const Bac
   int64_t blocks = std::min<int64_t>(ceil_div(call.rows, rows * ROWS), device.sms * sm_blocks);
   blocks *= ceil_div(call.rows, blocks * rows * kRowsPerSum);
   if (sizeof(T) == 2 && V == 2) blocks += blocks % 2;  // half of them for odd rows
-  return {layer_norm_backward_rows<T, V, PACKS, ROWS>, dim3(threads, rows), blocks, sm_blocks * rows * ROWS};
+  return {layer_norm_backward_rows<T, Grad, V, PACKS, ROWS>, dim3(threads, rows), blocks, sm_blocks * rows * ROWS};
 }
 
 // V: columns of 16 bytes, or 1 if rows are unaligned.
 template <typename T, int V> cudaError_t launch_backward(const Backward& call, const LaunchContext& context) {
   constexpr int kPack = sizeof(T) == 2 && V == 1 ? 2 : V;
   constexpr int kRows = kPack > 1 ? 2 : 1;
-  BackwardPlan p = plan_of<T, kPack, kBackwardColumns / kPack, kRows>(call, context.device);
+  BackwardPlan p = plan_of<T, T, kPack, kBackwardColumns / kPack, kRows>(call, context.device);
   if constexpr (sizeof(T) == 2 && V > 1) {
     // 16 columns of one row, if rows are too long for 8 of two, or if an SM then holds more rows.
-    const BackwardPlan one_row = plan_of<T, V, 2, 1>(call, context.device);
+    const BackwardPlan one_row = plan_of<T, T, V, 2, 1>(call, context.device);
     if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) p = one_row;
+  }
+  if constexpr (kConverts<T, (V > 1)>) {
+    if (call.output_dtype == DType::Float16) p = plan_of<T, __half, V, 2, kRows>(call, context.device);
+    if (call.output_dtype == DType::BFloat16) p = plan_of<T, __nv_bfloat16, V, 2, kRows>(call, context.device);
   }
   const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;
   auto* partials =
@@ -4014,6 +4116,8 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 // runs the call. Batch-invariant forward has neither unaligned rows in registers nor grid-resident ones.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
+  if (call.output_dtype != call.dtype && !(kConverts<T, kIsAligned> && registers::supports(call, kIsAligned)))
+    return cudaErrorNotSupported;
   if (registers::supports(call, kIsAligned) && (kIsAligned || !kBatchInvariant))
     return registers::launch_forward<T, !kIsAligned>(call, context);
   if constexpr (kIsAligned && !kHasEpilogue) {
@@ -4033,8 +4137,9 @@ template <typename T, int V> cudaError_t dispatch(const Forward& call, const Lau
 template <typename T, int V> cudaError_t dispatch(const Backward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
   const bool in_registers = registers::supports(call, kIsAligned);
+  const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
+  if (call.output_dtype != call.dtype && (!kConverts<T, kIsAligned> || is_long)) return cudaErrorNotSupported;
   if constexpr (kIsAligned && !kHasEpilogue) {
-    const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
     if ((is_long || !in_registers) && pipelined::supports<T>(call, context.device)) {
       if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
         return error;
@@ -4142,7 +4247,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         conv, norm = self.conv_transpose, self.layer_norm
         return (
             (_ops is not None and not _is_exporting() and torch._C._get_tracing_state() is None)
-            and (isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16))
+            and (isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *_16_BITS))
             and all(t.is_cuda and t.dtype == x.dtype and type(t).__name__ != "DTensor" for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == x.shape[4] == 32)
@@ -4164,7 +4269,16 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             return op(x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor)
         y = conv(x)
         if _is_plain(norm, LayerNorm) and not isinstance(self.scaling_factor, torch.Tensor):
-            return layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps, "gelu", self.scaling_factor)
+            options = ("gelu", self.scaling_factor)
+            return layer_norm(
+                y,
+                norm.normalized_shape,
+                norm.weight,
+                norm.bias,
+                norm.eps,
+                *options,
+                autocast_output=norm.autocast_output,
+            )
         return torch.ops.aten.gelu(norm(y)) * self.scaling_factor  # calling norm runs its hooks and patches
 
 
@@ -4228,11 +4342,11 @@ void load_layer_norm() {
 
 // The op of the second library, which has an activation.
 Tensor layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                  double eps, int64_t activation, double scale) {
+                  double eps, int64_t activation, double scale, OptionalDType dtype = {}) {
   load_layer_norm();
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(LAYERNORM_EPILOGUE, "").typed<decltype(layer_norm)>();
-  return op.call(input, shape, weight, bias, eps, activation, scale);
+  return op.call(input, shape, weight, bias, eps, activation, scale, dtype);
 }
 
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,

@@ -102,7 +102,11 @@ template <typename Call> static const char* emulate(Call call, const Allocate& a
       return tensors.back()->data;
     };
     const cudaError_t error = launch(call, {allocate_guarded, const_cast<Allocate*>(&allocate)}, nullptr);
-    if (error != cudaSuccess) emulator::fail("cudaError " + std::to_string(int(error)));
+    if (error == cudaErrorNotSupported) {
+      answer = "not supported";
+    } else if (error != cudaSuccess) {
+      emulator::fail("cudaError " + std::to_string(int(error)));
+    }
     if (cudaGetLastError() != cudaSuccess) emulator::fail("a rejected launch did not clear its error");
     for (const auto& tensor : tensors) tensor->finish();
   } catch (const std::exception& e) {
@@ -143,15 +147,16 @@ template <typename Call> static void guard_tensors(Call& call) {
   using emulator::guard;
   const size_t each = size_of(call.dtype), affine = call.affine_float32 ? 4 : each;
   const size_t all = call.rows * call.cols * each, of_rows = call.rows * 4;
+  const size_t all_output = call.rows * call.cols * size_of(call.output_dtype);
   guard(call.input, all, "input");
   guard(call.weight, call.cols * affine, "weight");
   guard(call.bias, call.cols * affine, "bias");
   guard(call.mean, of_rows, "mean");
   guard(call.rstd, of_rows, "rstd");
   if constexpr (std::is_same_v<Call, Forward>) {
-    guard(call.output, all, "output");
+    guard(call.output, all_output, "output");
   } else {
-    guard(call.grad_output, all, "grad_output");
+    guard(call.grad_output, all_output, "grad_output");
     guard(call.grad_input, all, "grad_input");
     guard(call.grad_weight, call.cols * affine, "grad_weight");
     guard(call.grad_bias, call.cols * affine, "grad_bias");
@@ -419,6 +424,7 @@ cudaError_t emulate(const char* function, const Call& call, const Allocate& allo
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string message = of_kernels<const char*(const Call*, const Allocate*)>(function)(&call, &allocate);
+  if (message == "not supported") return cudaErrorNotSupported;
   TORCH_CHECK(message.empty(), message);
   return cudaSuccess;
 }
@@ -488,6 +494,7 @@ MODULE = {
     r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').name_of_binding()",
     r"\.is_cuda\b": ".is_cpu",
     r"is_autocast_enabled\(\)": "is_autocast_enabled('cpu')",
+    r'get_autocast_dtype\("cuda"\)': "get_autocast_dtype('cpu')",
 }
 
 

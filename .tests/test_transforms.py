@@ -24,6 +24,7 @@ ENTRIES = {
     "layer_norm, GELU": ("layer_norm", "gelu", 1.5),
     "op, GELU's tanh form": ("op", "gelu_tanh", -0.5),
     "layer_norm, scale": ("layer_norm", None, 2.0),
+    "autocast_output": ("autocast_output", None, 1.0),  # only with autocast
 }
 
 
@@ -69,6 +70,8 @@ def entry_of(backend, name, combination):
     shape = SHAPES[combination.rank]
     if how == "layer_norm":
         return lambda x, weight, bias: backend.layer_norm(x, shape, weight, bias, EPS, activation, scale)
+    if how == "autocast_output":
+        return lambda x, weight, bias: backend.layer_norm(x, shape, weight, bias, EPS, autocast_output=True)
     if how == "op":
         ops = backend.epilogue_ops if activation else backend.ops
         number = backend.module._ACTIVATIONS[activation][0]
@@ -100,6 +103,8 @@ def functions_of(backend, entry, combination):
     tensors, shape = tensors_of(combination, backend.device), SHAPES[combination.rank]
     _, activation, scale = ENTRIES[entry]
     dtype = torch.float32 if combination.autocast else None
+    if entry == "autocast_output":
+        dtype = torch.bfloat16
     plain = entry_of(backend, entry, combination)
 
     def call(*arguments):
@@ -116,10 +121,13 @@ def functions_of(backend, entry, combination):
 def wrong(backend, transform, entry, combinations):
     """Yields a sentence for each combination whose results are wrong."""
     for combination in combinations:
+        if entry == "autocast_output" and not combination.autocast:
+            continue
         function, reference, tensors = functions_of(backend, entry, combination)
         dtype, rounding = DTYPES[combination.dtypes][0], 2e-5
         # Before weight, vmap rounds to 16 bits, and so does backward after the derivative of the epilogue.
-        if (ENTRIES[entry][1:] != (None, 1.0) or "vmap" in transform) and not combination.autocast:
+        computes_in_float32 = combination.autocast and entry != "autocast_output"
+        if (ENTRIES[entry][1:] != (None, 1.0) or "vmap" in transform) and not computes_in_float32:
             rounding = max(rounding, torch.finfo(dtype).eps)
         try:
             problem = difference(transform, function, reference, tensors, rounding)
@@ -130,11 +138,12 @@ def wrong(backend, transform, entry, combinations):
 
 
 def pairs():
-    """Yields every transform with every entry. Without --full, a transform runs with three entries."""
-    others = [entry for entry in ENTRIES if entry not in ("op", "layer_norm, GELU")]
+    """Yields every transform with every entry. Without --full, a transform runs with four entries."""
+    always = ("op", "layer_norm, GELU", "autocast_output")
+    others = [entry for entry in ENTRIES if entry not in always]
     for i, transform in enumerate(TRANSFORMS):
         for entry in ENTRIES:
-            is_short = entry in ("op", "layer_norm, GELU", others[i % len(others)])
+            is_short = entry in (*always, others[i % len(others)])
             yield pytest.param(transform, entry, marks=[] if is_short else [pytest.mark.full])
 
 
@@ -152,11 +161,15 @@ def test_every_transform_of_every_combination(backend, transform, entry):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("entry", ["op", *(pytest.param(name, marks=pytest.mark.full) for name in list(ENTRIES)[2:])])
+@pytest.mark.parametrize(
+    "entry", ["op", "autocast_output", *(pytest.param(name, marks=pytest.mark.full) for name in list(ENTRIES)[2:-1])]
+)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_every_transform_of_fake_tensors(backend, transform, entry):
     """Shapes, dtypes and strides are those of real tensors."""
     for combination in SHORT[1:9:2]:
+        if entry == "autocast_output":
+            combination = combination._replace(autocast=True)
         function, reference, tensors = functions_of(backend, entry, combination)
         real = leaves(TRANSFORMS[transform](function, tensors, Random()))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
