@@ -702,8 +702,8 @@ enum class DType { Float32, Float16, BFloat16 };
 enum class Activation { None, Gelu, GeluTanh };
 
 // output = scale * activation((input - mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance + eps) of the row.
-// Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed. In backward,
-// input and grad_output begin on a multiple of 4 bytes.
+// Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed. Input begins on
+// a multiple of 16 bytes; in backward, input and grad_output begin on a multiple of 4.
 struct LayerNormCall {
   const void* input;   // (rows, cols), of dtype
   const void* weight;  // (cols), of dtype, or of float32 if affine_float32
@@ -1048,7 +1048,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef shape, const Optiona
   Tensor output = allocate(input.sym_sizes(), output_dtype, input), statistics;
   if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, shape)}, at::kFloat, input);
   if (!input.is_meta() && input.numel() > 0) {
-    const Tensor x = input.contiguous(), w = contiguous(weight), b = contiguous(bias);
+    const Tensor x = contiguous(input, 16), w = contiguous(weight), b = contiguous(bias);
     auto call = make_call<Forward>(x, w, b, eps, scale);
     call.output = mutable_ptr(output);
     call.cols = element_count(shape).expect_int();
@@ -1090,7 +1090,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   const SymInt cols = element_count(shape);
   if (input.is_meta() || cols == 0) return gradients;
 
-  // Unlike those of forward, these kernels load 16-bit elements in pairs, from multiples of 4 bytes.
+  // These kernels load 16-bit elements in pairs, from multiples of 4 bytes.
   Tensor dy = contiguous(grad_output, 4);
   const Tensor x = contiguous(input, 4), stats = statistics.contiguous();
   const Tensor w = contiguous(weight), b = contiguous(bias);
@@ -1677,34 +1677,6 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, con
     store<T, V>(static_cast<T*>(affine) + col, x);
   }
 }
-
-// A pack that starts at any element, loaded as 32-bit words. get() waits for the loads. mid_word is 1 if the first
-// element is the upper half of a word. For V = 8, the words hold elements e0 to e7:
-//
-//                   word 0    word 1    word 2    word 3    word 4
-//   mid_word = 0    e0 e1     e2 e3     e4 e5     e6 e7     e7
-//   mid_word = 1    .  e0     e1 e2     e3 e4     e5 e6     e7
-template <typename T, int V> struct Unaligned {
-  static constexpr int kWords = sizeof(T) * V / sizeof(uint32_t);
-  uint32_t words[kWords + 1];
-
-  static __device__ int starts_mid_word(const T* p) {
-    return sizeof(T) == 2 ? reinterpret_cast<uintptr_t>(p) / sizeof(T) % 2 : 0;
-  }
-
-  __device__ void load(const T* p, int mid_word) {
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(p - mid_word);
-    UNROLL(w, kWords) words[w] = from[w];
-    // 16 bits, because the rest of the word may be outside of the tensor. A branch on mid_word would make loads wait.
-    if (sizeof(T) == 2) words[kWords] = reinterpret_cast<const uint16_t*>(p)[V - 1];
-  }
-
-  __device__ Pack<T, V> get(int mid_word) const {
-    uint32_t joined[kWords];
-    UNROLL(w, kWords) joined[w] = __funnelshift_r(words[w], words[w + 1], 16 * mid_word);
-    return bit_cast<Pack<T, V>>(joined);
-  }
-};
 
 // Calls f with std::true_type if weight and bias both exist and have 16 bits, so that f need not test it at each load,
 // and otherwise with std::false_type. EARLY: they are loaded already.
@@ -2437,6 +2409,9 @@ constexpr int kTeamsThreads = 128;                // of a block with several tea
 constexpr int kShortRows = kHasEpilogue ? 4 : 2;  // per thread; they share loads of weight and bias
 static_assert(is_power_of_two(kTeamsThreads), "a block has a power of two of teams");
 
+// Of an unaligned row, a batch-invariant call has words, because a thread's columns must not depend on where it begins.
+constexpr int pack_bytes(RowKind kind) { return kind == kUnaligned && kBatchInvariant ? 4 : 16; }
+
 // Launch bounds of layer_norm_rows. More blocks hide more latency. None of these spills (nvcc 13.0).
 constexpr int max_threads(int element_bytes, int packs, int rows, RowKind kind) {
   if (kind == kInWarp) return kTeamsThreads;
@@ -2467,8 +2442,8 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
     layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
   static_assert(max_threads(sizeof(T), PACKS, ROWS, KIND) * min_blocks(sizeof(T), PACKS, ROWS, KIND) <=
                 kArch.sm_threads);
-  constexpr int V = 16 / sizeof(T);
   constexpr bool kHasEdges = KIND == kUnaligned;
+  constexpr int V = pack_bytes(KIND) / sizeof(T);
   // Early loads of weight and bias, in input's dtype, arrive during the statistics.
   constexpr bool kEarly = KIND == kInWarp || (KIND == kAligned && PACKS < kMaxLoads);
   __shared__ WarpSums<T, ROWS, KIND == kInWarp ? 1 : kMaxWarps> warp_sums;
@@ -2487,18 +2462,17 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
     rows = int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;  // can be negative
   }
 
-  // Find the thread's columns: packs that are aligned in output and, at the edges of an unaligned row, single columns.
+  // Find the thread's columns: aligned packs and, at the edges of an unaligned row, single columns.
   // A bf16 row of 2041 columns in 64 threads:
   //   columns   0 ... 6   7-14     15-22    ...  511-518   519-526   ...  2031-2038   2039   2040
   //   thread    0 ... 6   0        1        ...  63        0         ...  61          8      9
   //   held in   edge      x[0]     x[0]     ...  x[0]      x[1]      ...  x[3]        edge   edge
   const T* input = static_cast<const T*>(call.input) + row * cols;
   Out* output = static_cast<Out*>(call.output) + row * cols;
-  const bool aligned_together = (reinterpret_cast<uintptr_t>(input) - reinterpret_cast<uintptr_t>(output)) % 16 == 0;
   const int thread = threadIdx.x;
   const int row_cols = rows > 0 ? cols : 0;
   const int before_boundary = int(-reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T));
-  const int begin = kHasEdges ? min(row_cols, before_boundary) : 0;
+  const int begin = kHasEdges && !kBatchInvariant ? min(row_cols, before_boundary) : 0;
   const int end = kHasEdges ? begin + (row_cols - begin) / V * V : row_cols;
   const int first = begin + thread * V;
   const int stride = (KIND == kInWarp ? 32 : blockDim.x) * V;
@@ -2506,6 +2480,8 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   int edge_column = thread < V ? thread : end + thread - V;
   if (!kHasEdges || edge_column >= (thread < V ? begin : row_cols)) edge_column = -1;
   const auto has_edge = [&] { return kHasEdges && edge_column >= 0; };
+  // Words of a batch-invariant row that begins in mid-word are accessed as single columns.
+  const bool is_split = reinterpret_cast<uintptr_t>(output) % sizeof(uint32_t) != 0;
   const int row_stride = cols * step;
   input = keep_pointer(input + first);
   output = keep_pointer(output + first);
@@ -2514,21 +2490,16 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   Pack<T, V> x[PACKS][ROWS] = {};
   Pack<T, 1> edge[ROWS] = {};
-  const auto each_pack = [&](auto f) {
-    UNROLL(i, PACKS) {
-      UNROLL(r, ROWS) {
-        if (has(i) & (r < rows)) f(i, r, input + r * row_stride + i * stride);
-      }
+  const auto load_row_pack = [&](const T* from) {
+    if constexpr (kHasEdges && V == 2) {
+      if (is_split) return packed<T>(load_widened<V, false>(from));
     }
+    return load<T, V>(from, policy);
   };
-  if (!kHasEdges || aligned_together) {
-    each_pack([&](int i, int r, const T* from) { x[i][r] = load<T, V>(from, policy); });
-  } else {
-    // All loads come before all joins, because a join waits for its words.
-    Unaligned<T, V> words[PACKS][ROWS] = {};
-    const int mid_word = Unaligned<T, V>::starts_mid_word(input);  // the same for all packs and rows
-    each_pack([&](int i, int r, const T* from) { words[i][r].load(from, mid_word); });
-    UNROLL(i, PACKS) { UNROLL(r, ROWS) x[i][r] = words[i][r].get(mid_word); }
+  UNROLL(i, PACKS) {
+    UNROLL(r, ROWS) {
+      if (has(i) & (r < rows)) x[i][r] = load_row_pack(input + r * row_stride + i * stride);
+    }
   }
   UNROLL(r, ROWS) {
     if (has_edge() && r < rows) edge[r] = load<T, 1>(input + r * row_stride + (edge_column - first));
@@ -2555,10 +2526,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
     float odd = 0;  // a second chain of additions
     UNROLL(i, PACKS) {
       const auto values = widened(x[i][r]);
-      UNROLL(v, V / 2) {
-        even += values[2 * v];
-        odd += values[2 * v + 1];
-      }
+      UNROLL(v, V)((i * V + v) % 2 == 0 ? even : odd) += values[v];
     }
     sum[r] = even + odd;
   }
@@ -2594,7 +2562,13 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
       UNROLL(r, ROWS) {
         auto y = normalized(widened(elements[r]), {mean[r], rstd[r]}) * w + b;
         apply_epilogue<T>(y, epilogue);
-        if (r < rows) store<Out>(output + (offset + r * row_stride), y);
+        if (r >= rows) continue;
+        Out* to = output + (offset + r * row_stride);
+        if (kHasEdges && N == 2 && is_split) {
+          UNROLL(v, N) store<Out>(to + v, Vec<float, 1>{y[v]});
+        } else {
+          store<Out>(to, y);
+        }
       }
     };
     UNROLL(i, PACKS) {
@@ -2606,8 +2580,11 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
 
 // ---- Forward: host side ----
 
-// 16-byte loads per row, rounded down: an unaligned row has as many packs, or one less.
-int64_t loads_of(const Forward& call) { return std::max<int64_t>(1, call.cols * size_of(call.dtype) / 16); }
+// 16 bytes each, rounded down: an unaligned row has as many packs, or one less. Batch-invariant rows begin with packs.
+int64_t loads_of(const Forward& call) {
+  const int64_t bytes = call.cols * size_of(call.dtype);
+  return kBatchInvariant ? ceil_div(bytes, 16) : std::max<int64_t>(1, bytes / 16);
+}
 
 bool supports(const Forward& call, bool aligned) {
   return loads_of(call) <= kMaxLoads * (aligned ? kMaxRowThreads : kMaxUnalignedRowThreads);
@@ -2625,7 +2602,8 @@ cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
   while (1 << step_log2 < std::max(teams, KIND == kUnaligned && ROWS > 1 ? V : 1)) ++step_log2;
   const int64_t batches = ceil_div(call.rows, int64_t(ROWS) << step_log2);
   const int64_t blocks = batches * ((1 << step_log2) / teams);
-  auto kernel = layer_norm_rows<T, T, PACKS, ROWS, KIND>;
+  constexpr int kPacks = PACKS * 16 / pack_bytes(KIND);
+  auto kernel = layer_norm_rows<T, T, kPacks, ROWS, KIND>;
   if constexpr (kConverts<T, KIND != kUnaligned>) {
     if (call.output_dtype == DType::Float16) kernel = layer_norm_rows<T, __half, PACKS, ROWS, KIND>;
     if (call.output_dtype == DType::BFloat16) kernel = layer_norm_rows<T, __nv_bfloat16, PACKS, ROWS, KIND>;
@@ -2642,7 +2620,7 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
   constexpr bool k16Bits = sizeof(T) == 2;
   if constexpr (UNALIGNED) {
     if (loads <= 32) return launch_rows<T, 1, 4, kUnaligned>(call, context);
-    if constexpr (!kHasEpilogue) {
+    if constexpr (!kHasEpilogue && !kBatchInvariant) {
       // Two rows share loads of weight and bias, which are slow.
       if (loads <= 1536 && waves > 1) return launch_rows<T, 4, 2, kUnaligned>(call, context);
     }
@@ -4113,13 +4091,12 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 
 // ==== Dispatch: which kernel family runs a call ====
 // V: elements of a pack if all rows are aligned, otherwise 1. If the GPU rejects a cooperative launch, the next family
-// runs the call. Batch-invariant forward has neither unaligned rows in registers nor grid-resident ones.
+// runs the call. Batch-invariant forward has no grid-resident rows.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
   if (call.output_dtype != call.dtype && !(kConverts<T, kIsAligned> && registers::supports(call, kIsAligned)))
     return cudaErrorNotSupported;
-  if (registers::supports(call, kIsAligned) && (kIsAligned || !kBatchInvariant))
-    return registers::launch_forward<T, !kIsAligned>(call, context);
+  if (registers::supports(call, kIsAligned)) return registers::launch_forward<T, !kIsAligned>(call, context);
   if constexpr (kIsAligned && !kHasEpilogue) {
     if (pipelined::supports<T>(call, context.device)) {
       if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))

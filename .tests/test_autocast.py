@@ -153,9 +153,9 @@ def test_16_bit_input_is_read_directly(backend, rows, cols, dtype):
     y = backend.layer_norm(leaves[0], (cols,), *leaves[1:], EPS)
     assert same_bits(results, [y.detach(), *torch.autograd.grad(y, leaves, dy)])
     converted = step(backend, [x, weight, bias, dy], dtype, False)
-    for result, expected, rounding in zip(results, converted, (2, 2, 1e-4, 1e-4)):
+    rounding = 2 * torch.finfo(dtype).eps  # the statistics of 16-bit rows are approximate
+    for result, expected, eps in zip(results, converted, (rounding, rounding, 1e-5, 1e-5)):
         assert result.dtype == expected.dtype
-        eps = torch.finfo(dtype).eps * rounding
         torch.testing.assert_close(result, expected, rtol=eps, atol=eps * expected.float().abs().max().item())
 
 
