@@ -538,6 +538,7 @@ def _compile(library, folder, codes):
             extra_cflags=[*_CPP_FLAGS, *library.macros],
             extra_cuda_cflags=[*_CUDA_FLAGS, *library.macros, *cuda_flags],
             extra_ldflags=["-L."],  # the folder, in which ninja runs the linker
+            extra_include_paths=glob.glob(f"{glob.escape(cuda_home)}/targets/*/include"),  # conda's toolkit
             build_directory=folder,
             is_python_module=False,
             **({"no_implicit_headers": True} if has_option else {}),

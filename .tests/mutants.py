@@ -206,6 +206,7 @@ MUTANTS = [
     Mutant("build: hidden GPUs counted", 'if not re.match(r"\\s*\\+?\\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0")): return []', "", "without_initializing"),
     Mutant("build: GPUs that this process may not use counted", "if is_allowed and nvml", "if nvml", "without_initializing"),
     Mutant("build: driver that is too old accepted", "capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []", "capabilities", "without_initializing"),
+    Mutant("build: headers of conda's toolkit not found", 'glob.glob(f"{glob.escape(cuda_home)}/targets/*/include"),', "[],", "condas_toolkit"),
     Mutant("build: no GPU found without NVML", "for device in range(torch.cuda.device_count())]", "for device in []]", "without_initializing"),
     Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace"),
     Mutant("build: one folder for all flags of nvcc", "*machine, *_CUDA_FLAGS, *_CPP_FLAGS]", "*machine, *_CPP_FLAGS]", "one_namespace"),

@@ -522,6 +522,17 @@ def test_a_toolkit_must_match_pytorch(monkeypatch, toolkit, cuda, release, folde
             layernorm_inline._find_cuda_home()
 
 
+def test_the_headers_of_condas_toolkit_are_found(tmp_path, compiled):
+    home = Path(compiled["toolkit"])
+    _compile(tmp_path, ["sm_90a"])
+    assert compiled["extra_include_paths"] == []
+    (home / "targets/sbsa-linux").mkdir(parents=True)
+    (home / "include").rename(home / "targets/sbsa-linux/include")
+    (tmp_path / "other").mkdir()
+    _compile(tmp_path / "other", ["sm_90a"])
+    assert compiled["extra_include_paths"] == [str(home / "targets/sbsa-linux/include")]
+
+
 def test_the_error_names_setuptools_if_they_are_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install setuptools"):
