@@ -435,15 +435,17 @@ def _gpus():
         gpu, (count, driver, major, minor) = ctypes.c_void_p(), (ctypes.c_int() for _ in range(4))
         if nvml.nvmlInit_v2() == 0:
             capabilities = []
-            nvml.nvmlSystemGetCudaDriverVersion_v2(byref(driver))
-            nvml.nvmlDeviceGetCount_v2(byref(count))
-            for index in range(count.value):
+            knows_driver = nvml.nvmlSystemGetCudaDriverVersion_v2(byref(driver)) == 0
+            for index in range(count.value if nvml.nvmlDeviceGetCount_v2(byref(count)) == 0 else 0):
                 is_allowed = nvml.nvmlDeviceGetHandleByIndex_v2(index, byref(gpu)) == 0
                 if is_allowed and nvml.nvmlDeviceGetCudaComputeCapability(gpu, byref(major), byref(minor)) == 0:
                     capabilities.append((major.value, minor.value))
             nvml.nvmlShutdown()
-            return capabilities if driver.value // 1000 >= _parse_version(torch.version.cuda)[0] else []
-    # NVML fails, or is missing, as on Jetson. This initializes CUDA.
+            if knows_driver and driver.value // 1000 < _parse_version(torch.version.cuda)[0]:
+                return []
+            if capabilities:
+                return capabilities
+    # NVML is missing, as on Jetson, or does not answer. This initializes CUDA.
     return [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
 
 

@@ -183,25 +183,29 @@ def test_a_library_of_a_container_image_is_loaded_on_its_gpus(builds, monkeypatc
     assert builds.loaded[1] == builds.loaded[3] != builds.loaded[2], "a larger library is used only if it is needed"
 
 
-@pytest.mark.parametrize("visible,driver,init,expected", [
-    (None, 13000, 0, [(8, 0), (10, 0)]),  # this process is not allowed to use GPU 1
-    (None, 12080, 0, []),  # PyTorch's CUDA 13 needs a newer driver
-    (None, 13000, 1, [(7, 5)]),  # NVML does not work, so CUDA is used
-    *((hidden, 13000, 0, []) for hidden in ("", "-1", "NoDevFiles")),
-    *((some, 13000, 0, [(8, 0), (10, 0)]) for some in ("1", "0,2", " 2", "GPU-12ab", "MIG-12ab")),
+@pytest.mark.parametrize("visible,driver,refused,expected", [
+    (None, 13000, "", [(8, 0), (10, 0)]),  # this process is not allowed to use GPU 1
+    (None, 12080, "", []),  # PyTorch's CUDA 13 needs a newer driver
+    *((None, 13000, what, [(7, 5)]) for what in ("init", "count", "handle", "capability")),  # so CUDA is used
+    (None, 12080, "driver", [(8, 0), (10, 0)]),  # its version is unknown
+    (None, 12080, "capability", []),
+    *((hidden, 13000, "", []) for hidden in ("", "-1", "NoDevFiles")),
+    *((some, 13000, "", [(8, 0), (10, 0)]) for some in ("1", "0,2", " 2", "GPU-12ab", "MIG-12ab")),
 ])  # fmt: skip
-def test_gpus_are_found_without_initializing_cuda(monkeypatch, visible, driver, init, expected):
-    def set_value(reference, value):
+def test_gpus_are_found_without_initializing_cuda(monkeypatch, visible, driver, refused, expected):
+    def set_value(reference, value, what):
         reference._obj.value = value
-        return 0
+        return 4 if what == refused else 0  # no permission; the value then means nothing
 
     nvml = SimpleNamespace(
-        nvmlInit_v2=lambda: init,
+        nvmlInit_v2=lambda: refused == "init",
         nvmlShutdown=lambda: 0,
-        nvmlSystemGetCudaDriverVersion_v2=lambda version: set_value(version, driver),
-        nvmlDeviceGetCount_v2=lambda count: set_value(count, 3),
-        nvmlDeviceGetHandleByIndex_v2=lambda index, gpu: 4 if index == 1 else set_value(gpu, 8 + index),
-        nvmlDeviceGetCudaComputeCapability=lambda gpu, major, minor: set_value(major, gpu.value) + set_value(minor, 0),
+        nvmlSystemGetCudaDriverVersion_v2=lambda version: set_value(version, driver, "driver"),
+        nvmlDeviceGetCount_v2=lambda count: set_value(count, 3, "count"),
+        nvmlDeviceGetHandleByIndex_v2=lambda index, gpu: 4 if index == 1 else set_value(gpu, 8 + index, "handle"),
+        nvmlDeviceGetCudaComputeCapability=lambda gpu, major, minor: (
+            set_value(major, gpu.value, "capability") + set_value(minor, 0, "capability")
+        ),
     )
     monkeypatch.setattr(ctypes, "CDLL", {"libnvidia-ml.so.1": nvml}.get)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
