@@ -627,7 +627,7 @@ def _build(library, cache, codes, broken=None):
                 shutil.rmtree(unfinished, ignore_errors=True)
             folder = tempfile.mkdtemp(prefix=prefix)
             lock.callback(shutil.rmtree, folder, ignore_errors=True)
-            with _environment(TMPDIR=folder):  # the user's may name no folder
+            with _environment(TMPDIR="."):  # the folder, where ninja runs; the user's may name none, or have a blank
                 _compile(library, folder, codes)
             os.chmod(f"{folder}/{library.name}.so", 0o644)  # readable by other users, whatever the umask
             os.replace(f"{folder}/{library.name}.so", path)

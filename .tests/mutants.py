@@ -209,6 +209,7 @@ MUTANTS = [
     Mutant("build: a driver whose version is refused counts as too old", "if knows_driver and driver", "if driver", "without_initializing"),
     Mutant("build: CUDA not asked if NVML names no GPU", "if capabilities: return capabilities", "return capabilities", "without_initializing"),
     Mutant("build: headers of conda's toolkit not found", 'glob.glob(f"{glob.escape(cuda_home)}/targets/*/include"),', "[],", "condas_toolkit"),
+    Mutant("build: temporary files in a folder whose name may have a blank", 'TMPDIR="."', "TMPDIR=folder", "temporary_files"),
     Mutant("build: no GPU found without NVML", "for device in range(torch.cuda.device_count())]", "for device in []]", "without_initializing"),
     Mutant("build: one folder for all machines", '"\\n".join([*machine, *_CUDA_FLAGS', '"\\n".join([*_CUDA_FLAGS', "one_namespace"),
     Mutant("build: one folder for all flags of nvcc", "*machine, *_CUDA_FLAGS, *_CPP_FLAGS]", "*machine, *_CPP_FLAGS]", "one_namespace"),
