@@ -339,6 +339,7 @@ def replace_layer_norm(
 #     build.lock                                     locked by the process that compiles
 #     build-<machine>-<random>/                      the folder in which it compiles
 #     <hash of versions and flags>-sm_80-sm_90a.so   _library_path(cache, codes), moved here when it is complete
+#     <hash of versions and flags>-sm_80-no_sm_120.so    the same, if nvcc did not support sm_120
 
 _CUDA_FLAGS = ["-O1"]  # for host code; nvcc always optimizes device code
 _CPP_FLAGS = ["-O2"]
@@ -495,12 +496,17 @@ def _find_cuda_home():
     raise RuntimeError(f"layernorm_inline: {', '.join(rejected) or missing}; {built}. {advice}")
 
 
+def _supported(codes, cuda_home):
+    """Returns those of the codes that nvcc supports, and what it printed."""
+    listed = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code")
+    return [code for code in codes if f"sm_{_architecture_number(code)}" in listed.split()], listed
+
+
 def _compile(library, folder, codes):
-    """Compiles the library to {library.name}.so in an empty folder, and loads it."""
+    """Compiles the library to {library.name}.so in an empty folder, and loads it. Returns the codes that it has."""
     name = library.name
     cuda_home, release = _find_cuda_home()
-    listed = _output(f"{cuda_home}/bin/nvcc", "--list-gpu-code")
-    supported = [code for code in codes if f"sm_{_architecture_number(code)}" in listed.split()]
+    supported, listed = _supported(codes, cuda_home)
     if not supported:
         problem = f"the nvcc of CUDA {release} does not support {', '.join(codes)}: install a newer one"
         raise RuntimeError(f"layernorm_inline: {problem}. nvcc --list-gpu-code printed: {listed}")
@@ -545,6 +551,7 @@ def _compile(library, folder, codes):
             is_python_module=False,
             **({"no_implicit_headers": True} if has_option else {}),
         )
+    return supported
 
 
 def _bad_cache(folder, problem):
@@ -589,10 +596,21 @@ def _library_path(cache, codes):
 
 
 def _find_library(cache, codes):
-    """Returns the path of a library that was compiled for at least these codes, as in a container image, or None."""
-    paths = glob.glob(_library_path(glob.escape(cache), ["*"]))
-    paths = [path for path in paths if {*codes} <= {*os.path.basename(path)[:-3].split("-")} and _is_trusted(path)]
-    return min(paths, key=lambda path: path.count("-"), default=None)
+    """Returns the path of a library that was compiled for at least these codes, as in a container image, or None.
+
+    A library without some of them will do while nvcc lacks these, or is missing.
+    """
+    paths = filter(_is_trusted, glob.glob(_library_path(glob.escape(cache), ["*"])))
+    lacking = {path: {*codes} - {*os.path.basename(path)[:-3].split("-")} for path in paths}
+    for path in sorted(lacking, key=lambda path: (len(lacking[path]), path.count("-"))):
+        if not lacking[path]:
+            return path
+        if lacking[path] < {*codes} and all(f"-no_{code}" in path for code in lacking[path]):
+            with contextlib.suppress(RuntimeError):  # no nvcc
+                if _supported(lacking[path], _find_cuda_home()[0])[0]:
+                    continue
+            return path
+    return None
 
 
 def _acquire_lock(cache):
@@ -617,10 +635,10 @@ def _build(library, cache, codes, broken=None):
 
     A library with the inode `broken` is replaced.
     """
-    path = _library_path(cache, codes)
     prefix = f"{cache}/build-{os.uname().nodename}-"  # some file systems lock for each machine alone
     with _acquire_lock(cache) as lock:
-        if not _is_trusted(path) or os.stat(path).st_ino == broken:
+        path = _find_library(cache, codes)
+        if path is None or os.stat(path).st_ino == broken:
             with contextlib.suppress(FileNotFoundError):
                 tempfile.gettempdir()  # Python remembers the first answer, which must not be the build's folder
             for unfinished in glob.glob(f"{glob.escape(prefix)}*"):  # by processes that were killed
@@ -628,7 +646,8 @@ def _build(library, cache, codes, broken=None):
             folder = tempfile.mkdtemp(prefix=prefix)
             lock.callback(shutil.rmtree, folder, ignore_errors=True)
             with _environment(TMPDIR="."):  # the folder, where ninja runs; the user's may name none, or have a blank
-                _compile(library, folder, codes)
+                supported = _compile(library, folder, codes)
+            path = _library_path(cache, [code if code in supported else f"no_{code}" for code in codes])
             os.chmod(f"{folder}/{library.name}.so", 0o644)  # readable by other users, whatever the umask
             os.replace(f"{folder}/{library.name}.so", path)
     return path

@@ -72,12 +72,13 @@ def write_copy(folder, name="layernorm_inline", old="_NAME = ", new=TINY):
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
     """Replaces the compiler by one that writes a file, and hides all GPUs. Returns what is built and loaded."""
-    log = SimpleNamespace(built=[], loaded=[], cache=tmp_path / "cache", folder=tmp_path / "cache" / NAME)
+    log = SimpleNamespace(built=[], loaded=[], lacking=[], cache=tmp_path / "cache", folder=tmp_path / "cache" / NAME)
 
     def compile_(library, folder, codes):
         log.built.append((library.name, codes))
         log.temporary = folder, os.environ["TMPDIR"], tempfile.gettempdir()
         Path(folder, f"{library.name}.so").write_text("a library")
+        return [code for code in codes if code not in log.lacking]
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(log.cache))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
@@ -254,6 +255,36 @@ def test_a_library_is_built_once_then_loaded(builds, umask):
     assert path.name.endswith("-sm_90a.so") and path.stat().st_mode & 0o777 == 0o644
     assert sorted(builds.folder.iterdir()) == sorted([path, builds.folder / "build.lock"])
     assert (builds.folder / "build.lock").stat().st_mode & 0o777 == 0o600, "other users must not be able to lock it"
+
+
+def test_a_library_without_a_gpus_code_is_built_again_when_nvcc_supports_it(builds, monkeypatch):
+    """Until then it is loaded, with an nvcc that still lacks the code, and without one."""
+    gpus, supported = [(9, 0), (12, 0)], []
+    monkeypatch.setattr(layernorm_inline, "_gpus", lambda: gpus)
+    monkeypatch.setattr(layernorm_inline, "_find_cuda_home", lambda: ("a toolkit", "12.4"))
+    monkeypatch.setattr(layernorm_inline, "_supported", lambda codes, home: ([*{*codes} & {*supported}], ""))
+    builds.lacking = ["sm_120"]
+    _load()
+    _load()
+    with monkeypatch.context() as patch:
+        patch.setattr(layernorm_inline, "_find_cuda_home", Mock(side_effect=RuntimeError("no nvcc")))
+        _load()
+    assert len(builds.built) == 1 and len({*builds.loaded}) == 1
+    assert builds.loaded[0].endswith("-sm_90a-no_sm_120.so")
+    gpus[:] = [(9, 0)]
+    _load()
+    assert len(builds.built) == 1, "a machine without the new GPU needs no other library"
+    gpus[:] = [(12, 0)]
+    with monkeypatch.context() as patch:
+        patch.setattr(layernorm_inline, "_compile", Mock(side_effect=RuntimeError("nvcc does not support sm_120")))
+        with pytest.raises(RuntimeError, match="nvcc does not support sm_120"):
+            _load()  # the library has nothing for this machine
+    gpus[:], builds.lacking, supported[:] = [(9, 0), (12, 0)], [], ["sm_90a", "sm_120"]
+    _load()
+    assert len(builds.built) == 2 and builds.loaded[-1].endswith("-sm_90a-sm_120.so")
+    monkeypatch.setattr(layernorm_inline, "_find_cuda_home", Mock(side_effect=AssertionError("nvcc is not needed")))
+    _load()
+    assert len(builds.built) == 2 and builds.loaded[-1] == builds.loaded[-2]
 
 
 def test_the_error_of_the_second_library_says_why_it_is_missing(builds, monkeypatch):
@@ -857,7 +888,7 @@ def test_a_child_that_was_forked_while_another_thread_builds_can_build(builds, m
         with layernorm_inline._environment(PATH="of the build"):
             started.set()
             may_end.wait(60)
-        compile_(name, folder, codes)
+        return compile_(name, folder, codes)
 
     monkeypatch.setattr(layernorm_inline, "_compile", compile_)
     thread = threading.Thread(target=_load)
