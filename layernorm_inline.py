@@ -23,7 +23,8 @@ With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and eve
 LAYERNORM_INLINE_BATCH_INVARIANT=1, the kernels' forward gives a row the same bits whatever the number of rows.
 
 Rows of more than 32 KB (backward: 8 KB) may use cooperative launches. Their blocks wait for one another, so they
-deadlock beside a kernel that keeps SMs busy while it waits for work queued after them, on this GPU or another.
+deadlock beside a kernel that keeps SMs busy while it waits for work queued after them, on this GPU or another. With
+LAYERNORM_INLINE_COOPERATIVE=0 in the environment at import, slower kernels run these rows, and nothing can deadlock.
 
 Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
 kernels in .docs/kernels.md.
@@ -1422,6 +1423,7 @@ _CUDA_COMMON = r"""
 // affine: weight, bias or both. xhat: (x - mean) * rstd. wdy: weight * grad_output.
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <set>
 #include <type_traits>
@@ -2018,6 +2020,7 @@ __device__ inline void save_statistics(const Forward& call, int64_t row, float m
 //   5. A kernel whose blocks wait for one another is kCooperative, and has at most one block per SM.
 //   6. Such a launch fails if its blocks do not fit the process's SMs (MPS, MIG), or the GPU does not support it.
 //   7. It is the first launch of a call, so that another kernel family can then run the whole call.
+//   8. With LAYERNORM_INLINE_COOPERATIVE=0, all of them fail.
 
 __device__ inline void let_next_start() {
   if constexpr (kArch.has_bulk_copy) asm volatile("griddepcontrol.launch_dependents;");
@@ -2090,6 +2093,10 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
 
 enum LaunchKind { kPlain, kProgrammatic, kCooperative };
 
+// Read when the library is loaded, so that all calls of a process agree.
+const char* const cooperative_switch = std::getenv("LAYERNORM_INLINE_COOPERATIVE");
+const bool allows_cooperative = cooperative_switch == nullptr || strcmp(cooperative_switch, "0") != 0;
+
 struct LaunchShape {
   dim3 grid, block;
   LaunchKind kind = kPlain;
@@ -2099,6 +2106,7 @@ struct LaunchShape {
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, const LaunchContext& context,
                           Arguments... arguments) {
+  if (shape.kind == kCooperative && !allows_cooperative) return cudaErrorNotSupported;
   if (shape.shared_bytes > 0) {
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), context.device);
     if (error != cudaSuccess) return error;
@@ -2117,7 +2125,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shap
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Rule 6; also clears the error.
+// Rules 6 and 8; also clears the error.
 bool cannot_cooperate(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
   cudaGetLastError();

@@ -81,6 +81,8 @@ MUTANTS = [
     Mutant("forward: input off a 16-byte boundary not copied", "x = contiguous(input, 16), w = contiguous(weight)", "x = input.contiguous(), w = contiguous(weight)", VALUES),
     Mutant("unaligned rows: bias assumed to be as aligned as weight", "reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin)", "reinterpret_cast<uintptr_t>(w + begin)", VALUES),
     Mutant("pack size: alignment of bias ignored, forward", "{call.input, call.weight, call.bias, call.output}", "{call.input, call.weight, call.output}", VALUES),
+    Mutant("the switch against deadlocks ignored", "if (shape.kind == kCooperative && !allows_cooperative) return cudaErrorNotSupported;", "", "switch_against_deadlocks", emulated="its test runs on emulated GPUs only"),
+    Mutant("the switch against deadlocks is on by default", "cooperative_switch == nullptr ||", "cooperative_switch != nullptr &&", "cases_launch_expected"),
     Mutant("pack size: alignment of bias ignored, backward", "call.weight, call.bias, call.grad_input,", "call.weight, call.grad_input,", VALUES),
     Mutant("pack size: alignment of grad_output ignored", "{call.grad_output, call.input, call.weight,", "{call.input, call.weight,", VALUES),
     Mutant("combine: weighted by the count of the wrong partner", "fraction = all.count * fast_reciprocal(", "fraction = more.count * fast_reciprocal(", TWO_PASS),

@@ -13,6 +13,9 @@ import launches
 import pytest
 import torch
 from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
+from conftest import Backend
+from processes import run_here
+from reference import compare_with_float64, run_case
 from test_convolution import INPUT_PRECISIONS, convolution_call, on_emulated
 
 import layernorm_inline
@@ -183,6 +186,39 @@ def test_code_that_could_not_be_loaded_is_looked_at_again(backend):
     thread.start()
     thread.join()
     assert families == [{"two_pass"}, {"pipelined"}]
+
+
+@on_emulated
+@pytest.mark.parametrize("value", ["0", pytest.param("1", marks=pytest.mark.full)])
+def test_the_switch_against_deadlocks(backend, value):
+    """With LAYERNORM_INLINE_COOPERATIVE=0, calls run as on a GPU that rejects cooperative launches, with right values."""
+    done = run_here(
+        f"import test_dispatch; test_dispatch.run_with_switch({value!r})", LAYERNORM_INLINE_COOPERATIVE=value
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_with_switch(value):
+    backend = Backend("emulated")
+    cases = [case for case in SOME if case.gpu.name == "hopper" and case.elements < 10**6 and case.form == "plain"]
+    cases = [case for case in cases if not {case.forward, case.backward} <= {"registers", "two_pass"}]
+    assert {case.forward for case in cases} >= {"pipelined", "grid_resident"}
+    cooperative = 0
+    for case in cases:
+        launched = []
+        for gpu in (case.gpu, case.gpu._replace(lacks_cooperative_launches=True)):
+            with emulator.on(gpu, dry=True) as libraries:
+                for call in forward_and_backward(backend, case):
+                    call()
+                launched.append(emulator.launches(libraries))
+        cooperative += sum("cooperative" in launch for launch in launched[0])
+        assert value != "0" or launched[0] == launched[1]
+    assert (cooperative == 0) == (value == "0")
+    for direction, family in itertools.product(("forward", "backward"), ("pipelined", "grid_resident")):
+        for case in [case for case in cases if getattr(case, direction) == family][:2]:
+            with emulator.on(case.gpu):
+                tensors = case.tensors()
+                compare_with_float64([(run_case(backend.layer_norm, *tensors), tensors)])
 
 
 def test_cases_cover_every_family_form_and_dtype():
