@@ -225,7 +225,8 @@ def layer_norm(
         or not input.is_cuda
         or input.dtype is _float64
         or input.is_nested
-        or type(input).__name__ == "DTensor"  # its module may not be imported
+        # A DTensor, whose module may not be imported. Dynamo's guards on types fail in other processes.
+        or (hasattr(input, "device_mesh") or hasattr(weight, "device_mesh") or hasattr(bias, "device_mesh"))
         or _get_tracing_state() is not None  # torch.jit.trace, or torch.onnx.export without dynamo
         or (is_recorded and _is_left_to_pytorch(input, normalized_shape, eps, scale))
     ):
@@ -4255,7 +4256,7 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         return (
             (_ops is not None and not _is_exporting() and torch._C._get_tracing_state() is None)
             and (isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *_16_BITS))
-            and all(t.is_cuda and t.dtype == x.dtype and type(t).__name__ != "DTensor" for t in (x, *self.parameters()))
+            and all(t.is_cuda and t.dtype == x.dtype and not hasattr(t, "device_mesh") for t in (x, *self.parameters()))
             and not torch.is_autocast_enabled()
             and (x.dim() == 5 and x.shape[1] == x.shape[4] == 32)
             and (_is_plain(conv, _TorchConvTranspose3d) and _is_plain(norm, LayerNorm))

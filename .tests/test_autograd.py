@@ -129,6 +129,24 @@ def test_distributed_tensors_run_pytorchs_operation(backend, mesh):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("distributed", [(True, False), (False, True), (True, True)], ids=["weight", "bias", "both"])
+def test_implicitly_replicated_parameters_run_pytorchs_operation(backend, mesh, distributed):
+    """As in a model that is only partly tensor-parallel. Without the context manager, PyTorch's error is raised."""
+    tensor, experimental = torch.distributed.tensor, pytest.importorskip("torch.distributed.tensor.experimental")
+    x, *affine, dy = random_case(6, 31, torch.float32, device=backend.device)
+    affine = [tensor.distribute_tensor(t, mesh, [tensor.Replicate()]) if d else t for t, d in zip(affine, distributed)]
+    leaves, results = [t.requires_grad_() for t in (x, *affine)], []
+    for norm in (backend.layer_norm, nn.functional.layer_norm, torch.compile(backend.layer_norm, backend="eager")):
+        with experimental.implicit_replication():
+            y = norm(leaves[0], (31,), leaves[1], leaves[2], EPS)
+            gradients = torch.autograd.grad(y.to_local(), leaves, dy)
+        results.append([t.full_tensor() if isinstance(t, tensor.DTensor) else t for t in (y, *gradients)])
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[2], results[1])
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        backend.layer_norm(leaves[0], (31,), leaves[1], leaves[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_computes_in_float32(backend, dtype):
     """Expected is what nn.LayerNorm computes on a GPU. On CPUs, PyTorch's autocast has another rule."""
