@@ -17,8 +17,9 @@ install nvcc: `pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]"`.
 
 The first import compiles the kernels for the machine's GPUs, in 15 s to a minute, and stores the library in the folder
 TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions), from which later imports load it. The first use of an
-activation or scale compiles a second library. Without a GPU, TORCH_CUDA_ARCH_LIST names the architectures, or nothing
-is compiled. The import leaves PyTorch and the environment as they were, and initializes CUDA only if NVML fails.
+activation or scale compiles a second library, which later imports load, too. Without a GPU, TORCH_CUDA_ARCH_LIST names
+the architectures, or nothing is compiled. The import leaves PyTorch and the environment as they were, and initializes
+CUDA only if NVML fails.
 With LAYERNORM_INLINE_DISABLE=1 in the environment, nothing is compiled, and every call runs PyTorch's operations. With
 LAYERNORM_INLINE_BATCH_INVARIANT=1, the kernels' forward gives a row the same bits whatever the number of rows.
 
@@ -569,12 +570,16 @@ def _is_trusted(path):
     return False
 
 
-def _cache(name):
+def _cache_root():
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch_extensions")
     root = os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
     if root.startswith("~"):  # it would be a folder of this name in the current one
         raise _bad_cache("the home folder", "is unknown: neither HOME nor the user database names it")
-    root = os.path.realpath(root)
+    return os.path.realpath(root)
+
+
+def _cache(name):
+    root = _cache_root()
     folder = os.path.join(root, name)
     with _catch(OSError) as caught:
         for path in (root, folder):
@@ -655,13 +660,15 @@ def _build(library, cache, codes, broken=None):
     return path
 
 
-def _load(library):
-    """Returns (the ops of the library, None), or (None, the reason) if there is nothing to compile it for."""
+def _load(library, may_compile=True):
+    """Returns (the ops of the library, None), or (None, the reason) if there is nothing to load or compile it for."""
     # One lock for all copies of this file in the process, because a build changes environment variables.
     with vars(sys).setdefault("_layernorm_inline_lock", _thread.allocate_lock()):
         ops = getattr(torch.ops, library.name)
         if hasattr(ops, library.last_op):  # another copy of this file has loaded the library
             return ops, None
+        if not may_compile and not os.path.isdir(f"{_cache_root()}/{library.name}"):
+            return None, "it was never compiled"
         built = f"PyTorch {torch.__version__} is built"
         if torch.version.cuda is None:
             return None, f"{built} without CUDA; install a version with CUDA"
@@ -681,6 +688,9 @@ def _load(library):
                 broken = os.stat(path).st_ino
                 torch.ops.load_library(path)
                 return ops, None
+        if not may_compile:
+            return None, "it was never compiled for this machine"
+        if path is not None:
             why = caught.error.__cause__ or caught.error  # PyTorch's error does not name the reason
             _say(f"cannot load {path}, so it is compiled again: {why}")
         path = _build(library, cache, codes, broken)
@@ -4213,6 +4223,8 @@ if _is_disabled:
 else:
     _ops, _why_not = _load(_LAYER_NORM)  # _why_not is the reason if _ops is None
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, for speed
+if _ops is not None:  # programs that torch.compile has stored need the ops, and do not call _load_epilogue
+    _load(_EPILOGUE, may_compile=False)
 
 # 7  KernelBench problem 34 ===================================================
 # Everything from here on can be deleted if you only want LayerNorm.
@@ -4889,3 +4901,7 @@ def _load_convolution():
             library.impl("load_layer_norm", _load_epilogue, "CompositeExplicitAutograd")
             _convolution_ops.implementation = library  # it ends with its last reference
         _is_convolution_loaded = True
+
+
+if _ops is not None and _load(_CONVOLUTION, may_compile=False)[0] is not None:  # as the epilogue
+    _load_convolution()

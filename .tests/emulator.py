@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import glob
 import hashlib
 import importlib.util
 import os
@@ -332,7 +333,7 @@ class Source(typing.NamedTuple):
 @functools.lru_cache
 def definitions(text):
     """Returns the names of a version of the file, as a dict, without loading its kernels."""
-    text = re.sub(r"(def _load\(\w+\):\n)", r"\1    return None, 'not loaded'\n", text)
+    text = re.sub(r"(def _load\([^)]*\):\n)", r"\1    return None, 'not loaded'\n", text)
     namespace = {"__name__": "layernorm_sources"}
     exec(compile(text, str(SOURCE), "exec"), namespace)
     return namespace
@@ -465,7 +466,7 @@ def name_of_binding():
 BINDINGS = {}  # name of a library -> function emulate_on of its binding, once that is loaded
 
 
-def load_binding(library):
+def load_binding(library, may_compile):
     """Compiles and loads the binding of a _Library. Replaces the function _load of layernorm_inline.py."""
     from torch.utils import cpp_extension
 
@@ -473,6 +474,8 @@ def load_binding(library):
     launches = LAUNCHES_OF_CONVOLUTION if kind == "convolution" else LAUNCHES_OF_LAYER_NORM
     text, folder = binding(library.cpp_source, launches)
     path = folder / library.name / f"{library.name}.so"
+    if not may_compile and not glob.glob(str(path)):
+        return None, "it was never compiled"
     path.parent.mkdir(exist_ok=True)
     # PyTorch 2.8 and newer need not include torch/extension.h, the slowest part.
     has_option = "no_implicit_headers" in cpp_extension.load_inline.__code__.co_varnames
@@ -490,7 +493,9 @@ def load_binding(library):
 
 # Pattern in layernorm_inline.py -> its replacement: the loading of libraries, and queries about CUDA tensors.
 MODULE = {
-    r"(def _load\(library\):\n[^\n]*\n)": r"\1    return __import__('emulator').load_binding(library)\n",
+    r"(def _load\(library, may_compile=True\):\n[^\n]*\n)": (
+        r"\1    return __import__('emulator').load_binding(library, may_compile)\n"
+    ),
     r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').name_of_binding()",
     r"\.is_cuda\b": ".is_cpu",
     r"is_autocast_enabled\(\)": "is_autocast_enabled('cpu')",

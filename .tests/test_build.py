@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib.util
 import os
@@ -294,6 +295,20 @@ def test_the_error_of_the_second_library_says_why_it_is_missing(builds, monkeypa
     monkeypatch.setattr(layernorm_inline, "_is_epilogue_loaded", False)
     with pytest.raises(RuntimeError, match="activations and scale were not compiled: there was no usable GPU"):
         layernorm_inline._load_epilogue()
+
+
+def test_a_library_that_was_compiled_can_be_loaded_without_compiling(builds, monkeypatch, capsys):
+    """As the import does with the second library and that of problem 34. Nothing is written if there is none."""
+    ops = getattr(torch.ops, NAME)
+    ask = functools.partial(layernorm_inline._load, library_of(), may_compile=False)
+    assert ask()[0] is None and not builds.cache.exists()
+    _load()
+    assert ask()[0] is ops and len(builds.loaded) == 2
+    monkeypatch.setattr(torch.ops, "load_library", Mock(side_effect=OSError("GLIBC_2.99 not found")))
+    assert ask()[0] is None
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    assert ask()[0] is None
+    assert len(builds.built) == 1 and capsys.readouterr().err == ""
 
 
 def test_the_cache_is_in_torch_extensions_dir_or_xdg_cache_home(builds, monkeypatch, tmp_path):

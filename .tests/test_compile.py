@@ -77,9 +77,24 @@ def test_rows_that_are_left_to_inductor(backend, dtype, cols, autocast, keeps_op
         torch.testing.assert_close(torch.compile(norm, backend="aot_eager")(x), norm(x), atol=2e-2, rtol=2e-2)
 
 
-def compile_the_first_use(name):
+FIRST_USE = """
+    import glob, os
+    found = glob.glob
+    glob.glob = lambda path, **options: [] if "_epilogue" in path else found(path, **options)
+    import test_compile
+    backend = test_compile.Backend({name!r})
+    glob.glob = found
+    test_compile.{function}(backend)
+"""
+
+
+def run_first_use(function, backend):
+    """Runs the function in a new process, whose import has not found the second library, although it was compiled."""
+    return run_here(textwrap.dedent(FIRST_USE).format(name=backend.name, function=function.__name__))
+
+
+def compile_the_first_use(backend):
     """Asserts that torch.compile works if the second library is loaded while Dynamo traces."""
-    backend = Backend(name)
 
     def function(x, weight, bias, activation):
         return backend.layer_norm(x, (64,), weight, bias, activation=activation, scale=0.5).sin()
@@ -103,13 +118,12 @@ def compile_the_first_use(name):
 @pytest.mark.full
 def test_first_use_of_an_activation_in_torch_compile(backend):
     """The call runs in a new process, which has not loaded the second library."""
-    done = run_here(f"import test_compile; test_compile.compile_the_first_use({backend.name!r})")
+    done = run_first_use(compile_the_first_use, backend)
     assert done.returncode == 0, done.stderr
 
 
-def train_problem_34(name):
+def train_problem_34(backend):
     """Asserts that forward of problem 34 needs only its own library, and that backward loads that with an activation."""
-    backend = Backend(name)
     with backend.on(), convolutions_in_tf32(True):
         model = backend.Convolution(*ARGUMENTS_34).to(backend.device)
         x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
@@ -124,9 +138,8 @@ def train_problem_34(name):
         torch.testing.assert_close([p.grad for p in model.parameters()], [*expected], atol=2e-2, rtol=1e-3)
 
 
-def compile_problem_34(name):
+def compile_problem_34(backend):
     """Asserts that a compiled training step works in a process that has not loaded the second library, twice."""
-    backend = Backend(name)
     with backend.on(), convolutions_in_tf32(True):
         model = backend.Convolution(*ARGUMENTS_34).to(backend.device)
         x = torch.randn(1, 32, 1, 2, 32, device=backend.device)
@@ -137,19 +150,20 @@ def compile_problem_34(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step", ["train_problem_34", "compile_problem_34"])
+@pytest.mark.parametrize("step", [train_problem_34, compile_problem_34])
 def test_first_step_of_problem_34(backend, step):
     """Each call runs in a new process. The second one finds the compiled graphs of the first one in PyTorch's cache."""
     if backend.is_cuda and this_gpu()[0].code != 90:
         pytest.skip("needs a Hopper GPU")
     for _ in range(2):
-        done = run_here(f"import test_compile; test_compile.{step}({backend.name!r})")
+        done = run_first_use(step, backend)
         assert done.returncode == 0, done.stderr
 
 
-def call_from_threads(name):
+def call_from_threads(backend):
     """Asserts that several threads can make the first call with an activation, which loads the second library."""
-    backend, barrier = Backend(name), threading.Barrier(8)
+    barrier = threading.Barrier(8)
+    assert not hasattr(backend.module._epilogue_ops, "layer_norm")
     sys.setswitchinterval(1e-6)
 
     def function(x):
@@ -169,7 +183,7 @@ def call_from_threads(name):
 @pytest.mark.full
 def test_first_use_of_an_activation_in_many_threads(backend):
     assert backend.epilogue_ops  # compiles the second library if necessary, so that the new process only loads it
-    done = run_here(f"import test_compile; test_compile.call_from_threads({backend.name!r})")
+    done = run_first_use(call_from_threads, backend)
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
 
 
@@ -197,6 +211,45 @@ class EveryNorm(nn.Module):
 
     def forward(self, x, z):
         return self.layer_norm(self.norm(x), (31,), activation="gelu_tanh", scale=2.0), self.model(z)
+
+
+class StoredNorms(nn.Module):
+    """Rows that are left to the compiler, rows for which it calls layernorm_inline, and an activation."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.short, self.norm, self.layer_norm = module.LayerNorm(32), module.LayerNorm(31), module.layer_norm
+
+    def forward(self, x):
+        return self.layer_norm(self.norm(self.short(x)[:, 1:] * 2), (31,), activation="gelu_tanh", scale=2.0)
+
+
+def use_stored_program(name):
+    """Compiles norms, unless the program is on disk. Prints which of the two."""
+    from torch._dynamo.precompile_context import PrecompileContext
+
+    backend = Backend(name)
+    assert hasattr(backend.module._epilogue_ops, "layer_norm")
+    assert hasattr(backend.module._convolution_ops, "load_layer_norm")
+    torch.manual_seed(0)
+    with torch.no_grad(), backend.on(), torch._dynamo.config.patch(caching_precompile=True):
+        model, x = StoredNorms(backend.module).to(backend.device), torch.randn(3, 32, device=backend.device)
+        y = torch.compile(model, fullgraph=True)(x)
+        torch.testing.assert_close(y, model(x), atol=1e-4, rtol=1e-4)
+        PrecompileContext.save_to_dynamo_cache()
+    print("found" if torch._dynamo.utils.counters["dynamo_cache"]["dynamo_cache_hit"] else "compiled")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="older versions store no programs")
+def test_stored_programs_run_in_other_processes(backend, tmp_path):
+    """Nothing is traced in the second process, so the import must have loaded what the program needs."""
+    assert backend.epilogue_ops and backend.convolution_ops  # compiles them if necessary
+    for expected in ("compiled", "found"):
+        code = f"import test_compile; test_compile.use_stored_program({backend.name!r})"
+        done = run_here(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TORCHINDUCTOR_COMPILE_THREADS="1")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == expected
 
 
 RECORDERS = {
