@@ -892,8 +892,9 @@ Call make_call(const Tensor& input, const Tensor& weight, const Tensor& bias, do
   return call;
 }
 
-// Returns false if no kernel supports the call. The build defines LAYERNORM_COMPILED_FOR, for example as "sm_80, sm_90a".
-template <typename Call> bool launch_call(const Call& call, const Tensor& input) {
+// Returns false if no kernel converts as the call demands. The build defines LAYERNORM_COMPILED_FOR, for example as
+// "sm_80, sm_90a".
+template <typename Call> bool launch_call(const Call& call, const Tensor& input, bool converts = false) {
   const c10::cuda::CUDAGuard guard(input.device());
   struct Scratch {
     const Tensor& like;
@@ -906,7 +907,7 @@ template <typename Call> bool launch_call(const Call& call, const Tensor& input)
   };
   const Allocate allocate_scratch = {function, &scratch};
   const cudaError_t error = launch(call, allocate_scratch, c10::cuda::getCurrentCUDAStream());
-  if (error == cudaErrorNotSupported) return false;
+  if (error == cudaErrorNotSupported && converts) return false;
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // clears the error, so that the next CUDA call does not report it
     int major = 0, minor = 0;
@@ -1091,7 +1092,7 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef shape, const Optiona
     call.rstd = SAVE_STATISTICS ? call.mean + call.rows : nullptr;
     call.activation = function;
     call.output_dtype = dtype_of(output);
-    if (!launch_call(call, input)) {
+    if (!launch_call(call, input, call.output_dtype != call.dtype)) {
       const Tensor unconverted = allocate(input.sym_sizes(), input.scalar_type(), input);
       call.output = mutable_ptr(unconverted);
       call.output_dtype = call.dtype;
@@ -1140,7 +1141,7 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   call.activation = function;
   if (call.activation == Activation::None) call.bias = nullptr;
   call.output_dtype = dtype_of(dy);
-  if (!launch_call(call, input)) {
+  if (!launch_call(call, input, call.output_dtype != call.dtype)) {
     dy = dy.to(input.scalar_type());
     call.grad_output = const_ptr(dy);
     call.output_dtype = call.dtype;
