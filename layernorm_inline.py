@@ -1418,7 +1418,8 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 CPP_SOURCE = _INTERFACE + _CPP_COMMON + _CPP_LAYER_NORM
 
 # 5  CUDA ====================================================================
-# The first kernel family that supports a call runs it:
+# The first kernel family that supports a call runs it. All but two-pass can be deleted, and what is "only for" some of
+# them goes with the last one:
 #
 #   kernel family   rows                                                                      input is read
 #   registers       forward: up to 32 KB (28 KB if not aligned)                               once
@@ -1602,19 +1603,13 @@ template <int V> __device__ Vec<float, V> rounded_product(Vec<float, V> a, const
   return a;
 }
 
-// opaque and keep_pointer hide what a value is, so that the compiler computes it neither twice nor early.
+// Hides what x is, so that the compiler computes it neither twice nor early.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-template <typename T> __device__ T* keep_pointer(T* pointer) {
-  asm volatile("" : "+l"(pointer));
-  __builtin_assume(__isGlobal(pointer));
-  return pointer;
-}
-
-// ==== Memory: loads, stores, L2 policies and prefetches, weight and bias ====
+// ==== Memory: loads and stores ====
 
 __device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
@@ -1630,6 +1625,9 @@ template <typename T, int V, bool EVICT_FIRST = false> __device__ void store(T* 
     *reinterpret_cast<Pack<T, V>*>(p) = pack;
   }
 }
+
+// ==== L2: policies and prefetches ====
+// Only for register forward, register backward, pipelined and grid-resident.
 
 enum class L2Priority { EvictFirst, EvictLast };  // whether data leaves L2 first or last when L2 is full
 
@@ -1686,6 +1684,8 @@ __device__ inline void prefetch_range(const void* global, int bytes, uint64_t po
   }
 }
 
+// ==== Weight and bias ====
+
 // AS_PACK: as a pack, to which p must be aligned.
 template <int V, bool AS_PACK, typename T> __device__ Vec<float, V> load_widened(const T* p) {
   if constexpr (AS_PACK) {
@@ -1713,6 +1713,9 @@ __device__ void store_affine(void* affine, bool affine_float32, int64_t col, con
     store<T, V>(static_cast<T*>(affine) + col, x);
   }
 }
+
+// ==== Weight and bias of one of two types ====
+// Only for register forward and pipelined.
 
 // Calls f with std::true_type if weight and bias both exist and have 16 bits, so that f need not test it at each load,
 // and otherwise with std::false_type. EARLY: they are loaded already.
@@ -1781,32 +1784,11 @@ __device__ inline float rounded_quotient(float sum, float count, float per_count
   return fma(fma(-estimate, count, sum), per_count, estimate);
 }
 
-// sum(d^2) and sum(d) of (2). 16-bit rows need no correction of the mean, because their output is rounded more.
-struct SquaresAndSum {
-  float squares, sum;
-};
-template <typename T> using DistanceSums = std::conditional_t<sizeof(T) == 2, float, SquaresAndSum>;
-
-__device__ inline void add_distance(SquaresAndSum& sums, float distance) {
-  sums.squares += distance * distance;
-  sums.sum += distance;
+template <int V> __device__ float squares_of(const Vec<float, V>& x) {
+  float squares = 0;
+  UNROLL(v, V) squares += x[v] * x[v];
+  return squares;
 }
-__device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
-
-template <typename Sums, int V> __device__ Sums distances_of(const Vec<float, V>& from_mean) {
-  Sums sums = {};
-  UNROLL(v, V) add_distance(sums, from_mean[v]);
-  return sums;
-}
-
-// Corrects the mean of a row by (2), and returns m2. The fma and the comparison keep an m2 that is infinite or NaN.
-__device__ inline float correct_mean(const SquaresAndSum& row, float& mean, float per_col) {
-  const float offset = row.sum * per_col;
-  const float m2 = fma(-offset, row.sum, row.squares);
-  mean += offset;
-  return m2 < 0 ? 0 : m2;
-}
-__device__ inline float correct_mean(float squares, float&, float) { return squares; }
 
 struct Moments {
   float count, mean, m2;
@@ -1915,24 +1897,6 @@ __device__ inline Moments combine_lanes(const Moments& moments, int width) {
   return {count, total.x, total.y};
 }
 
-// Like combine_means, but in one phase of exchanges instead of two: by (2) for the means of the parts, where m is the
-// mean of the first lane's parts. m2 loses digits if this mean is far from that of the row.
-template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
-  float sums[3] = {};
-  UNROLL(n, N) sums[0] += parts[n].count;
-  float mean = parts[0].mean;
-  UNROLL(n, N - 1) mean += parts[n + 1].count * (parts[n + 1].mean - parts[0].mean) * fast_reciprocal(sums[0]);
-  mean = __shfl_sync(~0u, mean, 0, width);
-  UNROLL(n, N) {
-    const float delta = parts[n].mean - mean;
-    sums[1] += parts[n].count * delta;
-    sums[2] += parts[n].m2 + parts[n].count * delta * delta;
-  }
-  sum_lanes(sums, width);
-  const float m2 = correct_mean(SquaresAndSum{sums[2], sums[1]}, mean, fast_reciprocal(sums[0]));
-  return {sums[0], mean, m2};
-}
-
 // {mean, m2} of the packs x(i) for which has(i), in LANES neighbouring lanes together. `count` is how many numbers they
 // have. Rows of equal float32 numbers need no rounded_quotient: count is a power of two, or all numbers are 0.
 template <typename T, int LANES, int N, typename X, typename Has>
@@ -1943,9 +1907,25 @@ __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   const float mean = sizeof(T) == 2 ? rounded_quotient(sum, count, per_count) : sum * per_count;
   float m2 = 0;
   UNROLL(i, N) {
-    if (has(i)) m2 += distances_of<float>(x(i) - mean);
+    if (has(i)) m2 += squares_of(x(i) - mean);
   }
   return {mean, sum_lanes(m2, LANES)};
+}
+
+__device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
+  if (call.mean == nullptr) return;
+  call.mean[row] = mean;
+  call.rstd[row] = rstd;
+}
+
+// ==== Sums over the threads of a row ====
+// Only for register forward and register backward.
+
+// opaque() of a pointer.
+template <typename T> __device__ T* keep_pointer(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
 }
 
 // Sums each of N numbers over the warp. Lane l gets the sum of number l / (32 / N). Four need 6 exchanges, not 20:
@@ -2014,12 +1994,6 @@ template <int WARPS, typename X, int R> __device__ void sum_row(X (&x)[R], X (&w
     if (warp >= warps) x[r] = X{};
   }
   sum_lanes(x, WARPS);
-}
-
-__device__ inline void save_statistics(const Forward& call, int64_t row, float mean, float rstd) {
-  if (call.mean == nullptr) return;
-  call.mean[row] = mean;
-  call.rstd[row] = rstd;
 }
 
 // ==== Launch: the device, and how kernels are launched ====
@@ -2137,13 +2111,6 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shap
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Rules 6 and 8; also clears the error.
-bool cannot_cooperate(cudaError_t error) {
-  if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
-  cudaGetLastError();
-  return true;
-}
-
 // Threads that share a row: a power of two up to 32, or a multiple of 32.
 constexpr int row_threads(int64_t loads, int loads_per_thread) {
   const int64_t threads = ceil_div(loads, loads_per_thread);
@@ -2151,12 +2118,6 @@ constexpr int row_threads(int64_t loads, int loads_per_thread) {
   int power = 1;
   while (power < threads) power *= 2;
   return power;
-}
-
-// Large input stays in L2, because most kernels prefetch it. Small input leaves first, so that the output stays.
-L2Priority input_priority(const LayerNormCall& call, const Device& device) {
-  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
-  return bytes > device.l2_bytes / 2 ? L2Priority::EvictLast : L2Priority::EvictFirst;
 }
 
 // ==== Epilogue: scale * activation(z), where z is the result of layer normalization ====
@@ -2273,10 +2234,6 @@ namespace {
 // A pack is 16 bytes of consecutive elements. Rows are aligned if every row of every tensor starts on a 16-byte
 // boundary. Section 5 begins with a table of the kernel families.
 
-// Register kernels of aligned float32 rows can write 16 bits and, in backward, read a grad_output of 16 bits. A thread
-// has the same columns as for float32, so the bits are those of a conversion after forward and before backward.
-template <typename T, bool IS_ALIGNED> constexpr bool kConverts = sizeof(T) == 4 && IS_ALIGNED && !kHasEpilogue;
-
 // ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
 // Blocks, or groups of blocks that share rows, store their sums of grad_weight and grad_bias in `partials`, float32 of
 // shape (2, partial_rows, cols). sum_partials adds them up in a fixed order.
@@ -2358,7 +2315,18 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
                        partials, int(partial_rows));
 }
 
-// ==== Whole rows: constants, prefetches, means ====
+// ==== Whole rows: constants, and input's priority in L2 ====
+// Only for register forward, register backward, pipelined and grid-resident.
+
+// Register kernels of aligned float32 rows can write 16 bits and, in backward, read a grad_output of 16 bits. A thread
+// has the same columns as for float32, so the bits are those of a conversion after forward and before backward.
+template <typename T, bool IS_ALIGNED> constexpr bool kConverts = sizeof(T) == 4 && IS_ALIGNED && !kHasEpilogue;
+
+// Large input stays in L2, because most kernels prefetch it. Small input leaves first, so that the output stays.
+L2Priority input_priority(const LayerNormCall& call, const Device& device) {
+  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
+  return bytes > device.l2_bytes / 2 ? L2Priority::EvictLast : L2Priority::EvictFirst;
+}
 
 struct RowConstants {
   float eps;
@@ -2366,6 +2334,18 @@ struct RowConstants {
   Epilogue epilogue;
   L2Priority priority;  // of input
 };
+
+RowConstants row_constants(const Forward& call, const Device& device) {
+  return {float(call.eps), 1.0f / float(call.cols), {call.activation, float(call.scale)}, input_priority(call, device)};
+}
+
+// ==== Register kernels, forward: short rows ====
+// Can be deleted with its `if` in dispatch.
+// A team of threads holds a row in registers, so that input is read once. Threads have few loads, and blocks are small,
+// so that enough rows are in flight on every SM. With kInWarp, a team is one warp, which needs no barrier. Otherwise it
+// is blockDim.x threads.
+
+namespace registers {
 
 // Block b prefetches rows of a later block, from begin + b * block_bytes on.
 struct PrefetchWindow {
@@ -2390,6 +2370,33 @@ template <typename T> __device__ void prefetch_affine(const Forward& call) {
     }
   }
 }
+
+// sum(d^2) and sum(d) of (2). 16-bit rows need no correction of the mean, because their output is rounded more.
+struct SquaresAndSum {
+  float squares, sum;
+};
+template <typename T> using DistanceSums = std::conditional_t<sizeof(T) == 2, float, SquaresAndSum>;
+
+__device__ inline void add_distance(SquaresAndSum& sums, float distance) {
+  sums.squares += distance * distance;
+  sums.sum += distance;
+}
+__device__ inline void add_distance(float& squares, float distance) { squares += distance * distance; }
+
+template <typename Sums, int V> __device__ Sums distances_of(const Vec<float, V>& from_mean) {
+  Sums sums = {};
+  UNROLL(v, V) add_distance(sums, from_mean[v]);
+  return sums;
+}
+
+// Corrects the mean of a row by (2), and returns m2. The fma and the comparison keep an m2 that is infinite or NaN.
+__device__ inline float correct_mean(const SquaresAndSum& row, float& mean, float per_col) {
+  const float offset = row.sum * per_col;
+  const float m2 = fma(-offset, row.sum, row.squares);
+  mean += offset;
+  return m2 < 0 ? 0 : m2;
+}
+__device__ inline float correct_mean(float squares, float&, float) { return squares; }
 
 // Each reduction has its own, because slow warps may still read those of the previous one.
 template <typename T, int ROWS, int WARPS> struct WarpSums {
@@ -2418,10 +2425,6 @@ __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int cou
   }
 }
 
-RowConstants row_constants(const Forward& call, const Device& device) {
-  return {float(call.eps), 1.0f / float(call.cols), {call.activation, float(call.scale)}, input_priority(call, device)};
-}
-
 PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
   const int64_t row_bytes = call.cols * size_of(call.dtype);
   const char* input = static_cast<const char*>(call.input);
@@ -2429,15 +2432,6 @@ PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device
   return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
           unsigned(block_rows * row_bytes)};
 }
-
-// ==== Register kernels: short rows, forward and backward ====
-
-namespace registers {
-
-// ---- Forward ----
-// A team of threads holds a row in registers, so that input is read once. Threads have few loads, and blocks are small,
-// so that enough rows are in flight on every SM. With kInWarp, a team is one warp, which needs no barrier. Otherwise it
-// is blockDim.x threads.
 
 enum RowKind { kAligned, kInWarp, kUnaligned };
 
@@ -2620,7 +2614,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   });
 }
 
-// ---- Forward: host side ----
+// ---- Host side ----
 
 // 16 bytes each, rounded down: an unaligned row has as many packs, or one less. Batch-invariant rows begin with packs.
 int64_t loads_of(const Forward& call) {
@@ -2649,6 +2643,8 @@ cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
   if constexpr (kConverts<T, KIND != kUnaligned>) {
     if (call.output_dtype == DType::Float16) kernel = layer_norm_rows<T, __half, PACKS, ROWS, KIND>;
     if (call.output_dtype == DType::BFloat16) kernel = layer_norm_rows<T, __nv_bfloat16, PACKS, ROWS, KIND>;
+  } else if (call.output_dtype != call.dtype) {
+    return cudaErrorNotSupported;
   }
   return launch_kernel(kernel, {dim3(blocks), dim3(threads, teams)}, context, call, row_constants(call, context.device),
                        prefetch_window(call, ROWS * teams, context.device), step_log2);
@@ -2693,12 +2689,17 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
   }
 }
 
-// ---- Backward ----
+}  // namespace registers
+
+// ==== Register kernels, backward: short rows ====
+// Can be deleted with its `if` in dispatch.
 // A thread keeps its columns, and holds their weight and gradient sums in registers. The next ROWS rows are in flight
 // while the threads of a row wait for one another. Unaligned 16-bit rows are loaded in words of two columns. If cols is
 // odd, one column is outside of whole words, the edge column of thread 0, and a block has only even or only odd rows:
 //   rows 0, 2, ...   [0 1] [2 3]  4       blocks 0, 2, ...
 //   rows 1, 3, ...    0  [1 2] [3 4]      blocks 1, 3, ...
+
+namespace registers {
 
 // 8 columns of two rows, or 16 of one, fit 128 registers per thread, so that an SM holds 512 threads.
 constexpr int kBackwardColumns = 8;
@@ -2710,9 +2711,6 @@ static_assert(kBackwardThreads <= 32 * kMaxWarps, "each warp of a row has a sum"
 static_assert(is_power_of_two(kBackwardBlockThreads) && kBackwardBlockThreads <= 256,
               "a tree needs a power of two, and a longer block could have three rows");
 static_assert(is_power_of_two(kBackwardBlockThreads16Bits) && kBackwardBlockThreads16Bits <= 256);
-
-// Longer aligned rows are pipelined, because an SM would hold too few of them.
-constexpr int64_t kBytesBeforePipeline = 8 << 10;
 
 // N neighbouring columns of a thread. Grad: the type of grad_output.
 template <typename T, typename Grad, int N, int ROWS> struct BackwardPack {
@@ -2887,7 +2885,7 @@ template <typename T, typename Grad, int V, int PACKS, int ROWS> __global__ void
   }
 }
 
-// ---- Backward: host side ----
+// ---- Host side ----
 
 struct BackwardPlan {
   void (*kernel)(Backward, float*, L2Priority);
@@ -2927,6 +2925,8 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
   if constexpr (kConverts<T, (V > 1)>) {
     if (call.output_dtype == DType::Float16) p = plan_of<T, __half, V, 2, kRows>(call, context.device);
     if (call.output_dtype == DType::BFloat16) p = plan_of<T, __nv_bfloat16, V, 2, kRows>(call, context.device);
+  } else if (call.output_dtype != call.dtype) {
+    return cudaErrorNotSupported;
   }
   const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;
   auto* partials =
@@ -2944,8 +2944,7 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
 //      row, and a chunk is what a block loads at once.
 //   2. finish_rows: a block combines the pieces of one row.
 //   3. normalize_columns or backward_columns: a block loads weight and bias of a few columns once, and goes down a
-//      range of rows. Loaded for each row, they would be as many bytes as input and output. Blocks start with the last
-//      columns, which L2 still holds.
+//      range of rows. Blocks start with the last columns, which L2 still holds.
 
 namespace two_pass {
 
@@ -3217,14 +3216,9 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
 }  // namespace two_pass
 
 // ==== Asynchronous copies and barriers (sm_80 and newer; bulk copies sm_90 and newer) ====
+// Only for pipelined and grid-resident.
 // A phase of a barrier (mbarrier) completes after as many arrivals as barrier_init() was given, and when all bytes that
 // barrier_arrive_expecting() has announced have landed. Arrivals release and waits acquire, within the block.
-
-__device__ inline void copy_async(void* shared, const void* global, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "l"(policy)
-               : "memory");
-}
 
 __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
@@ -3237,11 +3231,6 @@ __device__ inline void barriers_initialized() {
 
 __device__ inline void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Arrives as soon as this thread's earlier copies by copy_async() have landed.
-__device__ inline void barrier_arrive_with_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 __device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
@@ -3277,6 +3266,7 @@ __device__ inline void bulk_copy(void* shared, const void* global, int bytes, ui
 }
 
 // ==== Exchange: rings of stages, and mailboxes of blocks that share a row ====
+// Only for pipelined and grid-resident.
 // The gridDim.x blocks with the same blockIdx.y form a group, which shares rows. Each block has the same columns of all
 // rows, its slice. For each row it has a mailbox in global memory, for the statistics of its slice, a pair of floats.
 // One access of 8 bytes reads or writes the pair, so no flags or fences are needed.
@@ -3342,7 +3332,15 @@ __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float
   return complete;
 }
 
+// Launch rules 6 and 8; also clears the error.
+bool cannot_cooperate(cudaError_t error) {
+  if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
+  cudaGetLastError();
+  return true;
+}
+
 // ==== Pipelined kernels: long rows, forward and backward (sm_80 and newer) ====
+// Can be deleted with its two `if`s in dispatch.
 // A group of blocks, one per SM, shares rows. The slices of row after row move through a ring in shared memory, where a
 // stage is a whole slice. While the blocks exchange the statistics of a row, they measure the next `delay` rows.
 //
@@ -3353,14 +3351,22 @@ __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float
 //   publisher  1       measured                        combines the parts, fills a mailbox        -
 //   gatherer   2 or 1  - (all mailboxes of the row)    finishes the statistics of the row         stats_ready
 //   compute    16      stats_ready of an earlier row   applies the statistics to the slice        empty
-// If a block has whole rows, the publisher finishes the statistics. The four barriers of a slot complete one phase for
-// each row that the slot holds.
+// If a block has whole rows, the publisher finishes the statistics.
 //
-// Why it cannot deadlock: row t of the group needs the slot of row t - slots. That row is applied before row t is
-// measured, because delay < slots. Its statistics need only that every block of the group measures row t - slots, and
-// all blocks run at once. So a row waits only for earlier rows, and the earliest unfinished one can proceed.
+// It cannot deadlock: all blocks run at once, and a row waits only for earlier rows, because delay < slots.
 
 namespace pipelined {
+
+__device__ inline void copy_async(void* shared, const void* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "l"(policy)
+               : "memory");
+}
+
+// Arrives as soon as this thread's earlier copies by copy_async() have landed.
+__device__ inline void barrier_arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 
 // The first warp of each role. Without bulk copies, more threads are needed to copy.
 constexpr int kComputeWarps = 16;
@@ -3386,6 +3392,7 @@ constexpr int kDelayAlone = 2;               // of a block that has whole rows
 constexpr int kManyBlocks = 100;             // per row: the exchange is slow
 constexpr int kBackwardPrefetchBlocks = 16;  // per row; with fewer, slots are free soon
 constexpr int64_t kMinSharedColumns = 2048;  // of a slice, if more blocks than necessary share a row
+constexpr int kMinBackwardBytes = 8 << 10;   // of a row; of longer ones, an SM would hold too few in registers
 
 struct PipelinePlan {
   int slice_columns;     // of a block; the last block of a group may have fewer
@@ -3815,6 +3822,7 @@ template <typename T, typename Call> cudaError_t launch_pipelined(const Call& ca
 }  // namespace pipelined
 
 // ==== Grid-resident kernel: the longest rows, forward (sm_90 to sm_110) ====
+// Can be deleted with its `if` in dispatch.
 // A group of blocks, one per SM, shares a row. Each block keeps its slice's weight and bias on chip. The slices of row
 // after row move through a ring in shared memory, in stages, and stay there until all blocks of the group have
 // published the moments of their slices. Meanwhile, the block measures the next row (16 bits: the one after it).
@@ -3838,7 +3846,6 @@ constexpr int kMinRows = 4;                                                     
 static_assert(kMinRows > kRowsAhead<float> && kMinRows > kRowsAhead<__half>, "a group measures the next row at once");
 
 // Weight and bias need 204 of a thread's 255 registers (float32), or 64 of 128. Look for spills after every change.
-// opaque() keeps the compiler from computing values early, which would then occupy registers.
 template <typename T> constexpr int kBlockThreads = sizeof(T) == 4 ? 256 : 512;
 template <typename T> constexpr int kWarps = kBlockThreads<T> / 32;
 template <typename T> constexpr int V = 16 / sizeof(T);  // elements of a pack
@@ -3965,6 +3972,25 @@ template <typename T, int N> struct SliceAffine {
     return exists ? widened(shared[(i - N) * kBlockThreads<T>]) : Vec<float, V<T>>();
   }
 };
+
+// Like combine_means, but in one phase of exchanges instead of two: by (2) for the means of the parts, where m is the
+// mean of the first lane's parts.
+template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
+  float sums[3] = {};
+  UNROLL(n, N) sums[0] += parts[n].count;
+  float mean = parts[0].mean;
+  UNROLL(n, N - 1) mean += parts[n + 1].count * (parts[n + 1].mean - parts[0].mean) * fast_reciprocal(sums[0]);
+  mean = __shfl_sync(~0u, mean, 0, width);
+  UNROLL(n, N) {
+    const float delta = parts[n].mean - mean;
+    sums[1] += parts[n].count * delta;
+    sums[2] += parts[n].m2 + parts[n].count * delta * delta;
+  }
+  sum_lanes(sums, width);
+  const float offset = sums[1] * fast_reciprocal(sums[0]);
+  const float m2 = fma(-offset, sums[1], sums[2]);
+  return {sums[0], mean + offset, m2 < 0 ? 0 : m2};
+}
 
 // After the last stage, publishes the block's moments of the row.
 template <typename T> __device__ void measure_stage(Moments& moments, const ThreadStage<T>& x, bool is_last, int row,
@@ -4136,9 +4162,8 @@ cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, 
 // runs the call. Batch-invariant forward has no grid-resident rows.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
-  if (call.output_dtype != call.dtype && !(kConverts<T, kIsAligned> && registers::supports(call, kIsAligned)))
-    return cudaErrorNotSupported;
   if (registers::supports(call, kIsAligned)) return registers::launch_forward<T, !kIsAligned>(call, context);
+  if (call.output_dtype != call.dtype) return cudaErrorNotSupported;
   if constexpr (kIsAligned && !kHasEpilogue) {
     if (pipelined::supports<T>(call, context.device)) {
       if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
@@ -4155,16 +4180,15 @@ template <typename T, int V> cudaError_t dispatch(const Forward& call, const Lau
 
 template <typename T, int V> cudaError_t dispatch(const Backward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
-  const bool in_registers = registers::supports(call, kIsAligned);
-  const bool is_long = call.cols * int(sizeof(T)) > registers::kBytesBeforePipeline;
-  if (call.output_dtype != call.dtype && (!kConverts<T, kIsAligned> || is_long)) return cudaErrorNotSupported;
   if constexpr (kIsAligned && !kHasEpilogue) {
-    if ((is_long || !in_registers) && pipelined::supports<T>(call, context.device)) {
+    if (call.cols * int(sizeof(T)) > pipelined::kMinBackwardBytes && pipelined::supports<T>(call, context.device)) {
+      if (call.output_dtype != call.dtype) return cudaErrorNotSupported;
       if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
         return error;
     }
   }
-  if (in_registers) return registers::launch_backward<T, V>(call, context);
+  if (registers::supports(call, kIsAligned)) return registers::launch_backward<T, V>(call, context);
+  if (call.output_dtype != call.dtype) return cudaErrorNotSupported;
   return two_pass::launch_two_pass<T, V>(call, context);
 }
 

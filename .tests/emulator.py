@@ -190,11 +190,11 @@ bool emulate_has_convolution_kernel() { return has_convolution_kernel(); }
 """
 
 
-def replaced(text, replacements):
-    """Returns the text with every pattern replaced. Each pattern must occur."""
+def replaced(text, replacements, is_partial=False):
+    """Returns the text with every pattern replaced. Each pattern must occur, unless is_partial."""
     for pattern, replacement in replacements.items():
         text, count = re.subn(pattern, replacement, text, flags=re.S)
-        assert count, f"layernorm_inline.py does not contain {pattern}: edit {__file__}"
+        assert count or is_partial, f"layernorm_inline.py does not contain {pattern}: edit {__file__}"
     return text
 
 
@@ -208,8 +208,11 @@ def end_of(text, start):
     raise ValueError("a bracket is not closed")
 
 
-def emulated(source, library=""):
-    """Returns C++ that includes emulator.h, for the CUDA C++ of a library."""
+def emulated(source, library="", is_partial=False):
+    """Returns C++ that includes emulator.h, for the CUDA C++ of a library.
+
+    is_partial: the source may lack kernel families, and a compiler can warn of unused functions, also inline ones.
+    """
     if library == "convolution":
         bodies, statements = BODIES_OF_CONVOLUTION, STATEMENTS_OF_CONVOLUTION
         guard, calls = GUARD_CONVOLUTION, CALLS_CONVOLUTION
@@ -219,11 +222,16 @@ def emulated(source, library=""):
     for name, body in {**BODIES, **bodies}.items():
         function = rf"^(?:template <[^;{{}}]*> )?__device__ [^;{{}}]*?\b{name}\([^{{;]*?\)\s*{{"
         found = list(re.finditer(function, source, re.M))
-        assert found, f"the kernels have no function {name}: edit BODIES"
+        assert found or is_partial, f"the kernels have no function {name}: edit BODIES"
         for match in reversed(found):
             end = end_of(source, match.end() - 1)
             source = f"{source[: match.end()]} {body} }}{source[end:]}"
-    source = replaced(source, {**STATEMENTS, **statements})
+    source = replaced(source, {**STATEMENTS, **statements}, is_partial)
+    if is_partial:
+        source = re.sub(r"(__device__|__host__) inline\b", r"\1", source)
+        source = source.replace(
+            "__device__ unsigned shared_address", "[[maybe_unused]] __device__ unsigned shared_address"
+        )
 
     # Shared memory. A declaration becomes a reference to memory of the current block.
     dynamic = r"auto* \2 = reinterpret_cast<\1*>(emulator::current->block->dynamic);"
@@ -242,7 +250,7 @@ def emulated(source, library=""):
 
 
 FLAGS = [
-    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-gnu-unique", "-w",
+    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-gnu-unique",
     "-DTORCH_EXTENSION_NAME=emulated", "-ffp-contract=fast", *(["-mfma"] if platform.machine() == "x86_64" else []),
     "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error",
     "-U_FORTIFY_SOURCE",  # it reports jumps between fibers as errors
@@ -359,11 +367,15 @@ def numbered(kind, library):
 
 
 @functools.lru_cache
-def build_kernels(before_hopper=False, library="", more_flags=()):
-    """Compiles the kernels, for sm_80 or for Hopper and newer, if necessary, and returns the path of the library."""
-    source = sources()[library]
-    text = emulated(source.cuda, library)
+def build_kernels(before_hopper=False, library="", more_flags=(), partial=None):
+    """Compiles the kernels, for sm_80 or for Hopper and newer, if necessary, and returns the path of the library.
+
+    partial: the text of layernorm_inline.py without some kernel families. Unused functions are then errors.
+    """
+    source = sources(partial)[library]
+    text = emulated(source.cuda, library, partial is not None)
     flags = [*source.macros, *more_flags, *(["-DEMULATED_ARCH=800"] if before_hopper else [])]
+    flags += ["-O0", "-Werror=unused-function"] if partial is not None else []
     folder = cache("kernels", text, (HERE / "emulator.h").read_text(), *FLAGS, *flags)
     path = folder / "kernels.so"
     with building(path, numbered(before_hopper, library)):
@@ -546,11 +558,11 @@ GPUS = {
 
 
 @functools.lru_cache
-def libraries_of(sms, code, shared_bytes, flags):
+def libraries_of(sms, code, shared_bytes, flags, partial):
     """Returns {name: a copy of the library of kernels}. Its host code reads the properties of the GPU only once."""
     loaded = {}
-    for name in sources():
-        path = build_kernels(80 <= code < 90, name, flags)
+    for name in sources() if partial is None else ("",):
+        path = build_kernels(80 <= code < 90, name, flags, partial)
         copy = path.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
         shutil.copy(path, copy)
         loaded[name] = ctypes.CDLL(str(copy))
@@ -565,17 +577,17 @@ CURRENT = []  # the libraries of nested on() blocks, innermost last
 
 def switch_to_current():
     for name, emulate_on in BINDINGS.items():
-        if CURRENT:
+        if CURRENT and name in CURRENT[-1]:
             emulate_on(ctypes.c_void_p(CURRENT[-1][name]._handle))
 
 
 @contextlib.contextmanager
-def on(gpu, seed=0, dry=False, flags=()):
+def on(gpu, seed=0, dry=False, flags=(), partial=None):
     """Runs the calls inside on this GPU, and yields its libraries. dry: kernels return at once, but are recorded.
 
-    flags: with which the kernels are compiled.
+    flags: with which the kernels are compiled. partial: see build_kernels; inside are only calls of the first library.
     """
-    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes, flags)
+    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes, flags, partial)
     CURRENT.append(libraries)
     switch_to_current()
     for loaded in libraries.values():

@@ -1,6 +1,7 @@
-"""Tests of the file's last part, KernelBench's problem 34: it can be submitted, and it can be deleted."""
+"""Tests of parts that can be deleted: the last part (problem 34, which can also be submitted) and kernel families."""
 
 import gc
+import importlib
 import inspect
 import re
 import shutil
@@ -10,10 +11,16 @@ import sys
 import emulator
 import pytest
 import torch
+from cases import CASES
 from processes import CACHE, ROOT, SOURCE, environment_with, import_in_subprocess, package, run
+from reference import compare_with_float64, run_case
+from test_convolution import on_emulated
 from test_kernelbench import SUBMISSION_34
 
 from test_layernorm_inline import ARGUMENTS_34, Model34
+
+sys.path.append(str(ROOT / ".bench"))
+families = importlib.import_module("families")
 
 
 @pytest.mark.full
@@ -90,3 +97,32 @@ def test_layer_norm_without_the_last_part(tmp_path):
     environment = environment_with(CUDA_VISIBLE_DEVICES="", PYTHONPATH=None, TORCH_EXTENSIONS_DIR=CACHE)
     done = run(command, cwd=tmp_path, env=environment)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+# ---- Kernel families ----
+
+
+def few_cases():
+    """Returns the smallest plain case of each pair of families in float32 and bfloat16, on Hopper with 2 or 8 SMs."""
+    smallest = {}
+    for case in sorted(CASES, key=lambda case: case.elements):
+        is_plain = case.form == "plain" and not case.off and case.affine == "both"
+        if case.gpu.name == "hopper" and case.gpu.sms < 36 and is_plain and case.dtype != "fp16" and case.cols >= 60:
+            smallest.setdefault((case.forward, case.backward, case.dtype, case.aligned("x")), case)
+    return list(smallest.values())
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@on_emulated
+@pytest.mark.parametrize("names", [*((name,) for name in families.FAMILIES), (*families.FAMILIES,)], ids=", ".join)
+def test_kernel_families_can_be_deleted(backend, names):
+    """Without families and problem 34, the file compiles, nothing is unused, and the next family runs the calls."""
+    text = families.without(SOURCE.read_text(), (*names, "problem 34"))
+    code = re.sub("//.*", "", emulator.sources(text)[""].cuda)
+    templates = re.findall(r"^template <[^;{}]*?>\s+[^;{}()=]*?\b(\w+)\(", code, re.M)
+    assert not [name for name in templates if len(re.findall(rf"\b{name}\b", code)) == 1]
+    for case in few_cases():
+        tensors = case.tensors()
+        with emulator.on(case.gpu, partial=text):
+            compare_with_float64([(run_case(backend.layer_norm, *tensors), tensors)])

@@ -194,7 +194,7 @@ def test_pytest_says_at_the_end_that_no_kernel_was_tested(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", ["sweep", "models", "sizes", "ddp", "libraries"])
+@pytest.mark.parametrize("script", ["sweep", "models", "sizes", "ddp", "libraries", "families"])
 def test_the_benchmarks_need_a_gpu(script):
     done = run_script(f".bench/{script}.py")
     assert done.returncode == 1 and done.stdout.startswith("Nothing was timed"), done.stderr
