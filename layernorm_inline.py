@@ -1763,17 +1763,13 @@ constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
 // ---- In a thread ----
 
-// Sums of equal numbers are exact: a tree only doubles equal numbers, and sums of 16-bit numbers fit a float.
-template <typename T, int N> __device__ float sum_of(const Vec<float, N>& x) {
+// A tree, which only doubles equal numbers, so that their sum is exact.
+template <int N> __device__ float sum_of(const Vec<float, N>& x) {
+  static_assert(is_power_of_two(N));
   float sums[N];  // a copy: in place, the terms of sum_partials would be in local memory
   UNROLL(n, N) sums[n] = x[n];
-  if constexpr (sizeof(T) == 2) {
-    UNROLL(n, N - 1) sums[0] += sums[n + 1];
-  } else {
-    static_assert(is_power_of_two(N), "a tree");
-    for (int left = N / 2; left > 0; left /= 2) {
-      UNROLL(n, left) sums[n] += sums[left + n];
-    }
+  for (int left = N / 2; left > 0; left /= 2) {
+    UNROLL(n, left) sums[n] += sums[left + n];
   }
   return sums[0];
 }
@@ -1902,7 +1898,7 @@ __device__ inline Moments combine_lanes(const Moments& moments, int width) {
 template <typename T, int LANES, int N, typename X, typename Has>
 __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   float sum = 0;
-  UNROLL(i, N) sum += has(i) ? sum_of<T>(x(i)) : 0;
+  UNROLL(i, N) sum += has(i) ? sum_of(x(i)) : 0;
   sum = sum_lanes(sum, LANES);
   const float mean = sizeof(T) == 2 ? rounded_quotient(sum, count, per_count) : sum * per_count;
   float m2 = 0;
@@ -2283,7 +2279,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const
     for (int row = threadIdx.y; row < partial_rows; row += kTerms * blockDim.y, from += kTerms * step) {
       Vec<float, kTerms> terms;
       UNROLL(i, kTerms) terms[i] = row + i * blockDim.y < partial_rows ? from[i * step] : 0.0f;
-      sum += sum_of<float>(terms);  // a tree, because there can be thousands of terms
+      sum += sum_of(terms);
     }
   }
 
@@ -4844,9 +4840,9 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
     // Normalize: rows become distances from their mean.
     float rstd[kThreadRows];
     UNROLL(row, kThreadRows) {
-      Vec<float, 4> sums;  // a tree of additions, which is exact for rows of equal numbers
-      UNROLL(i, 4) sums[i] = sum_of<float>(accumulators.four(row, 4 * i));
-      const float mean = sum_lanes(sum_of<float>(sums), 4) * (1.0f / kOutWidth);
+      Vec<float, 4> sums;
+      UNROLL(i, 4) sums[i] = sum_of(accumulators.four(row, 4 * i));
+      const float mean = sum_lanes(sum_of(sums), 4) * (1.0f / kOutWidth);
       float m2 = 0;
       UNROLL(i, 16) {
         float& x = accumulators(row, i);
