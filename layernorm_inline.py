@@ -2953,9 +2953,10 @@ static_assert(is_power_of_two(kMeasureThreads) && kMeasureThreads <= 1024, "comb
 
 // A thread's columns of a chunk: one pack of V or, in unaligned rows (V = 1), four columns that are THREADS apart. A
 // thread with first >= cols has none, and may not call the other members.
-template <typename T, int V, int THREADS = kBlockColumns / std::max(V, 4)> struct ThreadColumns {
+template <typename T, int V, int THREADS = kBlockColumns / std::max(V, 4), int PACKS = std::max(1, 4 / V)>
+struct ThreadColumns {
   static constexpr int kThreads = THREADS;
-  static constexpr int kPacks = std::max(1, 4 / V);
+  static constexpr int kPacks = PACKS;
   static constexpr int kChunkColumns = kPacks * V * THREADS;
   using Numbers = Vec<float, kPacks * V>;
   int64_t first;
@@ -3013,70 +3014,51 @@ template <typename Part> __device__ Part combine_block(Part part) {
   return combine_lanes(warp_parts[threadIdx.x % kWarps], kWarps);
 }
 
-// piece_moments: (rows, pieces).
-template <typename T, int V>
-__global__ void __launch_bounds__(kMeasureThreads, V == 1 ? 2 * kArch.row_blocks : kMeasureBlocks)
-    measure_pieces(Forward call, int pieces, Moments* piece_moments) {
-  let_next_start();
-  constexpr int kPacks = V == 1 ? 8 : 4;  // loads in flight per thread
-  constexpr int kStride = V * kMeasureThreads;
-  static_assert(kPacks * kStride <= kMinPieceColumns, "a piece is not empty");
-  const int64_t row = blockIdx.x % call.rows;
-  const int piece = blockIdx.x / call.rows;
-  const T* input = static_cast<const T*>(call.input) + row * call.cols;
-
-  // Measure the thread's columns of each chunk.
-  Moments moments = {};
-  for (int64_t first = int64_t(piece) * kPacks * kStride + threadIdx.x * V; first < call.cols;
-       first += int64_t(pieces) * kPacks * kStride) {
-    Pack<T, V> packs[kPacks];
-    int count = 0;  // columns that this thread has in the chunk
-    UNROLL(i, kPacks) {
-      if (i > 0 && first + i * kStride >= call.cols) continue;
-      packs[i] = load<T, V>(input + first + i * kStride);
-      count += V;
-    }
-    // Differences from an element are exact for equal numbers. Sums of a few equal 16-bit numbers are exact as well.
-    const float origin = sizeof(T) == 2 ? 0 : widened(packs[0])[0];
-    const auto x = [&](int i) { return widened(packs[i]) - origin; };
-    const auto has = [&](int i) { return i * V < count; };
-    const float2 part = measure_packs<T, 1, kPacks>(x, has, count, 1 / float(count));
-    moments = combine(moments, {float(count), origin + part.x, part.y});
-  }
-
-  // Combine the threads.
-  moments = combine_block(moments);
-  if (threadIdx.x == 0) piece_moments[row * pieces + piece] = moments;
+// measure() returns the part of a thread's columns of a chunk.
+template <typename T, int V, int THREADS, int PACKS>
+__device__ Moments measure(const Forward& call, int64_t row, const ThreadColumns<T, V, THREADS, PACKS>& columns) {
+  auto x = columns.load_row(call.input, row);
+  const auto has = [&](int i) { return columns.has(i); };
+  int count = 0;
+  UNROLL(i, PACKS) count += has(i) ? V : 0;
+  // Differences from an element are exact for equal numbers. Sums of a few equal 16-bit numbers are exact as well.
+  const float origin = sizeof(T) == 2 ? 0 : x[0];
+  const auto pack = [&](int i) { return columns.pack(x, i) - origin; };
+  const float2 part = measure_packs<T, 1, PACKS>(pack, has, count, 1 / float(count));
+  return {float(count), origin + part.x, part.y};
 }
 
-// piece_sums: (rows, pieces).
-template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, kMeasureBlocks)
-    measure_pieces(Backward call, int pieces, GradSums* piece_sums) {
-  static_assert(ThreadColumns<T, V, kMeasureThreads>::kChunkColumns <= kMinPieceColumns, "a piece is not empty");
+template <typename T, int V, int THREADS, int PACKS>
+__device__ GradSums measure(const Backward& call, int64_t row, const ThreadColumns<T, V, THREADS, PACKS>& columns) {
+  const auto weight = columns.load_parameter(call, call.weight, 1);
+  const auto xhat = normalized(columns.load_row(call.input, row), {call.mean[row], call.rstd[row]});
+  const auto wdy = rounded_product(weight, columns.load_gradient(call, row, xhat, weight));
+  GradSums sums = {};  // of the chunk, because one chain of all terms would lose digits
+  UNROLL(v, wdy.kSize) {
+    if (!columns.has(v / V)) continue;
+    sums.wdy += wdy[v];
+    sums.wdy_xhat += wdy[v] * xhat[v];
+  }
+  return sums;
+}
+
+// parts: (rows, pieces).
+template <typename T, int V, typename Call, typename Part>
+__global__ void __launch_bounds__(kMeasureThreads,
+                                  V == 1 && std::is_same_v<Call, Forward> ? 2 * kArch.row_blocks : kMeasureBlocks)
+    measure_pieces(Call call, int pieces, Part* parts) {
   let_next_start();
+  constexpr int kPacks = std::is_same_v<Call, Backward> ? std::max(1, 4 / V) : V == 1 ? 8 : 4;  // loads in flight
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
-  const RowStats stats = {call.mean[row], call.rstd[row]};
-
-  // Add up over the thread's columns of each chunk.
-  GradSums sums = {};
-  ThreadColumns<T, V, kMeasureThreads> columns(piece, call.cols);
+  ThreadColumns<T, V, kMeasureThreads, kPacks> columns(piece, call.cols);
+  static_assert(columns.kChunkColumns <= kMinPieceColumns, "a piece is not empty");
+  Part part = {};
   for (; columns.first < call.cols; columns.first += pieces * columns.kChunkColumns) {
-    const auto weight = columns.load_parameter(call, call.weight, 1);
-    const auto xhat = normalized(columns.load_row(call.input, row), stats);
-    const auto wdy = rounded_product(weight, columns.load_gradient(call, row, xhat, weight));
-    GradSums chunk_sums = {};  // one chain of all terms would lose digits
-    UNROLL(v, wdy.kSize) {
-      if (!columns.has(v / V)) continue;
-      chunk_sums.wdy += wdy[v];
-      chunk_sums.wdy_xhat += wdy[v] * xhat[v];
-    }
-    sums = plus(sums, chunk_sums);
+    part = combine(part, measure(call, row, columns));
   }
-
-  // Combine the threads.
-  sums = combine_block(sums);
-  if (threadIdx.x == 0) piece_sums[row * pieces + piece] = sums;
+  part = combine_block(part);
+  if (threadIdx.x == 0) parts[row * pieces + piece] = part;
 }
 
 // ---- Kernel 2 ----
@@ -3192,8 +3174,8 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
   if (needs_row_results) {
     // A plain launch, which starts after all kernels before it: measure_pieces does not wait for them (launch rule 3).
-    void (*const measure)(Call, int, Part*) = measure_pieces<T, V>;
-    cudaError_t error = launch_kernel(measure, {rows * pieces, kMeasureThreads}, context, call, pieces, parts);
+    cudaError_t error =
+        launch_kernel(measure_pieces<T, V, Call, Part>, {rows * pieces, kMeasureThreads}, context, call, pieces, parts);
     if (error != cudaSuccess) return error;
     error = launch_kernel(finish_rows<Call, Part, RowResult>, {rows, kMeasureThreads, kProgrammatic}, context, call,
                           pieces, parts, row_results);
