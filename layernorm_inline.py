@@ -1894,13 +1894,13 @@ __device__ inline Moments combine_lanes(const Moments& moments, int width) {
 }
 
 // {mean, m2} of the packs x(i) for which has(i), in LANES neighbouring lanes together. `count` is how many numbers they
-// have. Rows of equal float32 numbers need no rounded_quotient: count is a power of two, or all numbers are 0.
-template <typename T, int LANES, int N, typename X, typename Has>
+// have. Equal numbers need ANY_COUNT, unless count is a power of two, or all numbers are 0.
+template <bool ANY_COUNT, int LANES, int N, typename X, typename Has>
 __device__ float2 measure_packs(X x, Has has, float count, float per_count) {
   float sum = 0;
   UNROLL(i, N) sum += has(i) ? sum_of(x(i)) : 0;
   sum = sum_lanes(sum, LANES);
-  const float mean = sizeof(T) == 2 ? rounded_quotient(sum, count, per_count) : sum * per_count;
+  const float mean = ANY_COUNT ? rounded_quotient(sum, count, per_count) : sum * per_count;
   float m2 = 0;
   UNROLL(i, N) {
     if (has(i)) m2 += squares_of(x(i) - mean);
@@ -2951,8 +2951,8 @@ constexpr int kBlockColumns = 2048;         // of a block of kernel 3: 16 bytes,
 constexpr int64_t kColumnBlocksPerSm = 8;   // of kernel 3, if there are enough rows
 static_assert(is_power_of_two(kMeasureThreads) && kMeasureThreads <= 1024, "combine_block gives each warp a lane");
 
-// A thread's columns of a chunk: one pack of V or, in unaligned rows (V = 1), four columns that are THREADS apart. A
-// thread with first >= cols has none, and may not call the other members.
+// A thread's columns of a chunk: packs of V that are THREADS packs apart. In unaligned rows, V is 1. A thread with
+// first >= cols has none, and may not call the other members.
 template <typename T, int V, int THREADS = kBlockColumns / std::max(V, 4), int PACKS = std::max(1, 4 / V)>
 struct ThreadColumns {
   static constexpr int kThreads = THREADS;
@@ -2999,22 +2999,22 @@ struct ThreadColumns {
 
 // ---- Kernel 1 ----
 
-// Parts of a row are Moments or, in backward, GradSums, which add up.
+// Stats: Moments or, in backward, GradSums, which add up.
 __device__ inline GradSums combine(const GradSums& a, const GradSums& b) { return plus(a, b); }
 __device__ inline GradSums combine_lanes(const GradSums& sums, int width) { return sum_lanes(sums, width); }
 
-// Every thread gets the result. The part of a warp's first lane may be empty only if those of all its lanes are, and
-// the part of warp 0 only if all are.
-template <typename Part> __device__ Part combine_block(Part part) {
+// Every thread gets the result. The statistics of a warp's first lane may be empty only if those of all its lanes are,
+// and those of warp 0 only if all are.
+template <typename Stats> __device__ Stats combine_block(Stats stats) {
   constexpr int kWarps = kMeasureThreads / 32;
-  __shared__ Part warp_parts[kWarps];
-  part = combine_lanes(part, 32);
-  if (threadIdx.x % 32 == 0) warp_parts[threadIdx.x / 32] = part;
+  __shared__ Stats warp_stats[kWarps];
+  stats = combine_lanes(stats, 32);
+  if (threadIdx.x % 32 == 0) warp_stats[threadIdx.x / 32] = stats;
   __syncthreads();
-  return combine_lanes(warp_parts[threadIdx.x % kWarps], kWarps);
+  return combine_lanes(warp_stats[threadIdx.x % kWarps], kWarps);
 }
 
-// measure() returns the part of a thread's columns of a chunk.
+// Of a thread's columns of a chunk.
 template <typename T, int V, int THREADS, int PACKS>
 __device__ Moments measure(const Forward& call, int64_t row, const ThreadColumns<T, V, THREADS, PACKS>& columns) {
   auto x = columns.load_row(call.input, row);
@@ -3024,7 +3024,7 @@ __device__ Moments measure(const Forward& call, int64_t row, const ThreadColumns
   // Differences from an element are exact for equal numbers. Sums of a few equal 16-bit numbers are exact as well.
   const float origin = sizeof(T) == 2 ? 0 : x[0];
   const auto pack = [&](int i) { return columns.pack(x, i) - origin; };
-  const float2 part = measure_packs<T, 1, PACKS>(pack, has, count, 1 / float(count));
+  const float2 part = measure_packs<sizeof(T) == 2, 1, PACKS>(pack, has, count, 1 / float(count));
   return {float(count), origin + part.x, part.y};
 }
 
@@ -3042,44 +3042,44 @@ __device__ GradSums measure(const Backward& call, int64_t row, const ThreadColum
   return sums;
 }
 
-// parts: (rows, pieces).
-template <typename T, int V, typename Call, typename Part>
+// piece_stats: (rows, pieces).
+template <typename T, int V, typename Call, typename Stats>
 __global__ void __launch_bounds__(kMeasureThreads,
                                   V == 1 && std::is_same_v<Call, Forward> ? 2 * kArch.row_blocks : kMeasureBlocks)
-    measure_pieces(Call call, int pieces, Part* parts) {
+    measure_pieces(Call call, int pieces, Stats* piece_stats) {
   let_next_start();
   constexpr int kPacks = std::is_same_v<Call, Backward> ? std::max(1, 4 / V) : V == 1 ? 8 : 4;  // loads in flight
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
   ThreadColumns<T, V, kMeasureThreads, kPacks> columns(piece, call.cols);
   static_assert(columns.kChunkColumns <= kMinPieceColumns, "a piece is not empty");
-  Part part = {};
+  Stats stats = {};
   for (; columns.first < call.cols; columns.first += pieces * columns.kChunkColumns) {
-    part = combine(part, measure(call, row, columns));
+    stats = combine(stats, measure(call, row, columns));
   }
-  part = combine_block(part);
-  if (threadIdx.x == 0) parts[row * pieces + piece] = part;
+  stats = combine_block(stats);
+  if (threadIdx.x == 0) piece_stats[row * pieces + piece] = stats;
 }
 
 // ---- Kernel 2 ----
 
-__device__ inline void finish(const Forward& call, int64_t row, const Moments& moments, RowStats& stats) {
+__device__ inline void set_result(const Forward& call, int64_t row, const Moments& moments, RowStats& stats) {
   stats = {moments.mean, rstd_of<float>(moments.m2, 1 / float(call.cols), float(call.eps))};
   save_statistics(call, row, stats.mean, stats.rstd);
 }
-__device__ inline void finish(const Backward& call, int64_t, const GradSums& sums, GradMeans& means) {
+__device__ inline void set_result(const Backward& call, int64_t, const GradSums& sums, GradMeans& means) {
   means = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
 }
 
-template <typename Call, typename Part, typename RowResult> __global__ void __launch_bounds__(kMeasureThreads)
-    finish_rows(Call call, int pieces, const Part* parts, RowResult* row_results) {
+template <typename Call, typename Stats, typename RowResult> __global__ void __launch_bounds__(kMeasureThreads)
+    finish_rows(Call call, int pieces, const Stats* piece_stats, RowResult* row_results) {
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
-  Part part = {};
-  for (int i = threadIdx.x; i < pieces; i += kMeasureThreads) part = combine(part, parts[row * pieces + i]);
-  part = combine_block(part);
-  if (threadIdx.x == 0) finish(call, row, part, row_results[row]);
+  Stats stats = {};
+  for (int i = threadIdx.x; i < pieces; i += kMeasureThreads) stats = combine(stats, piece_stats[row * pieces + i]);
+  stats = combine_block(stats);
+  if (threadIdx.x == 0) set_result(call, row, stats, row_results[row]);
 }
 
 // ---- Kernel 3 ----
@@ -3144,7 +3144,7 @@ __global__ void __launch_bounds__(ThreadColumns<T, V>::kThreads, V == 8 ? 4 : kA
 template <typename T, int V, typename Call>
 cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   constexpr bool kForward = std::is_same_v<Call, Forward>;
-  using Part = std::conditional_t<kForward, Moments, GradSums>;
+  using Stats = std::conditional_t<kForward, Moments, GradSums>;
   using RowResult = std::conditional_t<kForward, RowStats, GradMeans>;
   const int64_t rows = call.rows;
   const int64_t cols = call.cols;
@@ -3163,22 +3163,22 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   int64_t partial_rows = 0;
   if constexpr (!kForward) partial_rows = needs_gradient_sums(call) && (ranges > 1 || rows > kRowsPerSum) ? ranges : 0;
 
-  // Scratch memory: partials (2, partial_rows, cols), row results (rows), parts (rows, pieces).
+  // Scratch memory: partials (2, partial_rows, cols), row results (rows), statistics of pieces (rows, pieces).
   const int64_t partial_sums = 2 * partial_rows * cols;
   auto* partials = static_cast<float*>(
-      context.allocate(partial_sums * sizeof(float) + rows * (sizeof(RowResult) + pieces * sizeof(Part))));
+      context.allocate(partial_sums * sizeof(float) + rows * (sizeof(RowResult) + pieces * sizeof(Stats))));
   auto* row_results = reinterpret_cast<RowResult*>(partials + partial_sums);
-  auto* parts = reinterpret_cast<Part*>(row_results + rows);
+  auto* piece_stats = reinterpret_cast<Stats*>(row_results + rows);
 
   bool needs_row_results = true;
   if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
   if (needs_row_results) {
     // A plain launch, which starts after all kernels before it: measure_pieces does not wait for them (launch rule 3).
-    cudaError_t error =
-        launch_kernel(measure_pieces<T, V, Call, Part>, {rows * pieces, kMeasureThreads}, context, call, pieces, parts);
+    cudaError_t error = launch_kernel(measure_pieces<T, V, Call, Stats>, {rows * pieces, kMeasureThreads}, context,
+                                      call, pieces, piece_stats);
     if (error != cudaSuccess) return error;
-    error = launch_kernel(finish_rows<Call, Part, RowResult>, {rows, kMeasureThreads, kProgrammatic}, context, call,
-                          pieces, parts, row_results);
+    error = launch_kernel(finish_rows<Call, Stats, RowResult>, {rows, kMeasureThreads, kProgrammatic}, context, call,
+                          pieces, piece_stats, row_results);
     if (error != cudaSuccess) return error;
   }
   const LaunchShape column_shape = {dim3(column_blocks, ranges), ThreadColumns<T, V>::kThreads, kProgrammatic};
@@ -3385,7 +3385,7 @@ struct PipelinePlan {
 struct Copy {
   unsigned char* shared;
   const char* global;
-  int bytes;
+  int bytes;  // the last ones are the slice
 };
 
 template <typename Element, typename Call> struct PipelineBlock {
@@ -3539,7 +3539,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
         UNROLL(p, kPacks) packs[p] = packs[p] - first;
         const auto pack = [&](int p) { return packs[p]; };
         const auto has = [&](int p) { return block.has(p); };
-        pair = measure_packs<T, kLanesPerPart, kPacks>(pack, has, count, per_count);
+        pair = measure_packs<sizeof(T) == 2, kLanesPerPart, kPacks>(pack, has, count, per_count);
         pair.x += first;
       } else {
         const RowStats stats = control.row_stats[slot];
@@ -3617,7 +3617,7 @@ __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[
   return sum_lanes(sum_of_terms<N>([&](int n) { return pairs[n]; }), width);
 }
 
-template <typename Block> __device__ void finish_row(const Block& block, int slot, float2 total, int row) {
+template <typename Block> __device__ void finish_statistics(const Block& block, int slot, float2 total, int row) {
   const auto& call = block.call;
   if constexpr (Block::kForward) {
     const float rstd = rstd_of<typename Block::T>(total.y, 1 / float(call.cols), float(call.eps));
@@ -3650,7 +3650,7 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
     // Publish, or finish the row if the slice is the whole row.
     if (lane != 0) continue;
     if (gridDim.x == 1) {
-      finish_row(block, slot.index, total, block.row(i));
+      finish_statistics(block, slot.index, total, block.row(i));
     } else {
       publish(mailbox_of(block.mailboxes, block.row(i), blockIdx.x), total);
     }
@@ -3686,7 +3686,7 @@ template <typename Block> __device__ void gather_rows(const Block& block, int ga
     // Combine the slices of complete rows.
     const float2 total = gridDim.x <= 32 ? combine_pairs<Block, 1>(pairs, counts, cols, plan.lanes_per_row)
                                          : combine_pairs<Block, kPeers>(pairs, counts, cols, plan.lanes_per_row);
-    if (peer == 0 && ahead < complete && i < block.rows) finish_row(block, i % plan.slots, total, row);
+    if (peer == 0 && ahead < complete && i < block.rows) finish_statistics(block, i % plan.slots, total, row);
     next += complete * gatherers;
   }
 }
@@ -3825,13 +3825,13 @@ static_assert(kMinRows > kRowsAhead<float> && kMinRows > kRowsAhead<__half>, "a 
 // Weight and bias need 204 of a thread's 255 registers (float32), or 64 of 128. Look for spills after every change.
 template <typename T> constexpr int kBlockThreads = sizeof(T) == 4 ? 256 : 512;
 template <typename T> constexpr int kWarps = kBlockThreads<T> / 32;
-template <typename T> constexpr int V = 16 / sizeof(T);  // elements of a pack
+template <typename T> constexpr int kV = 16 / sizeof(T);  // elements of a pack
 
 template <typename T> constexpr int kStagePacks = sizeof(T) == 4 ? 512 : 1024;
 template <typename T> constexpr int kStageBytes = 16 * kStagePacks<T>;
 template <typename T> constexpr int kMaxRingSlots = (227 << 10) / kStageBytes<T>;
 template <typename T> constexpr int kThreadPacks = kStagePacks<T> / kBlockThreads<T>;  // of a stage
-template <typename T> constexpr int kSliceStages = 32768 / V<T> / kStagePacks<T>;
+template <typename T> constexpr int kSliceStages = 32768 / kV<T> / kStagePacks<T>;
 
 // Packs of a thread in registers; the others are in shared memory.
 template <typename T> constexpr int kWeightPacks = sizeof(T) == 4 ? 31 : kSliceStages<T> * kThreadPacks<T>;
@@ -3849,7 +3849,7 @@ template <typename T> constexpr bool has_valid_constants() {
 }
 static_assert(has_valid_constants<float>() && has_valid_constants<__half>());
 
-template <typename T> using ThreadStage = Vec<Pack<T, V<T>>, kThreadPacks<T>>;  // a thread's packs of a stage
+template <typename T> using ThreadStage = Vec<Pack<T, kV<T>>, kThreadPacks<T>>;  // a thread's packs of a stage
 
 struct ResidentPlan {
   int blocks_per_row;  // of a group; 0 if the call is not supported
@@ -3885,15 +3885,15 @@ template <typename T> struct ResidentBlock {
   uint64_t policy;
   int thread = threadIdx.x;
   int first_col = blockIdx.x * plan.slice;
-  int packs = columns_of_slice(call.cols, plan.slice, blockIdx.x) / V<T>;
+  int packs = columns_of_slice(call.cols, plan.slice, blockIdx.x) / kV<T>;
   int stages = stages_of<T>(packs);
   int last_packs = packs - (stages - 1) * kStagePacks<T>;  // of the last stage
 
   __device__ int64_t offset(int row, int stage) const {
-    return row * call.cols + first_col + stage * kStagePacks<T> * V<T>;
+    return row * call.cols + first_col + stage * kStagePacks<T> * kV<T>;
   }
   __device__ ThreadStage<T> load(int slot) const {
-    const auto* from = reinterpret_cast<const Pack<T, V<T>>*>(ring + slot * kStageBytes<T>) + thread;
+    const auto* from = reinterpret_cast<const Pack<T, kV<T>>*>(ring + slot * kStageBytes<T>) + thread;
     ThreadStage<T> x;
     UNROLL(i, kThreadPacks<T>) x[i] = from[i * kBlockThreads<T>];
     return x;
@@ -3926,27 +3926,27 @@ template <typename T> struct Fetch {
 
 // A thread's packs of weight or bias: N in registers, the others in shared memory.
 template <typename T, int N> struct SliceAffine {
-  Pack<T, V<T>> packs[N];
-  Pack<T, V<T>>* shared;  // No barrier is needed: a thread reads only what it has written.
+  Pack<T, kV<T>> packs[N];
+  Pack<T, kV<T>>* shared;  // No barrier is needed: a thread reads only what it has written.
 
   __device__ SliceAffine(const ResidentBlock<T>& block, const void* tensor, float fallback,
-                         Pack<T, V<T>>* from_shared) {
+                         Pack<T, kV<T>>* from_shared) {
     shared = from_shared + block.thread;
     UNROLL(i, kThreadPacks<T> * kSliceStages<T>) {
       const int pack = i * kBlockThreads<T> - (kSliceStages<T> - block.stages) * kStagePacks<T> + block.thread;
       if (pack < 0 || pack >= block.packs) continue;
-      const auto values = packed<T>(load_affine<T, V<T>>(tensor, false, block.first_col + pack * V<T>, fallback));
+      const auto values = packed<T>(load_affine<T, kV<T>>(tensor, false, block.first_col + pack * kV<T>, fallback));
       if (i < N) packs[i] = values;
       if (i >= N) shared[(i - N) * kBlockThreads<T>] = values;
     }
   }
-  __device__ Vec<float, V<T>> at(int i, bool exists) const {
+  __device__ Vec<float, kV<T>> at(int i, bool exists) const {
     if (i < N) {
       auto pack = packs[i];
       if constexpr (sizeof(T) == 2) UNROLL(n, 4) pack.data[n] = opaque(pack.data[n]);
       return widened(pack);
     }
-    return exists ? widened(shared[(i - N) * kBlockThreads<T>]) : Vec<float, V<T>>();
+    return exists ? widened(shared[(i - N) * kBlockThreads<T>]) : Vec<float, kV<T>>();
   }
 };
 
@@ -3957,9 +3957,9 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
   const int last_packs = opaque(block.last_packs);
   const auto pack = [&](int i) { return widened(x[i]); };
   const auto exists = [&](int i) { return !is_last || i * kBlockThreads<T> + block.thread < last_packs; };
-  const float count = exists(kPacks - 1) ? kPacks * V<T> : exists(0) ? V<T> : 0;
-  const float per_count = exists(kPacks - 1) ? 1.f / (kPacks * V<T>) : 1.f / V<T>;
-  const float2 part = measure_packs<float, 1, kPacks>(pack, exists, count, per_count);
+  const float count = exists(kPacks - 1) ? kPacks * kV<T> : exists(0) ? kV<T> : 0;
+  const float per_count = exists(kPacks - 1) ? 1.f / (kPacks * kV<T>) : 1.f / kV<T>;
+  const float2 part = measure_packs<false, 1, kPacks>(pack, exists, count, per_count);
   if (count > 0) moments = combine(moments, {count, part.x, part.y});
   if (!is_last) return;
 
@@ -4006,7 +4006,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
     fetch.stage = first_prefetch % block.stages;
   }
   empty_mailboxes(mailboxes, rows);
-  auto* affine = reinterpret_cast<Pack<T, V<T>>*>(ring + plan.ring_slots * kStageBytes<T>);
+  auto* affine = reinterpret_cast<Pack<T, kV<T>>*>(ring + plan.ring_slots * kStageBytes<T>);
   const SliceAffine<T, kBiasPacks<T>> bias(block, call.bias, 0, affine);
   affine += shared_packs<T>(block.packs, kBiasPacks<T>);
   const SliceAffine<T, kWeightPacks<T>> weight(block, call.weight, 1, affine);
@@ -4044,7 +4044,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
     }
     __syncthreads();
     const RowStats row_stats = control.row_stats[parity];
-    T* output = static_cast<T*>(call.output) + block.offset(row, 0) + block.thread * V<T>;
+    T* output = static_cast<T*>(call.output) + block.offset(row, 0) + block.thread * kV<T>;
 
     UNROLL(place, kSliceStages<T>) {
       if (place < kSliceStages<T> - block.stages) continue;
@@ -4064,7 +4064,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
         const int i = kThreadPacks<T> * place + j;
         const bool exists = place < kSliceStages<T> - 1 || j * kBlockThreads<T> + block.thread < block.last_packs;
         const auto y = normalized(widened(x[j]), row_stats) * weight.at(i, exists) + bias.at(i, exists);
-        if (exists) store<T, V<T>, true>(output + j * kBlockThreads<T> * V<T>, y);
+        if (exists) store<T, kV<T>, true>(output + j * kBlockThreads<T> * kV<T>, y);
       }
 
       // Measure. The last stage of a row publishes it.
@@ -4076,7 +4076,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
       __syncwarp();
       if (block.thread % 32 == 0) barrier_arrive(&control.empty[slot.index]);
       slot.advance(plan.ring_slots);
-      output += kStagePacks<T> * V<T>;
+      output += kStagePacks<T> * kV<T>;
     }
     parity ^= 1;
   }
@@ -4084,7 +4084,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
 
 template <typename T> ResidentPlan choose_plan(const Forward& call, const Device& device) {
   if (kBatchInvariant || (sizeof(T) == 2 && call.affine_float32)) return {};
-  const int64_t min_blocks = ceil_div(call.cols / V<T>, kSliceStages<T> * kStagePacks<T>);  // that can hold a row
+  const int64_t min_blocks = ceil_div(call.cols / kV<T>, kSliceStages<T> * kStagePacks<T>);  // that can hold a row
   const int64_t groups = std::min(call.rows, device.sms / min_blocks);
   if (!device.arch.has_large_shared || groups == 0 || call.rows < kMinRows * groups) return {};
   const int64_t max_blocks = std::min<int64_t>(device.sms / groups, kMaxBlocksPerRow);
@@ -4095,13 +4095,13 @@ template <typename T> ResidentPlan choose_plan(const Forward& call, const Device
   // Only the last block's slice can be shorter. It may need more shared memory, because its last stage may be fuller.
   int affine_packs = 0;
   for (const int rank : {0, p.blocks_per_row - 1}) {
-    const int packs = columns_of_slice(call.cols, slice, rank) / V<T>;
+    const int packs = columns_of_slice(call.cols, slice, rank) / kV<T>;
     if (stages_of<T>(packs) > kSliceStages<T> || stages_of<T>(packs) <= kStagesAhead<T>) return {};  // rules 2 and 3
     const int own_packs = shared_packs<T>(packs, kBiasPacks<T>) + shared_packs<T>(packs, kWeightPacks<T>);
     affine_packs = std::max(affine_packs, own_packs);
   }
   const int ring_bytes = device.shared_bytes - int(sizeof(Control<T>)) - 16 * affine_packs;
-  const int ahead = kRowsAhead<T> * stages_of<T>(slice / V<T>) + kStagesAhead<T>;
+  const int ahead = kRowsAhead<T> * stages_of<T>(slice / kV<T>) + kStagesAhead<T>;
   p.ring_slots = std::min({kMaxRingSlots<T>, ring_bytes / kStageBytes<T>, ahead + 1 + kMaxStagesInFlight<T>});
   p.shared_bytes = p.ring_slots * kStageBytes<T> + 16 * affine_packs;
   return p.ring_slots >= ahead + 2 ? p : ResidentPlan();  // rule 1
@@ -4567,8 +4567,9 @@ template <typename T> __global__ void __launch_bounds__(kFragmentUnits * 16 / si
   const int out = element / L::kUnitElements % kOutChannels;
   const int plane = fragment / 4 % L::kPlanePairs * 2 + element / L::kUnitElements / kOutChannels;
   const int in = plane * L::kUnitElements + element % L::kUnitElements;
-  const auto position = [](int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); };
-  const int d = position(bits / 8, bits / 2), h = position(bits / 4, bits), w = position(fragment / 2, fragment);
+  const auto position = [](int parity, int tap) { return 1 - parity + 2 * tap; };
+  const int d = position(bits / 8 % 2, bits / 2 % 2), h = position(bits / 4 % 2, bits % 2);
+  const int w = position(fragment / 2 % 2, fragment % 2);
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
     // A finite conv_bias has no effect; NaN and infinity make the row NaN.

@@ -264,7 +264,7 @@ template <typename T> std::string broken_grid_resident_plan(const Forward& call,
   REQUIRE(plan.blocks_per_row <= kMaxBlocksPerRow);
   int64_t columns = 0;
   for (int rank = 0; rank < plan.blocks_per_row; ++rank) {
-    const int own = columns_of_slice(call.cols, plan.slice, rank), packs = own / V<T>, stages = stages_of<T>(packs);
+    const int own = columns_of_slice(call.cols, plan.slice, rank), packs = own / kV<T>, stages = stages_of<T>(packs);
     const int affine = shared_packs<T>(packs, kWeightPacks<T>) + shared_packs<T>(packs, kBiasPacks<T>);
     REQUIRE(plan.ring_slots >= kRowsAhead<T> * stages + kStagesAhead<T> + 2);
     REQUIRE(stages <= kSliceStages<T> && stages > kStagesAhead<T>);
