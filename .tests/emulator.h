@@ -12,6 +12,8 @@
 //     Memory      Every tensor lies between pages that cannot be accessed. Inputs are read-only. Misaligned accesses,
 //                 indices beyond an array, and copies or prefetches that leave a tensor end the kernel.
 //     Unset data  Shared memory, scratch memory, outputs, variables, and the memory beside tensors are NaN at first.
+//     Host code   Each GPU is a device of its own. A kernel has 48 KB of shared memory on each device until its limit is
+//                 raised there. Cooperative launches fail with either of two errors, and any call of the runtime can.
 //
 // What it does not model: the order of writes in memory, so that a missing fence is not detected; races between two
 // instructions without a wait between them; the precision of ex2, rcp and rsqrt, which are exact here; inline assembly,
@@ -51,11 +53,27 @@ template <typename To, typename From> inline To bits_of(From x) {
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
 struct Gpu {
-  int sms, shared_bytes, code;
-  bool rejects_cooperative;  // cooperative launches fail
+  int device, sms, shared_bytes, code;
+  cudaError_t cooperative_error;  // of all cooperative launches
 };
-inline Gpu gpu;
+inline Gpu gpu;                               // the current device: every emulated GPU is another device
 inline cudaError_t last_error = cudaSuccess;  // the result of the next cudaGetLastError
+
+// The next call but `calls_before_failure` of the function of the runtime with this name fails once.
+inline std::string failing;
+inline int calls_before_failure;
+inline cudaError_t failure;
+inline cudaError_t error_of(const char* function) {
+  if (failing != function || calls_before_failure-- > 0) return cudaSuccess;
+  failing.clear();
+  return last_error = failure;
+}
+
+// Bytes of shared memory: static ones of each kernel that has run, which are unknown before, and the limit of dynamic
+// ones, which a device has for each kernel.
+inline std::map<const void*, int> static_bytes;
+inline std::map<std::pair<int, const void*>, int> dynamic_limits;
+constexpr int kDefaultSharedBytes = 48 << 10;
 inline bool dry = false;                      // a launch runs one thread, which returns at once
 inline std::string launches;                  // a line for each launch: kernel, blocks, threads, shared memory, kind
 inline std::mt19937_64 random_numbers;        // the source of all random choices
@@ -214,6 +232,7 @@ struct Grid {
   bool early;         // may start before the previous kernel has ended (programmatic dependent launch)
   bool after_caller;  // if it starts early: the caller's kernels may not have ended either
   const std::function<void()>& kernel;
+  const void* address;  // of the kernel
   const std::string* name = nullptr;
   Barrier barrier = {};
   uint64_t progress = 0;  // counts the events that let a thread go on
@@ -498,18 +517,20 @@ inline void run_blocks(Grid& running, const std::vector<uint3>& indices) {
   if (!error.empty()) fail(*running.name + ": " + error);
 }
 
-inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
+inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel, const void* address) {
+  if (const cudaError_t error = error_of("cudaLaunchKernelEx")) return error;
   const dim3 size = config.gridDim, block = config.blockDim;
   const auto attribute = config.numAttrs > 0 ? config.attrs[0].id : cudaLaunchAttributeIgnore;
   const bool cooperative = attribute == cudaLaunchAttributeCooperative;
   const bool early = attribute == cudaLaunchAttributeProgrammaticStreamSerialization;
-  Grid running = {size, block, config.dynamicSmemBytes, cooperative, early, follows_caller, kernel};
-  if (cooperative && (gpu.rejects_cooperative || int(size.x * size.y) > gpu.sms)) {
-    return last_error = cudaErrorCooperativeLaunchTooLarge;
-  }
+  Grid running = {size, block, config.dynamicSmemBytes, cooperative, early, follows_caller, kernel, address};
+  if (cooperative && gpu.cooperative_error) return last_error = gpu.cooperative_error;
+  if (cooperative && int(size.x * size.y) > gpu.sms) return last_error = cudaErrorCooperativeLaunchTooLarge;
+  const auto limit = dynamic_limits.find({gpu.device, address});
+  const int allowed = limit != dynamic_limits.end() ? limit->second : kDefaultSharedBytes - static_bytes[address];
+  if (int64_t(config.dynamicSmemBytes) > allowed) return last_error = cudaErrorInvalidValue;
   follows_caller = follows_caller && early;
   if (size.x == 0 || size.y == 0 || size.y > 65535) fail("a grid has no blocks, or too many");
-  if (running.dynamic_bytes > size_t(gpu.shared_bytes)) fail("a launch requests too much dynamic shared memory");
   std::vector<uint3> indices;
   for (unsigned i = 0; i < size.x * size.y; ++i) indices.push_back({i % size.x, i / size.x});
   std::shuffle(indices.begin(), indices.end(), random_numbers);
@@ -536,6 +557,8 @@ template <typename T, int LINE> T& shared() {
   auto& memory = block.shared[&declaration];
   if (memory.empty()) {
     block.shared_bytes += (sizeof(T) + 15) / 16 * 16;
+    int& known = static_bytes[grid->address];
+    known = std::max(known, int(block.shared_bytes - grid->dynamic_bytes));
     if (block.shared_bytes > size_t(gpu.shared_bytes)) fail("a block uses too much shared memory");
     memory.resize((sizeof(T) + kLine - 1) / kLine);
   }
@@ -679,20 +702,31 @@ inline unsigned __ballot_sync(unsigned, bool x) {
 // ---- The CUDA runtime: the functions that host code calls ----
 
 extern "C" {
-cudaError_t cudaGetDevice(int*) { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = emulator::gpu.device, cudaSuccess; }
 cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (device != emulator::gpu.device) return cudaErrorInvalidDevice;
   *value = attribute == cudaDevAttrMultiProcessorCount ? emulator::gpu.sms
            : attribute == cudaDevAttrL2CacheSize       ? 1 << 20
                                                        : emulator::gpu.shared_bytes;
   return cudaSuccess;
 }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  if (const cudaError_t error = emulator::error_of(__func__)) return error;
   attributes->ptxVersion = emulator::gpu.code;
+  attributes->sharedSizeBytes = emulator::static_bytes[kernel];
   return emulator::gpu.code == 0 ? cudaErrorInvalidDeviceFunction : cudaSuccess;  // 0: the code cannot be loaded now
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (const cudaError_t error = emulator::error_of(__func__)) return error;
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value > emulator::gpu.shared_bytes - emulator::static_bytes[kernel]) {
+    return emulator::last_error = cudaErrorInvalidValue;
+  }
+  emulator::dynamic_limits[{emulator::gpu.device, kernel}] = value;
+  return cudaSuccess;
+}
 }
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Parameters...)) {
@@ -701,5 +735,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
-  return emulator::launch(*config, [=] { kernel(Parameters(arguments)...); });
+  const auto* address = reinterpret_cast<const void*>(kernel);
+  return emulator::launch(*config, [=] { kernel(Parameters(arguments)...); }, address);
 }

@@ -102,6 +102,7 @@ template <typename Call> static const char* emulate(Call call, const Allocate& a
       tensors.push_back(std::make_unique<emulator::Guarded>("scratch", bytes, nullptr, false));
       return tensors.back()->data;
     };
+    emulator::last_error = cudaSuccess;
     const cudaError_t error = launch(call, {allocate_guarded, const_cast<Allocate*>(&allocate)}, nullptr);
     if (error == cudaErrorNotSupported) {
       answer = "not supported";
@@ -118,10 +119,19 @@ template <typename Call> static const char* emulate(Call call, const Allocate& a
 }
 
 extern "C" {
-void emulate_gpu(int sms, int shared_bytes, int code, int seed, bool rejects_cooperative, bool dry) {
-  emulator::gpu = {sms, shared_bytes, code, rejects_cooperative};
+void emulate_gpu(int device, int sms, int code, int shared_bytes, int cooperative_error, int seed, bool dry) {
+  emulator::gpu = {device, sms, shared_bytes, code, cudaError_t(cooperative_error)};
   emulator::random_numbers.seed(seed);
   emulator::dry = dry;
+}
+// The next call but `calls_before` of a function of the runtime fails once with this error. An empty name ends that.
+// Returns whether an earlier request still waits.
+bool emulate_error(const char* function, int calls_before, int error) {
+  const bool waits = !emulator::failing.empty();
+  emulator::failing = function;
+  emulator::calls_before_failure = calls_before;
+  emulator::failure = cudaError_t(error);
+  return waits;
 }
 // Returns the names of all kernels, or of those that ran since the last call of this function, one per line.
 const char* emulated_kernels(bool all) {
@@ -393,8 +403,22 @@ def build_all_kernels():
 
 # ---- The binding, for CPU tensors ----
 
+
+def for_both_autocasts(statement):
+    """Returns a statement with AutocastCUDA for CPU tensors, and for fake CUDA tensors where they need it."""
+    text = statement[0]
+    cpu, key = text.replace("AutocastCUDA", "AutocastCPU"), "c10::DispatchKey::Autocast"
+    if "m.impl(" in text:
+        return cpu + text
+    return text.replace(f"{key}CUDA", f"c10::DispatchKeySet({{{key}CPU, {key}CUDA}})") if "Exclude" in text else cpu
+
+
 # Pattern in a binding -> its replacement: names that differ for CPU tensors.
-BINDING = {r"#include <(?:c10|ATen)/cuda/.*?>\n": "", r"c10::kCUDA": "c10::kCPU", r"AutocastCUDA": "AutocastCPU"}
+BINDING = {
+    r"#include <(?:c10|ATen)/cuda/.*?>\n": "",
+    r"c10::kCUDA": "c10::kCPU",
+    r"[^\n;{}]*AutocastCUDA[^;{]*[;{]": for_both_autocasts,
+}
 BINDING_BEGINS = r"""
 #include <ATen/ops/empty.h>
 #include <c10/core/Device.h>
@@ -504,11 +528,14 @@ def load_binding(library, may_compile):
 
 
 # Pattern in layernorm_inline.py -> its replacement: the loading of libraries, and queries about CUDA tensors.
-MODULE = {
+LIBRARIES = {
     r"(def _load\(library, may_compile=True\):\n[^\n]*\n)": (
         r"\1    return __import__('emulator').load_binding(library, may_compile)\n"
     ),
     r"\n_NAME = [^\n]*": r"\n_NAME = __import__('emulator').name_of_binding()",
+}
+MODULE = {
+    **LIBRARIES,
     r"\.is_cuda\b": ".is_cpu",
     r"is_autocast_enabled\(\)": "is_autocast_enabled('cpu')",
     r'get_autocast_dtype\("cuda"\)': "get_autocast_dtype('cpu')",
@@ -520,16 +547,24 @@ def module_text():
     return replaced(SOURCE.read_text(), MODULE)
 
 
+def load_text(text, name):
+    path = cache("module", text) / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @functools.lru_cache
 def load_module():
     """Returns layernorm_inline for CPU tensors. The module is named layernorm_emulated."""
-    text = module_text()
-    path = cache("module", text) / "layernorm_emulated.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location("layernorm_emulated", path)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_text(module_text(), "layernorm_emulated")
+
+
+def load_for_fake_tensors():
+    """Returns a new copy of layernorm_inline for fake CUDA tensors, with the ops of the emulated binding."""
+    return load_text(replaced(SOURCE.read_text(), LIBRARIES), "layernorm_for_fake_tensors")
 
 
 # ---- GPUs ----
@@ -542,43 +577,54 @@ class Gpu(typing.NamedTuple):
     sms: int
     code: int  # the architecture: 90 for sm_90
     shared_bytes: int  # the most shared memory that a block can have
-    lacks_cooperative_launches: bool = False  # they fail, as they can under MPS or MIG
+    cooperative_error: int = 0  # of cooperative launches
 
     def __str__(self):
         return f"{self.name}_{self.sms}"
 
+    @property
+    def lacks_cooperative_launches(self):
+        return self.cooperative_error != 0
 
+    @property
+    def device(self):
+        """The index of the device. GPUs with other properties are other devices."""
+        return DEVICES.setdefault((self.sms, self.code, self.shared_bytes), len(DEVICES))
+
+
+DEVICES = {}
+TOO_LARGE, NOT_SUPPORTED = 720, 801  # the errors of cooperative launches under MPS or MIG, and without support
 GPUS = {
-    name: functools.partial(Gpu, name, code=code, shared_bytes=kb << 10, lacks_cooperative_launches=name == "mps")
-    for name, code, kb in (
-        ("hopper", 90, 227), ("mps", 90, 227), ("blackwell", 120, 99),
-        ("ada", 89, 99), ("ampere", 80, 163), ("turing", 75, 64),
+    name: functools.partial(Gpu, name, code=code, shared_bytes=kb << 10, cooperative_error=error)
+    for name, code, kb, error in (
+        ("hopper", 90, 227, 0), ("mps", 90, 227, TOO_LARGE), ("vgpu", 90, 227, NOT_SUPPORTED),
+        ("blackwell", 120, 99, 0), ("ada", 89, 99, 0), ("ampere", 80, 163, 0), ("turing", 75, 64, 0),
     )
 }  # fmt: skip
 
 
 @functools.lru_cache
-def libraries_of(sms, code, shared_bytes, flags, partial):
-    """Returns {name: a copy of the library of kernels}. Its host code reads the properties of the GPU only once."""
-    loaded = {}
-    for name in sources() if partial is None else ("",):
-        path = build_kernels(80 <= code < 90, name, flags, partial)
-        copy = path.with_name(f"{os.getpid()}_{sms}_{code}_{shared_bytes}.so")
-        shutil.copy(path, copy)
-        loaded[name] = ctypes.CDLL(str(copy))
-        for function in (loaded[name].emulated_kernels, loaded[name].emulated_launches):
+def libraries_of(before_hopper, flags, partial):
+    """Returns {name: the library of kernels}."""
+    names = sources() if partial is None else ("",)
+    loaded = {name: ctypes.CDLL(str(build_kernels(before_hopper, name, flags, partial))) for name in names}
+    for library in loaded.values():
+        for function in (library.emulated_kernels, library.emulated_launches):
             function.restype = ctypes.c_char_p
-        copy.unlink()
     return loaded
 
 
-CURRENT = []  # the libraries of nested on() blocks, innermost last
+CURRENT = []  # (libraries, arguments of emulate_gpu) of nested on() blocks, innermost last
 
 
 def switch_to_current():
-    for name, emulate_on in BINDINGS.items():
-        if CURRENT and name in CURRENT[-1]:
-            emulate_on(ctypes.c_void_p(CURRENT[-1][name]._handle))
+    if CURRENT:
+        libraries, arguments = CURRENT[-1]
+        for loaded in libraries.values():
+            loaded.emulate_gpu(*arguments)
+        for name, emulate_on in BINDINGS.items():
+            if name in libraries:
+                emulate_on(ctypes.c_void_p(libraries[name]._handle))
 
 
 @contextlib.contextmanager
@@ -587,11 +633,10 @@ def on(gpu, seed=0, dry=False, flags=(), partial=None):
 
     flags: with which the kernels are compiled. partial: see build_kernels; inside are only calls of the first library.
     """
-    libraries = libraries_of(gpu.sms, gpu.code, gpu.shared_bytes, flags, partial)
-    CURRENT.append(libraries)
+    libraries = libraries_of(80 <= gpu.code < 90, flags, partial)
+    CURRENT.append((libraries, (gpu.device, gpu.sms, gpu.code, gpu.shared_bytes, gpu.cooperative_error, seed, dry)))
     switch_to_current()
     for loaded in libraries.values():
-        loaded.emulate_gpu(gpu.sms, gpu.shared_bytes, gpu.code, seed, gpu.lacks_cooperative_launches, dry)
         loaded.emulated_kernels(False)
         loaded.emulated_launches()
     try:

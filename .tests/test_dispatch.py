@@ -1,6 +1,7 @@
 """Tests of which kernels run, of constants, and of the plans of kernels whose blocks wait for each other."""
 
 import collections
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -12,7 +13,7 @@ import emulator
 import launches
 import pytest
 import torch
-from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SOME, TYPES, this_gpu
+from cases import CASES, FORMS, MAX_BLOCKS_PER_ROW, SHORT, SOME, TYPES, Case, this_gpu
 from conftest import Backend
 from processes import run_here
 from reference import compare_with_float64, run_case
@@ -178,7 +179,7 @@ def test_code_that_could_not_be_loaded_is_looked_at_again(backend):
     def call_with_and_without_an_error():
         with emulator.on(gpu, dry=True) as libraries:
             for code in (0, gpu.code):
-                libraries[""].emulate_gpu(gpu.sms, gpu.shared_bytes, code, 0, False, True)
+                libraries[""].emulate_gpu(gpu.device, gpu.sms, code, gpu.shared_bytes, 0, 0, True)
                 backend.layer_norm(x, x.shape[1:])
                 families.append({launch.split("::")[0] for launch in emulator.launches(libraries)})
 
@@ -206,7 +207,7 @@ def run_with_switch(value):
     cooperative = 0
     for case in cases:
         launched = []
-        for gpu in (case.gpu, case.gpu._replace(lacks_cooperative_launches=True)):
+        for gpu in (case.gpu, case.gpu._replace(cooperative_error=emulator.TOO_LARGE)):
             with emulator.on(gpu, dry=True) as libraries:
                 for call in forward_and_backward(backend, case):
                     call()
@@ -219,6 +220,60 @@ def run_with_switch(value):
             with emulator.on(case.gpu):
                 tensors = case.tensors()
                 compare_with_float64([(run_case(backend.layer_norm, *tensors), tensors)])
+
+
+@on_emulated
+@pytest.mark.parametrize("error", ["mps", "vgpu"])
+@pytest.mark.parametrize("rows,cols", [(2, 20_008), (8, 133_344)])
+def test_calls_run_in_the_next_family_if_the_gpu_rejects_cooperative_launches(backend, rows, cols, error):
+    """With either of the two errors that the driver returns, and in forward and backward."""
+    gpu, cooperative = emulator.GPUS[error](8), emulator.GPUS["hopper"](8)
+    case = Case(cooperative, rows, cols, "fp32", "plain")
+    forward, backward = recorded(forward_and_backward(backend, case), cooperative)
+    assert {*map(family_of, forward)} == {case.forward} and case.backward in map(family_of, backward)
+    for kernels in recorded(forward_and_backward(backend, case), gpu):
+        assert {*map(family_of, kernels)} - {None} == {"two_pass"}
+
+
+@on_emulated
+@pytest.mark.parametrize("error", ["cudaErrorLaunchFailure 719", "cudaErrorLaunchOutOfResources 701"])
+def test_an_error_of_each_launch_reaches_the_user(backend, error):
+    """A cooperative launch that fails with another error is not tried in the next family. The next call works."""
+    number = int(error.split()[1])
+    for case in (case for case in SHORT if case.affine == "both" and not case.off):
+        with emulator.on(case.gpu, dry=True) as libraries:
+            library = libraries["epilogue" if case.form != "plain" else ""]
+            for is_backward in (False, True):
+                for before in itertools.count():
+                    emulator.launches(libraries)
+                    calls = forward_and_backward(backend, case)
+                    if is_backward:
+                        calls[0]()
+                    library.emulate_error(b"cudaLaunchKernelEx", before, number)
+                    emulator.launches(libraries)
+                    try:
+                        calls[is_backward]()
+                    except RuntimeError as raised:
+                        assert f"cudaError {number}" in str(raised)
+                        assert len(emulator.launches(libraries)) == before, "no other kernel is launched after an error"
+                    else:
+                        assert library.emulate_error(b"", 0, 0), f"{case}: the error of launch {before} is lost"
+                        break
+                assert before > 0
+
+
+@on_emulated
+def test_a_limit_of_shared_memory_is_raised_on_each_device_and_after_an_error(backend):
+    """The limit of a kernel is 48 KB on each device until it is raised there. These GPUs are in no other test."""
+    case = Case(emulator.GPUS["hopper"](10), 2, 20_008, "fp32", "plain")
+    for failing in ("cudaFuncSetAttribute", "cudaFuncGetAttributes", None):
+        for gpu in (emulator.GPUS["hopper"](sms) for sms in (10, 11, 12)):
+            with emulator.on(gpu, dry=True) as libraries:
+                if failing:
+                    libraries[""].emulate_error(failing.encode(), 0, 999)
+                forward, _ = forward_and_backward(backend, case._replace(gpu=gpu))
+                with pytest.raises(RuntimeError, match="cudaError 999") if failing else contextlib.nullcontext():
+                    forward()
 
 
 def test_cases_cover_every_family_form_and_dtype():
