@@ -103,7 +103,8 @@ def raises_for_folder(folder, why="must (not lie in|be)"):
     ("12.8", [(12, 0), (10, 3)], "", "sm_103 sm_120"),
     ("11.8", [(7, 5), (8, 9), (9, 0)], "", "sm_75 compute_80 sm_89"),
     ("12.8", [(7, 0), (9, 0)], "", "sm_90a"),  # older than Turing
-    *(("13.0", [(9, 0)], names, "sm_90a") for names in ("8.0+PTX", "native", "nonsense")),
+    *(("13.0", [(9, 0)], names, "sm_90a") for names in (None, "8.0+PTX", "native", "nonsense", "[*?")),
+    ("13.0", [], None, ""),
     *(("13.0", [], nothing, "") for nothing in ("", " ", ";", "native", "native;", "7.0")),
     *(("13.0", [], names, "sm_90a") for names in ("9.0", "9.0a", "9.0 ", " 9.0", ";9.0;", "9.0; ")),
     ("13.0", [], "10.0a;10.3a 12.0a", "sm_100 sm_103 sm_120"),
@@ -112,7 +113,9 @@ def raises_for_folder(folder, why="must (not lie in|be)"):
 ])  # fmt: skip
 def test_codes_follow_from_gpus_and_arch_list(monkeypatch, cuda, gpus, arch_list, expected):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if arch_list is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
     monkeypatch.setattr(layernorm_inline, "_gpus", lambda: gpus)
     assert layernorm_inline._codes(layernorm_inline._architectures()) == expected.split()
 
@@ -159,6 +162,26 @@ def test_the_name_of_the_ops_follows_from_both_sources_and_batch_invariance(monk
     assert len(others) == 12 and not others & {name, epilogue_name}
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_macro_that_python_passes_is_a_condition_of_the_sources(monkeypatch, switch):
+    """Otherwise a flag with another name would change nothing. Each condition has its macro with one of the settings."""
+    monkeypatch.setenv("LAYERNORM_INLINE_BATCH_INVARIANT", switch)
+    module = emulator.definitions.__wrapped__(SOURCE.read_text())
+    conditions = {}
+    for name in ("_LAYER_NORM", "_EPILOGUE", "_CONVOLUTION"):
+        library = module[name]
+        lines = re.findall(r"^#\s*(?:if|ifdef|ifndef|elif)\b(.*)$", library.cuda_source, re.M)
+        conditions[name] = {*re.findall(r"\bLAYERNORM_\w+", " ".join(lines))}
+        flags = [*module["_CUDA_FLAGS"], *module["_CPP_FLAGS"], *library.macros]
+        passed = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("-D")}
+        assert passed <= conditions[name], name
+        assert ("LAYERNORM_HAS_EPILOGUE" in passed) == (name == "_EPILOGUE")
+        assert ("LAYERNORM_BATCH_INVARIANT" in passed) == (switch == "1")
+    assert (
+        conditions["_LAYER_NORM"] == conditions["_EPILOGUE"] >= {"LAYERNORM_HAS_EPILOGUE", "LAYERNORM_BATCH_INVARIANT"}
+    )
+
+
 @pytest.mark.full
 @needs_nvcc
 def test_a_traced_program_loads_with_a_library_for_other_architectures(tmp_path):
@@ -191,7 +214,7 @@ def test_a_library_of_a_container_image_is_loaded_on_its_gpus(builds, monkeypatc
     *((None, 13000, what, [(7, 5)]) for what in ("init", "count", "handle", "capability")),  # so CUDA is used
     (None, 12080, "driver", [(8, 0), (10, 0)]),  # its version is unknown
     (None, 12080, "capability", []),
-    *((hidden, 13000, "", []) for hidden in ("", "-1", "NoDevFiles")),
+    *((hidden, 13000, "", []) for hidden in ("", "-1", "NoDevFiles", "[*?")),
     *((some, 13000, "", [(8, 0), (10, 0)]) for some in ("1", "0,2", " 2", "GPU-12ab", "MIG-12ab")),
 ])  # fmt: skip
 def test_gpus_are_found_without_initializing_cuda(monkeypatch, visible, driver, refused, expected):
@@ -325,6 +348,41 @@ def test_the_cache_is_in_torch_extensions_dir_or_xdg_cache_home(builds, monkeypa
         _load()
     roots = [Path(path).parent.parent.relative_to(tmp_path) for path in builds.loaded]
     assert [*map(str, roots)] == ["relative", "xdg/torch_extensions", "home/xdg/torch_extensions", "home/ext"]
+
+
+@pytest.mark.parametrize("value", [None, "", "[*?"])
+@pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"])
+def test_the_cache_with_a_variable_that_is_unset_or_empty_or_has_wildcards(
+    builds, monkeypatch, tmp_path, variable, value
+):
+    """An empty variable is like one that is not set. A folder with wildcards in its name is a folder like any other."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path / "of the user")))
+    if variable == "HOME":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    if value is None:
+        monkeypatch.delenv(variable, raising=False)
+    else:
+        monkeypatch.setenv(variable, str(tmp_path / value) if value and variable == "HOME" else value)
+    below = {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": "torch_extensions", "HOME": ".cache/torch_extensions"}
+    default = {
+        "TORCH_EXTENSIONS_DIR": tmp_path / "xdg/torch_extensions",
+        "XDG_CACHE_HOME": tmp_path / "home/.cache/torch_extensions",
+        "HOME": tmp_path / "of the user/.cache/torch_extensions",
+    }
+    expected = tmp_path / value / below[variable] if value else default[variable]
+    if (variable, value) == ("HOME", ""):  # as for PyTorch and Python, the root folder
+        monkeypatch.setattr(os, "makedirs", Mock(side_effect=PermissionError))
+        with raises_for_folder(f"/.cache/torch_extensions/{NAME}"):
+            _load()
+        return
+    (builds.folder / "elsewhere").mkdir(parents=True)
+    for _ in "12":
+        _load()
+    assert [Path(path).parent for path in builds.loaded] == [expected / NAME] * 2 and len(builds.built) == 1
 
 
 @pytest.mark.parametrize("variables", [{}, {"XDG_CACHE_HOME": "~/xdg"}, {"TORCH_EXTENSIONS_DIR": "~/ext"}])
@@ -589,6 +647,39 @@ def test_the_error_names_setuptools_if_they_are_missing(monkeypatch):
         layernorm_inline._cpp_extension()
 
 
+@pytest.mark.parametrize("wildcards", [False, True])
+@pytest.mark.parametrize("layout", ["include", "targets/x86_64-linux/include"])
+def test_a_toolkit_in_a_folder_with_wildcards_in_its_name(tmp_path, monkeypatch, toolkit, compiled, layout, wildcards):
+    """The library of the runtime is found there, too. An empty CUDA_HOME is like none."""
+    home = Path(toolkit("12.4", "[*?" if wildcards else "plain"))
+    if layout != "include":
+        (home / layout).parent.mkdir(parents=True)
+        (home / "include").rename(home / layout)
+    (home / "lib").mkdir()
+    (home / "lib/libcudart.so.12").touch()
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(home))
+    assert layernorm_inline._find_cuda_home() == (str(home), "12.4")
+    (tmp_path / "build").mkdir()
+    _compile(tmp_path / "build", ["sm_90a"])
+    assert compiled["home"] == str(home)
+    assert os.readlink(tmp_path / "build/libcudart.so") == str(home / "lib/libcudart.so.12")
+    for nothing in ("", None):
+        monkeypatch.setattr(cpp_extension, "CUDA_HOME", nothing)
+        assert layernorm_inline._find_cuda_home() == (compiled["toolkit"], "12.4")
+
+
+@pytest.mark.parametrize("cxx", ["g++ -m64", "g++", "no-such-ccache g++", ""])
+def test_the_first_word_of_cxx_must_be_a_program(tmp_path, monkeypatch, compiled, cxx):
+    """PyTorch runs CXX as it is, so that it can be a compiler with an option, or ccache with a compiler."""
+    (tmp_path / "g++").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", cxx)
+    is_right = cxx.startswith("g++")
+    with contextlib.nullcontext() if is_right else pytest.raises(RuntimeError, match=r"Install g\+\+, or set CXX"):
+        _compile(tmp_path, ["sm_90a"])
+    assert ("name" in compiled) == is_right and os.environ["CXX"] == cxx
+
+
 @pytest.mark.parametrize("cxx,named", [(None, "c++"), ("no-such-g++ -m64", "no-such-g++")])
 def test_the_error_names_the_compiler_if_it_is_missing(tmp_path, monkeypatch, compiled, cxx, named):
     """The compiler may also lie beside Python, as in an environment of conda that is not activated."""
@@ -801,11 +892,20 @@ def test_the_switch_makes_every_call_run_pytorchs_operations(tmp_path):
         and "LAYERNORM_INLINE_DISABLE=1" in done.stderr
         and not (tmp_path / "cache").exists()
     )
-    for value in ("0", ""):  # they do not disable it
-        (tmp_path / "layernorm_inline.py").unlink(missing_ok=True)
-        write_copy(tmp_path, old="\n    _ops, _why_not = _load(", new="\n    _ops, _why_not = None, print('load', ")
-        done = import_in_subprocess(tmp_path, **{**FOR_9_0, "LAYERNORM_INLINE_DISABLE": value})
-        assert done.returncode == 0 and done.stdout.startswith("load") and done.stderr == "", done.stderr
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "[*?", " 1", "1"])
+@pytest.mark.parametrize("switch", ["DISABLE", "BATCH_INVARIANT"])
+def test_only_the_value_1_turns_a_switch_on(monkeypatch, capsys, switch, value):
+    for name in ("DISABLE", "BATCH_INVARIANT"):
+        monkeypatch.delenv(f"LAYERNORM_INLINE_{name}", raising=False)
+    if value is not None:
+        monkeypatch.setenv(f"LAYERNORM_INLINE_{switch}", value)
+    module = emulator.definitions.__wrapped__(SOURCE.read_text())
+    is_on = value == "1"
+    assert ("-DLAYERNORM_BATCH_INVARIANT" in module["_CUDA_FLAGS"]) == (is_on and switch == "BATCH_INVARIANT")
+    is_disabled = is_on and switch == "DISABLE"
+    assert ("DISABLE" in module["_why_not"], "DISABLE" in capsys.readouterr().err) == (is_disabled, is_disabled)
 
 
 @pytest.mark.parametrize("cuda,arch_list,why", [
