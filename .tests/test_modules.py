@@ -1,5 +1,6 @@
 """Tests of LayerNorm, ModelNew and replace_layer_norm, with torch.nn, TorchScript, torch.fx and real models."""
 
+import collections
 import copy
 import inspect
 import operator
@@ -95,6 +96,34 @@ def test_replace_layer_norm_converts_modules_in_place(backend):
     for wrong in (None, nn.LayerNorm):
         with pytest.raises(TypeError, match=f"to be an nn.Module, but got {type(wrong).__name__}"):
             backend.replace_layer_norm(wrong)
+
+
+@pytest.mark.parametrize("collection", [
+    list, tuple, set, frozenset, collections.deque, dict.fromkeys, lambda types: dict.fromkeys(types).keys(),
+    lambda types: dict(enumerate(types)).values(),
+])  # fmt: skip
+def test_replace_layer_norm_accepts_any_collection_of_types(backend, collection):
+    """And no iterator: it would be exhausted after the first module."""
+
+    class Custom(nn.LayerNorm):
+        pass
+
+    class Other(nn.LayerNorm):
+        pass
+
+    def converted(types):
+        model = nn.Sequential(nn.LayerNorm(3), Custom(3), Other(3), nn.LayerNorm(3), Custom(3))
+        backend.replace_layer_norm(model, types)
+        return [type(norm) is backend.LayerNorm for norm in model]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it skips the others
+        assert converted(collection([nn.LayerNorm, Custom])) == [True, True, False, True, True]
+        assert converted(collection([Custom])) == [False, True, False, False, True]
+        assert converted(collection([])) == [False] * 5
+    for iterator in (iter(collection([nn.LayerNorm])), (cls for cls in collection([nn.LayerNorm]))):
+        with pytest.raises(TypeError, match="types to be nn.LayerNorm or subclasses of it, but got .*"):
+            converted(iterator)
 
 
 def test_replace_layer_norm_warns_about_skipped_modules(backend):
