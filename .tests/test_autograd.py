@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from reference import EPS, assert_no_worse, chain, formula, random_case, run_case
+from reference import EPS, assert_no_worse, chain, formula, random_case, run_case, same_bits
 from test_convolution import SCALED, convolutions_in_tf32, models
 from torch import nn
 from torch.autograd import forward_ad
@@ -162,6 +162,41 @@ def test_autocast_computes_in_float32(backend, dtype):
         gradients, right = (torch.autograd.grad(output.square().sum(), leaves) for output in (y, expected))
         assert [gradient.dtype for gradient in gradients] == [dtype, affine_dtype, affine_dtype]
         torch.testing.assert_close(gradients, right, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("model,dtype,forward", [
+    *(("layer_norm", dtype, forward) for dtype in (torch.float32, torch.float16) for forward in (False, True)),
+    *(("layer_norm, gelu", dtype, False) for dtype in (torch.float32, torch.float16)),
+    *(("problem_34", dtype, False) for dtype in (torch.float32, torch.float16)),
+    ("problem_34, tf32", torch.float32, False),
+])  # fmt: skip
+def test_backward_inside_of_autocast_gives_the_bits_of_backward_outside(backend, model, dtype, forward):
+    """forward: whether forward runs inside of autocast. Second derivatives, too."""
+    if "layer_norm" in model:
+        norm, shape = randomize(nn.LayerNorm(40, eps=EPS).to(backend.device)), (6, 40)
+        activation = "gelu" if "gelu" in model else None
+        parameters = [norm.weight, norm.bias]
+
+        def function(x):
+            return backend.layer_norm(x, (40,), *parameters, EPS, activation)
+    else:
+        function, shape = models(backend, SCALED, dtype)[1], (1, 32, 1, 2, 32)
+        parameters = [*function.parameters()]
+    x = torch.randn(shape, device=backend.device, dtype=dtype, requires_grad=True)
+    results = []
+    with convolutions_in_tf32("tf32" in model):
+        for is_inside in (False, True):
+            torch.manual_seed(0)
+            with torch.autocast(backend.device, dtype=torch.bfloat16, enabled=forward):
+                y = function(x)
+            with torch.autocast(backend.device, dtype=torch.bfloat16, enabled=is_inside):
+                dy, leaves = torch.randn_like(y), [x, *parameters]
+                plain = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+                first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+                directions = [torch.randn_like(t) for t in first[:2]]
+                second = torch.autograd.grad(first[:2], leaves, directions, allow_unused=True)
+            results.append([*plain, *first, *second])
+    assert same_bits(*results)
 
 
 def test_forward_mode_and_functional_transforms_agree_with_pytorch(backend):
