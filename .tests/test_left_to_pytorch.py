@@ -119,11 +119,12 @@ class Record(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.norms = []
+        self.norms, self.functions = [], []
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         name = function.name()
-        if "layer_norm" in name:
+        self.functions.append(name.split("::")[1].split(".")[0])
+        if "layer_norm" in name and "conv" not in name:
             is_own = not name.startswith("aten::")
             dtypes = {t.dtype for t in arguments if isinstance(t, torch.Tensor)}
             assert is_own or len(dtypes) == 1, f"{name} of {dtypes}"
@@ -176,3 +177,33 @@ def test_what_is_left_to_pytorch(monkeypatch, switch, recorders, dtypes):
         monkeypatch.setenv(f"LAYERNORM_INLINE_{name}", str(int(name == switch)))
     problems = [*wrong_cells(emulator.load_for_fake_tensors(), switch, recorders, dtypes)]
     assert not problems, "\n".join(problems[:20])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.emulated
+@pytest.mark.skipif(not emulator.can_build(), reason="needs g++ and the headers of a CUDA toolkit")
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_what_of_problem_34_is_left_to_pytorch(monkeypatch, switch):
+    """One kernel runs it if no dtype differs, autocast is off, and torch.export does not record it."""
+    for name in SWITCHES[1:]:
+        monkeypatch.setenv(f"LAYERNORM_INLINE_{name}", str(int(name == switch)))
+    layernorm_inline, wrong = emulator.load_for_fake_tensors(), []
+    for dtype, parameters, autocast, how in itertools.product(
+        (FLOAT32, BFLOAT16, FLOAT64), (FLOAT32, BFLOAT16, FLOAT64), AUTOCAST[:2], ("eager", "export")
+    ):
+        if dtype != parameters and not autocast or FLOAT64 in (dtype, parameters) and dtype != parameters:
+            continue  # PyTorch's convolution does not accept it
+        mode, record = FakeTensorMode(), Record()
+        torch.set_default_dtype(parameters)
+        with mode, torch.device("cuda"), torch.no_grad(), emulator.on(emulator.GPUS["hopper"](8)):
+            model = layernorm_inline.ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1)
+            given = (torch.empty(1, 32, 2, 2, 32, dtype=dtype),)
+            with autocast_of_cuda(autocast):
+                program = RECORDERS[how](model, given, mode)
+                with record:
+                    y = program(*given)
+        is_one_kernel = "conv_transpose3d_layer_norm_gelu" in record.functions
+        expected = switch != "DISABLE" and how == "eager" and not autocast and dtype != FLOAT64
+        if is_one_kernel != expected or y.dtype != (FLOAT32 if autocast and dtype != FLOAT64 else dtype):
+            wrong.append((dtype, parameters, autocast, how, y.dtype, record.functions))
+    assert not wrong, wrong
