@@ -92,6 +92,11 @@ class Case(typing.NamedTuple):
         return "registers" if in_registers else "two_pass"
 
     @property
+    def has_one_row(self):
+        """Then there is only one range of rows, whose sums are the gradients of weight and bias."""
+        return self.rows == 1
+
+    @property
     def families(self):
         """Those of both directions, and those of an aligned, plain call of the same shape: what a condition changes."""
         plain = self._replace(form="plain", off="", affine="both")
@@ -176,7 +181,7 @@ def candidates(gpu):
                         yield (gpu.name, *case.families, dtype, form, off, kind), case
                 for affine in AFFINE[1:] if dtype == "bf16" else AFFINE[1:4]:
                     case = Case(gpu, rows, cols, dtype, form, "", affine)
-                    yield (gpu.name, *case.families, dtype, form, affine), case
+                    yield (gpu.name, *case.families, dtype, form, affine, case.has_one_row), case
 
 
 def cases_of(gpus):
@@ -207,18 +212,28 @@ def of_each_kind(cases):
 
 
 def cross_section(cases):
-    """Returns small cases that together have, for each kernel family and direction, all values of each property."""
+    """Returns small cases that together have, for each kernel family and direction, all pairs of some properties."""
     covers = {
         case: {
-            (family, *covered)
-            for family in (("forward", case.forward), ("backward", case.backward))
-            for covered in ((case.dtype, case.aligned("wb")), (case.affine,), (case.form,), (case.off,))
+            (direction, family, *covered)
+            for direction, family, off, has_one_row in (
+                ("forward", case.forward, case.off.replace("d", ""), False),
+                ("backward", case.backward, case.off, case.has_one_row),
+            )
+            for covered in (
+                (case.dtype, case.aligned("wb")),
+                (case.form, case.aligned("wb")),
+                (case.affine, has_one_row),
+                (off, case.dtype),
+            )
         }
         for case in cases
     }
+    # An emulated case takes time for each element, and for each block that waits for others.
+    cost = {case: 20_000 + case.elements + 4_000 * case.gpu.sms for case in cases}
     missing, chosen = set().union(*covers.values()), []
     while missing:
-        chosen.append(max(cases, key=lambda case: len(covers[case] & missing) / (20_000 + case.elements)))
+        chosen.append(max(cases, key=lambda case: len(covers[case] & missing) / cost[case]))
         missing -= covers[chosen[-1]]
     return chosen
 
