@@ -15,6 +15,7 @@ DTYPES = dict(
     bfloat16=(torch.bfloat16, torch.bfloat16),
     mixed=(torch.float16, torch.float32),
 )
+MEAN_16_BITS = 50  # of 16-bit input, whose standard deviation is 1: a mean that is rounded to 16 bits would show
 # Name -> (the function called, activation, scale).
 ENTRIES = {
     "layer_norm": ("layer_norm", None, 1.0),
@@ -57,9 +58,11 @@ def tensors_of(combination, device):
     generator = torch.Generator().manual_seed(FIRST_SEED + combination.rank)
     shape, (dtype, affine_dtype) = SHAPES[combination.rank], DTYPES[combination.dtypes]
     sizes = dict(x=(3, *shape), w=shape, b=shape)
-    dtypes = dict(x=dtype, w=affine_dtype, b=affine_dtype)
+    dtypes, means = dict(x=dtype, w=affine_dtype, b=affine_dtype), dict(x=0 if dtype == torch.float32 else MEAN_16_BITS)
     return [
-        torch.randn(sizes[name], generator=generator).to(device, dtypes[name]) if name in combination.given else None
+        torch.randn(sizes[name], generator=generator).add(means.get(name, 0)).to(device, dtypes[name])
+        if name in combination.given
+        else None
         for name in "xwb"
     ]
 
