@@ -379,10 +379,12 @@ def test_the_cache_with_a_variable_that_is_unset_or_empty_or_has_wildcards(
         with raises_for_folder(f"/.cache/torch_extensions/{NAME}"):
             _load()
         return
-    (builds.folder / "elsewhere").mkdir(parents=True)
+    left = expected / NAME / f"build-{os.uname().nodename}-of_a_killed_process"
+    left.mkdir(parents=True)
     for _ in "12":
         _load()
     assert [Path(path).parent for path in builds.loaded] == [expected / NAME] * 2 and len(builds.built) == 1
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("variables", [{}, {"XDG_CACHE_HOME": "~/xdg"}, {"TORCH_EXTENSIONS_DIR": "~/ext"}])
