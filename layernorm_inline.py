@@ -180,8 +180,9 @@ def layer_norm(
     output = scale * activation((input - mean) / sqrt(variance + eps) * weight + bias), with the biased variance (Ba,
     Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (under CUDA autocast float32,
     unless autocast_output is True), and can be differentiated to any order, with an activation twice. Statistics and
-    arithmetic are float32. Equal calls give equal bits on the same GPU. The number of rows can change the last bits of a row. In forward of the kernels,
-    LAYERNORM_INLINE_BATCH_INVARIANT=1 in the environment at import prevents it, and slows unaligned and very long rows.
+    arithmetic are float32. Equal calls give equal bits on the same GPU. The number of rows can change the last bits of
+    a row. In forward, LAYERNORM_INLINE_BATCH_INVARIANT=1 in the environment at import prevents it, and slows unaligned
+    and very long rows.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
     first in reverse mode, for gradients under vmap, in programs that torch.export (with PyTorch 2.7 or newer) or
@@ -198,8 +199,8 @@ def layer_norm(
         autocast_output: under CUDA autocast with float16 or bfloat16, the output has this dtype, to which linear layers
             and convolutions would convert it. For float32 input, output and gradients have the bits of this conversion,
             but if several layers read the output, their gradients are added up in 16 bits. Input of this dtype is read
-            without a conversion, and saved without a copy, so it must not change in place before backward. The docstring
-            of LayerNorm says for which norms it is. Exported and traced programs ignore it.
+            and saved without a copy, so it must not change in place before backward. The docstring of LayerNorm says
+            for which norms it is. Exported and traced programs ignore it.
     Raises:
         RuntimeError: shapes, dtypes or devices do not match, or the kernels were not compiled for input's GPU.
         NotImplementedError: the kernels do not support input's dtype.
@@ -736,8 +737,8 @@ enum class DType { Float32, Float16, BFloat16 };
 enum class Activation { None, Gelu, GeluTanh };
 
 // output = scale * activation((input - mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance + eps) of the row.
-// Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed. Input begins on
-// a multiple of 16 bytes; in backward, input and grad_output begin on a multiple of 4.
+// Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed. Input begins
+// on 16 bytes; in backward, input and grad_output begin on 4.
 struct LayerNormCall {
   const void* input;   // (rows, cols), of dtype
   const void* weight;  // (cols), of dtype, or of float32 if affine_float32
@@ -1319,8 +1320,8 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef shape, const Opti
                                                            scale, dtype);
 }
 
-// Returns float32, like nn.LayerNorm, or dtype. Input is converted, unless it has this dtype. The copy is saved, so that
-// the caller may change input in place.
+// Returns float32, like nn.LayerNorm, or dtype. Input of dtype is read and saved as it is. Of other 16-bit input, a
+// copy is saved, so that the caller may change it in place.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale,
                            OptionalDType dtype) {
