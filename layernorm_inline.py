@@ -3015,7 +3015,7 @@ template <typename Stats> __device__ Stats combine_block(Stats stats) {
   return combine_lanes(warp_stats[threadIdx.x % kWarps], kWarps);
 }
 
-// Of a thread's columns of a chunk.
+// Measures a thread's columns of a chunk.
 template <typename T, int V, int THREADS, int PACKS>
 __device__ Moments measure(const Forward& call, int64_t row, const ThreadColumns<T, V, THREADS, PACKS>& columns) {
   auto x = columns.load_row(call.input, row);
@@ -3564,7 +3564,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
       }
       measuring.advance(block.plan.slots);
 
-      // Add the sums over rows to those of the group, and start new ones.
+      // Add the sums over rows to the group's.
       if constexpr (!kForward) {
         if (i % kRowsPerSum == kRowsPerSum - 1 || i + 1 == block.rows) {
           UNROLL(p, kPacks) {
@@ -4568,9 +4568,8 @@ template <typename T> __global__ void __launch_bounds__(kFragmentUnits * 16 / si
   const int out = element / L::kUnitElements % kOutChannels;
   const int plane = fragment / 4 % L::kPlanePairs * 2 + element / L::kUnitElements / kOutChannels;
   const int in = plane * L::kUnitElements + element % L::kUnitElements;
-  const auto position = [](int parity, int tap) { return 1 - parity + 2 * tap; };
-  const int d = position(bits / 8 % 2, bits / 2 % 2), h = position(bits / 4 % 2, bits % 2);
-  const int w = position(fragment / 2 % 2, fragment % 2);
+  const auto position = [](int parity, int tap) { return 1 - parity % 2 + 2 * (tap % 2); };
+  const int d = position(bits / 8, bits / 2), h = position(bits / 4, bits), w = position(fragment / 2, fragment);
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
     // A finite conv_bias has no effect; NaN and infinity make the row NaN.
