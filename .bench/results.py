@@ -32,7 +32,14 @@ SPEED = {
 SPEED = [f"{step} | {' | '.join(case.rsplit(' ', 1))}" for step, cases in SPEED.items() for case in cases.split(", ")]
 
 # Kind of section -> number of cells that identify a row of its table.
-KEY_CELLS = {"Sweep": 3, "Models": 2, "Other libraries": 3, "Evaluator of problem 40": 2, "Evaluator of problem 34": 2}
+KEY_CELLS = {
+    "Sweep": 3,
+    "Autocast": 3,
+    "Models": 2,
+    "Other libraries": 3,
+    "Evaluator of problem 40": 2,
+    "Evaluator of problem 34": 2,
+}
 
 
 def write_section(heading, text, file=FILE):
@@ -149,7 +156,7 @@ def models_table(models):
     header, rows = ["model, input, precision"], {}
     for gpu, table in models.items():
         header += [f"{short(gpu)}: eager, ms", "replaced, ms", "gain"]
-        for key, (size, precision, _, original, new, gain, _) in table.items():
+        for key, (size, precision, _, original, new, gain, *_) in table.items():
             name, step = key.split(" | ")
             if step == "training" and "parameters" not in name:
                 row = rows.setdefault(f"{name}, {size}, {precision}", {})

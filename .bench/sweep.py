@@ -2,6 +2,7 @@
 
     python .bench/sweep.py                  times everything, prints a table, and writes it to .bench/RESULTS.md
     python .bench/sweep.py --json FILE      also writes the table as JSON
+    python .bench/sweep.py --autocast       only the norms under autocast (a minute); writes their section
 
     python .bench/sweep.py --only 8192x768:bf16                  times one shape, forward and backward; writes no file
     python .bench/sweep.py --only 8192x768:bf16 --against DIR    also times the layernorm_inline.py in folder DIR
@@ -33,7 +34,15 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import results  # noqa: E402
 
 import layernorm_inline  # noqa: E402
-from test_layernorm_inline import captured, milliseconds, settings_34, settings_40, time_forward, versions  # noqa: E402
+from test_layernorm_inline import (  # noqa: E402
+    captured,
+    milliseconds,
+    milliseconds_of_graphs,
+    settings_34,
+    settings_40,
+    time_forward,
+    versions,
+)
 
 # (rows, cols, dtypes)
 FORWARD = [
@@ -68,6 +77,17 @@ BACKWARD = [
 ]
 TRAINING = [(8192, 1024, "bf16"), (65536, 1024, "bf16")]
 GELU = [*[(2**26 // n, n, "fp32 bf16") for n in (64, 1024, 4096, 16384, 65536)], (16, 4194304, "fp32")]
+AUTOCAST = [  # dtypes of input; for float32, autocast's dtype is bfloat16
+    (25216, 768, "fp32"),  # ViT-B/16, 128 images
+    (8192, 768, "fp32"),  # GPT-2 124M, 8 x 1024 tokens
+    (8192, 1600, "fp32"),  # GPT-2 XL
+    (4096, 2048, "fp32"),
+    (401408, 96, "bf16 fp16"),  # ConvNeXt-S, 128 images, and the next two
+    (100352, 192, "bf16 fp16"),
+    (25088, 384, "bf16 fp16"),
+    (8192, 1024, "bf16 fp16"),
+]
+AUTOCAST_ERRORS = [(25216, 768, "fp32"), (8192, 768, "fp32"), (401408, 96, "bf16"), (25088, 384, "bf16")]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -136,10 +156,12 @@ def time_case(operation, rows, cols, dtype, compiled=True, files=(("new", layern
             run = functools.partial(function, x)
             if step != "forward":
                 y = function(x) if step == "backward" else None
+                # A library may need a weight and bias of another dtype.
+                leaves = x, getattr(function, "weight", weight), getattr(function, "bias", bias)
 
-                def run(function=function, y=y):
+                def run(function=function, y=y, leaves=leaves):
                     output = function(x) if y is None else y
-                    torch.autograd.grad(output, (x, weight, bias), grad_output, retain_graph=y is not None)
+                    torch.autograd.grad(output, leaves, grad_output, retain_graph=y is not None)
 
             runs[name] = captured(run)
         times = milliseconds(runs)
@@ -228,6 +250,112 @@ def problems_as_markdown():
     return f"{versions()}\n\n{results.markdown_table(columns, rows)}"
 
 
+# ---- Norms under autocast, with the conversion that the next linear layer does ----
+
+WAYS = ["nn.LayerNorm", "layernorm_inline", "autocast_output", "all in 16 bits"]
+
+
+def autocast_norms(cols, dtype, device):
+    """Returns (weight and bias, {way: function of the input that returns 16 bits}).
+
+    "all in 16 bits": MosaicML Composer's LowPrecisionLayerNorm, which converts input, weight and bias.
+    """
+    norm = nn.LayerNorm(cols, device=device)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    lower = torch.float16 if dtype is torch.float16 else torch.bfloat16
+
+    def under_autocast(module, x):
+        with torch.autocast(torch.device(device).type, lower, cache_enabled=False):
+            return module(x).to(lower)
+
+    def in_16_bits(x):
+        affine = norm.weight.to(lower), norm.bias.to(lower)
+        return nn.functional.layer_norm(x.to(lower), norm.normalized_shape, *affine, norm.eps)
+
+    replaced = layernorm_inline.replace_layer_norm
+    modules = norm, replaced(copy.copy(norm)), replaced(copy.copy(norm), autocast_output=True)
+    functions = [functools.partial(under_autocast, module) for module in modules]
+    return (norm.weight, norm.bias), dict(zip(WAYS, [*functions, in_16_bits]))
+
+
+def autocast_tensors(rows, cols, dtype, device):
+    """Returns (input, gradient of the 16-bit output)."""
+    x = torch.randn(rows, cols, device=device, dtype=dtype, requires_grad=True)
+    return x, torch.randn(rows, cols, device=device).to(torch.float16 if dtype is torch.float16 else torch.bfloat16)
+
+
+def time_autocast(rows, cols, dtype, device="cuda"):
+    """Returns {operation: {way: milliseconds}}."""
+    affine, functions = autocast_norms(cols, dtype, device)
+    x, grad_output = autocast_tensors(rows, cols, dtype, device)
+    runs = {}
+    for way, function in functions.items():
+
+        def forward(function=function):
+            with torch.no_grad():
+                function(x)
+
+        @functools.lru_cache(None)  # the first call, which is not captured, is on the stream of the graph
+        def output(function=function):
+            return function(x)
+
+        def backward(output=output):
+            torch.autograd.grad(output(), (x, *affine), grad_output, retain_graph=True)
+
+        runs["forward", way], runs["backward", way] = forward, backward
+    times = milliseconds_of_graphs(runs)
+    return {operation: {way: times[operation, way] for way in WAYS} for operation in ("forward", "backward")}
+
+
+def autocast_errors(rows, cols, dtype, device="cuda"):
+    """Returns {result: {way: largest difference from float64, over the largest number of the exact result}}."""
+    (weight, bias), functions = autocast_norms(cols, dtype, device)
+    x, grad_output = autocast_tensors(rows, cols, dtype, device)
+    tensors = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    y = nn.functional.layer_norm(tensors[0], (cols,), *tensors[1:])
+    exact = [y.detach(), *torch.autograd.grad(y, tensors, grad_output.double())]
+    errors = {}
+    for way, function in functions.items():
+        y = function(x)
+        results_of_way = [y.detach(), *torch.autograd.grad(y, (x, weight, bias), grad_output)]
+        names = ("output", "gradient of input", "gradient of weight", "gradient of bias")
+        for name, actual, expected in zip(names, results_of_way, exact):
+            error = (actual.double() - expected).abs().max() / expected.abs().max()
+            errors.setdefault(name, {})[way] = error.item()
+    return errors
+
+
+def autocast_cases(shapes):
+    """Yields (rows, cols, dtype name)."""
+    for rows, cols, dtypes in shapes:
+        for dtype in dtypes.split():
+            yield rows, cols, dtype
+
+
+def autocast_as_markdown(device="cuda"):
+    """Times all ways and measures their errors, prints the tables, and returns them as Markdown."""
+    tables = {time_autocast: [], autocast_errors: []}
+    for measure, shapes, form in ((time_autocast, AUTOCAST, "{:.4f}"), (autocast_errors, AUTOCAST_ERRORS, "{:.1e}")):
+        for rows, cols, dtype in autocast_cases(shapes):
+            torch.manual_seed(0)
+            for operation, numbers in measure(rows, cols, DTYPES[dtype], device).items():
+                cells = [form.format(numbers[way]) for way in WAYS]
+                tables[measure].append([operation, f"{rows} x {cols}", dtype, *cells])
+                print(*tables[measure][-1], flush=True)
+    times, errors = tables.values()
+    text = (
+        "Milliseconds of a norm under autocast, with the conversion to 16 bits that the next linear layer does, and in "
+        "backward from its 16-bit gradient. Autocast's dtype is bfloat16, for float16 input float16. All in 16 bits: "
+        "autocast is off, and input, weight and bias are converted (MosaicML Composer's LowPrecisionLayerNorm)."
+    )
+    errors_text = "Largest difference from float64, over the largest number of the exact result."
+    columns = ["rows x cols", "input", *WAYS]
+    times = results.markdown_table(["operation", *columns], times)
+    errors = results.markdown_table(["error of", *columns], errors)
+    return f"{versions()}\n\n{text}\n\n{times}\n\n{errors_text}\n\n{errors}"
+
+
 # ---- One shape, perhaps of two versions ----
 
 
@@ -270,6 +398,9 @@ def main():
     parser.add_argument(
         "--only", metavar="ROWSxCOLS:DTYPE", type=parsed_shape, nargs="+", help="time only these shapes; writes no file"
     )
+    parser.add_argument(
+        "--autocast", action="store_true", help="time only norms under autocast, and write their section"
+    )
     parser.add_argument("--against", metavar="DIR", help="with --only: also time the layernorm_inline.py in DIR")
     arguments = parser.parse_args()
     if file := arguments.json:  # checked now, not after minutes
@@ -277,6 +408,8 @@ def main():
             parser.error(f"cannot write to {file}")
     if arguments.only and arguments.json:
         parser.error("--only prints its result, so it cannot be combined with --json")
+    if arguments.autocast and (arguments.only or arguments.json):
+        parser.error("--autocast times one section, so it cannot be combined with --only or --json")
     if arguments.against and not arguments.only:
         parser.error("--against needs --only")
     if arguments.against and not (Path(arguments.against) / "layernorm_inline.py").exists():
@@ -287,10 +420,14 @@ def main():
     if arguments.only:
         time_only(arguments.only, arguments.against)
         return 0
-    table, host = sweep()
     gpu = torch.cuda.get_device_name()
+    if arguments.autocast:
+        results.write_section(f"Autocast, {gpu}", autocast_as_markdown())
+        return 0
+    table, host = sweep()
     results.write_section(f"Sweep, {gpu}", as_markdown(table, host))
     results.write_section(f"KernelBench, {gpu}", problems_as_markdown())
+    results.write_section(f"Autocast, {gpu}", autocast_as_markdown())
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({"versions": versions(), "rows": table}, file, indent=1)
