@@ -1,21 +1,28 @@
 """Times training and inference of real models before and after replace_layer_norm, eager and under torch.compile.
 
-    python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md (5 minutes)
+    python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md (6 minutes)
     python .bench/models.py vit         only the models whose names contain "vit"; writes nothing
+    python .bench/models.py --compiled  also compiles the models that are not compiled by default (10 minutes)
+    python .bench/models.py --equal     only compares a training of GPT-2 with autocast_output with one without it
 
 A training step is forward and backward, without an optimizer. Five steps in a row are timed. Models have random weights.
 There are three runs, each with new models (torch.compile's are kept), which are timed in turns. The table has the run
 with the median gain. The spread is the largest distance of another run's gain from it. A gain is "no change" if it is
 less than the spread or 1%. A model whose package (transformers, timm) is not installed is skipped with a message.
+
+Models under autocast are also timed with autocast_output=True, which all norms have but those in RealModel.others. The
+memory of a training step is its peak, without what other models and the input need.
 """
 
 import argparse
 import copy
 import functools
 import importlib.util
+import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
 from torch import nn
@@ -104,7 +111,8 @@ def gpt_2(batch=8, length=1024, device="cuda", dtype=torch.float32, **config):
 def timm_model(name, batch=128, device="cuda"):
     import timm
 
-    model, images = timm.create_model(name).to(device).train(), torch.randn(batch, 3, 224, 224, device=device)
+    model = timm.create_model(name, drop_path_rate=0).to(device).train()  # the variants must compute the same
+    images = torch.randn(batch, 3, 224, 224, device=device)
     labels = torch.randint(1000, (batch,), device=device)
 
     def loss(model):
@@ -114,38 +122,61 @@ def timm_model(name, batch=128, device="cuda"):
     return model, loss
 
 
-# name: (required package, input, precision, function that returns a model with random weights and its loss function)
+def whisper_encoder(batch=8, device="cuda", **config):
+    """Returns the encoder of Whisper small, and the mean square of its features of 30 s of sound."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    sizes = dict(d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072)
+    config = WhisperConfig(**{**sizes, **config})
+    model = WhisperEncoder(config).to(device).train()
+    features = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions, device=device)
+
+    def loss(model):
+        with torch.autocast(device, torch.bfloat16):
+            return model(features).last_hidden_state.float().square().mean()
+
+    return model, loss
+
+
+class RealModel(NamedTuple):
+    package: str  # that it needs
+    input: str
+    precision: str
+    make: Callable  # returns a model with random weights and its loss function
+    others: tuple = ()  # norms without autocast_output: their output is a residual, or leaves autocast
+    is_compiled: bool = False  # by default
+
+
+def image_model(name, **options):
+    return RealModel("timm", "128 images of 224 x 224", "autocast bf16", functools.partial(timm_model, name), **options)
+
+
 REAL_MODELS = {
-    "GPT-2 124M": ("transformers", "8 x 1024 tokens", "autocast bf16", gpt_2),
-    "GPT-2 124M, parameters in bf16": (
-        "transformers",
-        "8 x 1024 tokens",
-        "bf16",
-        functools.partial(gpt_2, dtype=torch.bfloat16),
+    "GPT-2 124M": RealModel("transformers", "8 x 1024 tokens", "autocast bf16", gpt_2, is_compiled=True),
+    "GPT-2 124M, parameters in bf16": RealModel(
+        "transformers", "8 x 1024 tokens", "bf16", functools.partial(gpt_2, dtype=torch.bfloat16)
     ),
-    "ViT-B/16": (
-        "timm",
-        "128 images of 224 x 224",
-        "autocast bf16",
-        functools.partial(timm_model, "vit_base_patch16_224"),
+    "ViT-B/16": image_model("vit_base_patch16_224", is_compiled=True),
+    "ConvNeXt-S": image_model("convnext_small"),
+    "Swin-T": image_model("swin_tiny_patch4_window7_224", others=("patch_embed.norm",)),
+    "Whisper small, encoder": RealModel(
+        "transformers", "8 x 30 s", "autocast bf16", whisper_encoder, others=("layer_norm",)
     ),
-    "ConvNeXt-S": (
-        "timm",
-        "128 images of 224 x 224",
-        "autocast bf16",
-        functools.partial(timm_model, "convnext_small"),
-    ),
-    "AlphaFold-like pair blocks": ("torch", "512 x 512 x 128", "bf16", functools.partial(pair_stack, 512)),
+    "AlphaFold-like pair blocks": RealModel("torch", "512 x 512 x 128", "bf16", functools.partial(pair_stack, 512)),
 }
 RUNS = 3
 
 
-def with_replaced_norms(original):
+def with_replaced_norms(original, autocast_output=None, others=()):
     # nn.LayerNorm, and timm's subclass of that name, which computes the same function.
     types = {type(m) for m in original.modules() if type(m).__name__ == "LayerNorm"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table shows how many were replaced
-        return replace_layer_norm(copy.deepcopy(original), types)
+        model = replace_layer_norm(copy.deepcopy(original), types, autocast_output=autocast_output)
+    for name in others:
+        model.get_submodule(name).autocast_output = False
+    return model
 
 
 def steps_of(model, loss):
@@ -171,31 +202,56 @@ def steps_of(model, loss):
     return train, infer
 
 
-def time_model(make):
-    """Returns (number of replaced norms, number of all norms, {step: [(original, replaced) ms of each run]})."""
-    compiled, times = {}, {}
+def peak_gib(model, loss):
+    """Returns the memory that a training step of the model needs at its peak, its parameters included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    value = loss(model)
+    value.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    model.zero_grad(set_to_none=True)
+    return (peak + sum(p.nbytes for p in model.parameters())) / 2**30
+
+
+def time_model(real, is_compiled):
+    """Returns (number of replaced norms, number of all norms, {step: [ms of each variant] of each run}, GiB).
+
+    The variants are the original model, the replaced one and, under autocast, the replaced one with autocast_output.
+    GiB: {step: [memory of each variant]} of the training steps.
+    """
+    compiled, times, memory = {}, {}, {}
     for run in range(RUNS):
         torch.manual_seed(0)
-        original, loss = make()
-        replaced = with_replaced_norms(original)
-        pairs = {"": zip(steps_of(original, loss), steps_of(replaced, loss))}
+        original, loss = real.make()
+        variants = [original, with_replaced_norms(original)]
+        if "autocast" in real.precision:
+            variants.append(with_replaced_norms(original, autocast_output=True, others=real.others))
+        kinds = {"": variants}
         if run == 0:
-            torch.testing.assert_close(loss(replaced), loss(original), atol=1e-2, rtol=1e-2)
-            norms = [type(m) is LayerNorm for m in replaced.modules() if isinstance(m, nn.LayerNorm)]
-            torch._dynamo.reset()
-            pairs[", compiled"] = zip(*(steps_of(torch.compile(model), loss) for model in (original, replaced)))
-        steps = {what + kind: pair for kind in pairs for what, pair in zip(("training", "inference"), pairs[kind])}
-        compiled = compiled or {step: pair for step, pair in steps.items() if "compiled" in step}
+            for model in variants[1:]:
+                torch.testing.assert_close(loss(model), loss(original), atol=1e-2, rtol=1e-2)
+            norms = [type(m) is LayerNorm for m in variants[1].modules() if isinstance(m, nn.LayerNorm)]
+            if is_compiled:
+                torch._dynamo.reset()
+                kinds[", compiled"] = [torch.compile(model) for model in variants]
+        steps = {}  # {step: [function of each variant]}
+        for kind, models in kinds.items():
+            functions = [steps_of(model, loss) for model in models]
+            steps["training" + kind], steps["inference" + kind] = zip(*functions)
+        compiled = compiled or {step: functions for step, functions in steps.items() if "compiled" in step}
         steps.update(compiled)
-        runs = {(step, model): pair[model] for step, pair in steps.items() for model in (0, 1)}
+        runs = {(step, i): function for step, functions in steps.items() for i, function in enumerate(functions)}
         ms = milliseconds(runs, repeats=3, warm_up=2)
-        for step in steps:
-            times.setdefault(step, []).append((ms[step, 0] / 5, ms[step, 1] / 5))
-    return sum(norms), len(norms), times
+        for step, functions in steps.items():
+            times.setdefault(step, []).append([ms[step, i] / 5 for i in range(len(functions))])
+        if run == 0:
+            memory = {"training" + kind: [peak_gib(model, loss) for model in kinds[kind]] for kind in kinds}
+    return sum(norms), len(norms), times, memory
 
 
 def median_run(times):
-    """Returns the table's last cells: the ms of the run with the median gain, this gain, and the spread.
+    """Returns cells of the table: the ms of the run with the median gain, this gain, and the spread.
 
     times: (original, replaced) ms of each run, whose number is odd.
     """
@@ -206,46 +262,117 @@ def median_run(times):
     return f"{original:.2f}", f"{replaced:.2f}", f"{gain:.2f}" if is_change else "no change", f"{spread:.3f}"
 
 
+def cells_of(times, memory):
+    """Returns the cells of one step: ms, gain and spread by default, the same with autocast_output, and the memory.
+
+    times: [ms of each variant] of each run; memory: GiB of each variant, or None. The original's ms are shown once, from
+    the run with the median gain by default.
+    """
+    cells = list(median_run([(original, replaced) for original, replaced, *_ in times]))
+    if len(times[0]) == 3:
+        cells += median_run([(original, output) for original, _, output in times])[1:]
+    else:
+        cells += ["-"] * 3
+    memory = [f"{gib:.2f}" for gib in memory or ()]
+    return cells + memory + ["-"] * (3 - len(memory))
+
+
 def models_named(words):
     """Returns the names in REAL_MODELS that contain one of `words`, ignoring case, or all names if `words` is empty."""
     return [name for name in REAL_MODELS if not words or any(word.lower() in name.lower() for word in words)]
 
 
 COLUMNS = ["model", "step", "input", "precision", "norms", "nn.LayerNorm, ms", "layernorm_inline, ms", "gain", "spread"]
+COLUMNS += [
+    "autocast_output, ms",
+    "gain",
+    "spread",
+    "nn.LayerNorm, GiB",
+    "layernorm_inline, GiB",
+    "autocast_output, GiB",
+]
 
 
-def time_models(names):
+def time_models(names, all_compiled=False):
     """Prints the rows of each model, and returns the table as Markdown."""
     print(versions(), "; ".join(COLUMNS), sep="\n")
     rows = []
     for name in names:
-        package, size, precision, make = REAL_MODELS[name]
-        if importlib.util.find_spec(package) is None:
-            print(f"{name}: skipped, because {package} is not installed")
+        real = REAL_MODELS[name]
+        if importlib.util.find_spec(real.package) is None:
+            print(f"{name}: skipped, because {real.package} is not installed")
             continue
-        replaced, norms, times = time_model(make)
+        replaced, norms, times, memory = time_model(real, all_compiled or real.is_compiled)
         torch.cuda.empty_cache()
         for step, runs in times.items():
-            rows.append([name, step, size, precision, f"{replaced} of {norms}", *median_run(runs)])
+            norms_text = f"{replaced} of {norms}"
+            cells = cells_of(runs, memory.get(step))
+            rows.append([name, step, real.input, real.precision, norms_text, *cells])
             print("; ".join(rows[-1]), flush=True)
     text = f"Milliseconds per step: of {RUNS} runs, the one with the median gain. "
     text += (
-        "The spread is the largest distance of another run's gain. A gain of less than the spread or 1% is no change."
+        "The spread is the largest distance of another run's gain. A gain of less than the spread or 1% is no change. "
+        "With autocast_output, gains are those over nn.LayerNorm, of runs of their own median. Memory is the peak of a step."
     )
     return f"{versions()}\n\n{text}\n\n{results.markdown_table(COLUMNS, rows)}"
+
+
+def train(model, batches, device):
+    """Trains GPT-2 under autocast, and yields each step's loss and gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for ids in batches:
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        yield [loss.detach(), *(p.grad for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def compare_trainings(steps=20, device="cuda", make=gpt_2):
+    """Returns the first step, from 1 on, whose loss or gradients differ by a bit with autocast_output, or None.
+
+    In GPT-2, each norm has one consumer, which converts the output by default.
+    """
+    torch.manual_seed(0)
+    config = dict(n_layer=4, n_embd=256, n_head=4, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    original, _ = make(batch=1, length=8, device=device, **config)
+    models = [with_replaced_norms(original), with_replaced_norms(original, autocast_output=True)]
+    batches = torch.randint(config["vocab_size"], (steps, 4, 256), device=device)
+    for step, pair in enumerate(zip(*(train(model, batches, device) for model in models)), 1):
+        if not all(torch.equal(*tensors) for tensors in zip(*pair)):
+            return step
+    return None
+
+
+def check_equal(steps=20):
+    """Prints whether trainings with and without autocast_output are equal. Returns the exit status."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    step = compare_trainings(steps)
+    if step is not None:
+        print(f"FAILED: with autocast_output, the loss or a gradient of step {step} differs")
+        return 1
+    print(f"Equal: losses and all gradients of {steps} steps of GPT-2, with and without autocast_output, bit for bit")
+    return 0
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"parts of {'; '.join(REAL_MODELS)}")
-    words = parser.parse_args().names
+    parser.add_argument("--compiled", action="store_true", help="compile all models, not only some")
+    parser.add_argument("--equal", action="store_true", help="only compare two trainings, one with autocast_output")
+    arguments = parser.parse_args()
+    words = arguments.names
     for word in words:
         if not models_named([word]):
             parser.error(f"no model name contains {word!r}. The names are: {'; '.join(REAL_MODELS)}")
     if not torch.cuda.is_available():
         print("Nothing was timed, because there is no CUDA GPU.")
         return 1
-    table = time_models(models_named(words))
+    if arguments.equal:
+        return check_equal()
+    table = time_models(models_named(words), arguments.compiled)
     if not words:  # a partial table is not written
         results.write_section(f"Models, {torch.cuda.get_device_name()}", table)
     return 0
