@@ -211,6 +211,7 @@ def test_the_benchmarks_need_a_gpu(script):
     (".bench/sweep.py", ["--only", "8x8:bf16", "--json", "times.json"], "cannot be combined"),
     (".bench/sweep.py", ["--against", "."], "--against needs --only"),
     (".bench/sweep.py", ["--only", "8x8:bf16", "--against", "no/such/folder"], "no layernorm_inline.py in no/such/folder"),
+    (".bench/sweep.py", ["--autocast", "--only", "8x8:bf16"], "cannot be combined with --only or --json"),
     (".bench/models.py", ["no such model"], "no model name contains 'no such model'"),
 ])  # fmt: skip
 def test_wrong_arguments_fail_at_once(script, arguments, words):
@@ -238,11 +239,11 @@ def test_tables_of_the_readme(monkeypatch):
     monkeypatch.setattr(sweep, "time_forward", lambda setting, modes: dict(original=8.0, compile=0.5, new=0.25))
     monkeypatch.setattr(sweep, "settings_40", lambda device: companion.settings_40("cpu"))
     monkeypatch.setattr(sweep, "settings_34", lambda device: [])
-    text = (ROOT / ".bench" / "RESULTS.md").read_text()
+    text, other = (ROOT / ".bench" / "RESULTS.md").read_text(), [{**TABLE[0], "Liger-Kernel": 1.5}]
     for written, row in (
         (sweep.as_markdown(TABLE, []), "| fp32 | 1.0000 | 4.0000 | 2.0000 | 1.1000 | 0.250 | 0.500 | 0.909 |"),
         (sweep.problems_as_markdown(), "| problem 40, float32 | 8.0000 | 0.5000 | 0.2500 |"),
-        (libraries.as_markdown([{**TABLE[0], "Liger": 1.5}], "0.8.5"), "| fp32 | 4.0000 | 2.0000 | 1.5000 | 1.1000 |"),
+        (libraries.as_markdown(other, {libraries.Liger: "0.8.5"}), "| fp32 | 4.0000 | 2.0000 | 1.5000 | 1.1000 |"),
         (results.markdown_table(models.COLUMNS, []), "| model |"),
     ):
         columns = written[written.index("| ") : written.index("\n| ---")]
@@ -254,6 +255,54 @@ def test_tables_of_the_readme(monkeypatch):
     shown = " ".join((ROOT / "README.md").read_text().split())
     lines = (" ".join(line.split()) for line in results.readme_tables(text).split("\n"))
     assert [line for line in lines if line not in shown] == []
+
+
+def test_norms_under_autocast(monkeypatch, capsys):
+    """Times are fake, but all ways run, on the CPU, and their errors are those of 16 bits."""
+    monkeypatch.setattr(
+        sweep, "milliseconds_of_graphs", lambda runs: {name: (run() or run()) or 0.5 for name, run in runs.items()}
+    )
+    monkeypatch.setattr(sweep, "AUTOCAST", [(8, 96, "fp32"), (8, 64, "bf16 fp16")])
+    monkeypatch.setattr(sweep, "AUTOCAST_ERRORS", [(8, 96, "fp32"), (8, 64, "bf16")])
+    text = f"\n## Autocast, a GPU\n\n{sweep.autocast_as_markdown('cpu')}\n"
+    table = results.tables_of(text, "Autocast")["a GPU"]
+    for operation in ("forward", "backward"):
+        for shape in ("8 x 96 | fp32", "8 x 64 | bf16", "8 x 64 | fp16"):
+            assert table[f"{operation} | {shape}"] == ["0.5000"] * 4
+    for quantity in ("output", "gradient of input", "gradient of weight", "gradient of bias"):
+        for shape in ("8 x 96 | fp32", "8 x 64 | bf16"):
+            errors = results.floats(table[f"{quantity} | {shape}"])
+            assert len(errors) == 4 and 0 <= min(errors) and max(errors) < 2e-2 and errors[3] > 1e-4
+
+
+def test_a_library_that_fails_is_not_timed(monkeypatch, capsys):
+    class Wrong(libraries.Liger):
+        replace_layer_norm = staticmethod(lambda norm: lambda x: 1.1 * norm(x))
+
+    class Raises(libraries.Liger):
+        replace_layer_norm = staticmethod(lambda norm: lambda x: 1 / 0)
+
+    class Right(libraries.Liger):
+        @staticmethod
+        def replace_layer_norm(norm):
+            """Returns a function with float32 parameters of its own, like QuACK's."""
+            weight, bias = (p.detach().float().requires_grad_() for p in (norm.weight, norm.bias))
+
+            def function(x):
+                return torch.nn.functional.layer_norm(x.float(), norm.normalized_shape, weight, bias).to(x.dtype)
+
+            function.weight, function.bias = weight, bias
+            return function
+
+    for is_backward in (False, True):
+        arguments = 4, 16, torch.bfloat16, is_backward, "cpu"
+        assert "differs from PyTorch by " in libraries.why_wrong(Wrong, *arguments)
+        assert libraries.why_wrong(Raises, *arguments).startswith("ZeroDivisionError")
+        assert libraries.why_wrong(Right, *arguments) is None
+    monkeypatch.setattr(
+        libraries, "LIBRARIES", [type("Absent", (Wrong,), dict(name="Absent", module="no_such_module"))]
+    )
+    assert libraries.installed() == {} and capsys.readouterr().out.startswith("Absent is skipped: ModuleNotFoundError")
 
 
 def test_the_picture_of_the_readme(tmp_path):
@@ -307,14 +356,68 @@ def test_two_processes_time_a_training_step(tmp_path):
     assert all(len(line) == 2 + 2 * 3 and min(map(float, line[2:])) >= 0 for line in lines[2:])
 
 
-def test_row_of_a_real_model(backend, monkeypatch):
+@pytest.mark.parametrize("precision,others", [("bf16", ()), ("autocast bf16", ("updates.0.norm_out", "updates.4.0"))])
+def test_row_of_a_real_model(precision, others, backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     one_step = lambda steps, **_: {name: step() or 1.0 for name, step in steps.items()}  # noqa: E731
     monkeypatch.setattr(models, "milliseconds", one_step)
-    replaced, norms, times = models.time_model(lambda: models.pair_stack(6, backend.device))
+    outputs = []  # the number of norms with autocast_output of each model whose memory is measured
+
+    def peak_gib(model, loss):
+        outputs.append(sum(getattr(m, "autocast_output", False) for m in model.modules()))
+        return float(len(outputs))
+
+    monkeypatch.setattr(models, "peak_gib", peak_gib)
+    real = models.RealModel("torch", "", precision, lambda: models.pair_stack(6, backend.device), others)
+    replaced, norms, times, memory = models.time_model(real, is_compiled=True)
     assert (replaced, norms) == (14, 14)
+    variants = 3 if others else 2
     steps = ["training", "inference", "training, compiled", "inference, compiled"]
-    assert times == {step: [(0.2, 0.2)] * models.RUNS for step in steps}
+    assert times == {step: [[0.2] * variants] * models.RUNS for step in steps}
+    assert outputs == [0, 0, 14 - len(others)][:variants] * 2
+    numbers = [float(i + 1) for i in range(2 * variants)]
+    assert memory == {"training": numbers[:variants], "training, compiled": numbers[variants:]}
+    _, _, times, _ = models.time_model(real, is_compiled=False)
+    assert [*times] == steps[:2]
+
+
+def test_the_models_have_the_norms_that_the_script_names():
+    """Small models of the same classes. The norms whose output is a residual, or leaves autocast, are found by name."""
+    package("transformers")
+    timm = package("timm")
+    small = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, max_source_positions=8)
+    whisper, loss = models.whisper_encoder(batch=1, device="cpu", **small)
+    assert loss(whisper).dtype is torch.float32
+    for name, model in (
+        ("Whisper small, encoder", whisper),
+        ("Swin-T", timm.create_model("swin_tiny_patch4_window7_224", embed_dim=8, depths=(1, 1), num_heads=(1, 1))),
+    ):
+        others = models.REAL_MODELS[name].others
+        replaced = models.with_replaced_norms(model, autocast_output=True, others=others)
+        norms = {n: m for n, m in replaced.named_modules() if isinstance(m, layernorm_inline.LayerNorm)}
+        assert others and {n for n, m in norms.items() if not m.autocast_output} == {*others}
+
+
+def test_trainings_are_compared():
+    package("transformers")
+    small = lambda **config: models.gpt_2(**{**config, "n_layer": 1, "n_embd": 32, "n_head": 2})  # noqa: E731
+
+    def other_gpt_2(**config):
+        """Returns GPT-2 whose copies differ in the second step."""
+        model, loss = small(**config)
+        steps = []  # deepcopy of a function leaves it as it is, so the copies share it
+
+        def hook(module, arguments, keywords):
+            steps.append(module)
+            if len(steps) == 4:
+                with torch.no_grad():
+                    module.transformer.ln_f.weight[0] += 1e-3
+
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        return model, loss
+
+    assert models.compare_trainings(steps=2, device="cpu", make=small) is None
+    assert models.compare_trainings(steps=3, device="cpu", make=other_gpt_2) == 2
 
 
 def test_the_run_with_the_median_gain_is_shown():
@@ -325,6 +428,9 @@ def test_the_run_with_the_median_gain_is_shown():
         ([(100.9, 100)] * 3, ("100.90", "100.00", "no change", "0.000")),
     ):
         assert models.median_run(runs) == cells
+        assert models.cells_of(runs, None) == [*cells, *["-"] * 6]
+    runs, memory = [(100, 90, 80), (100, 90, 81), (100, 90, 79)], (3, 2.5, 2)
+    assert models.cells_of(runs, memory) == "100.00 90.00 1.11 0.000 80.00 1.25 0.016 3.00 2.50 2.00".split()
 
 
 # ---- README, and how tests run ----
