@@ -24,12 +24,15 @@ than that, because PyTorch's copy is not the fastest for all sizes.
 # The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
 TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 
-# README's table of operations on all GPUs.
-SPEED = {
-    "forward": "8192 x 768 bf16, 32768 x 2041 bf16, 1024 x 65536 bf16",
-    "backward": "8192 x 768 bf16",
-}
-SPEED = [f"{step} | {' | '.join(case.rsplit(' ', 1))}" for step, cases in SPEED.items() for case in cases.split(", ")]
+# Rows of README's table of norms alone.
+SHAPES = ["8192 x 768 | bf16", "32768 x 2041 | bf16", "2048 x 32768 | bf16"]
+SPEED = [f"{step} | {shape}" for shape in SHAPES for step in ("forward", "backward")]
+
+# Rows of README's table of norms under autocast: those of ViT-B/16 and of ConvNeXt-S's first blocks.
+AUTOCAST = [
+    f"{step} | {shape}" for shape in ("25216 x 768 | fp32", "401408 x 96 | bf16") for step in ("forward", "backward")
+]
+PENDING = "<!-- figures: pending -->"  # where RESULTS.md has none yet
 
 # Kind of section -> number of cells that identify a row of its table.
 KEY_CELLS = {
@@ -75,31 +78,52 @@ def short(gpu):
     return gpu.removeprefix("NVIDIA ").split()[0]  # H200
 
 
-def is_odd(columns, dtype):
-    return columns * (4 if dtype == "fp32" else 2) % 16 != 0
+def is_measured(cell):
+    return cell != "-"
 
 
-def gain_of_norms(sweep, is_meant):
-    """Returns the median gains over eager and torch.compile of all forward and backward shapes that are meant."""
-    gains = []
+def gains_of_norms(sweep):
+    """Returns ({operation: median gains over eager and torch.compile}, number of shapes) of norms alone."""
+    gains = {"forward": [], "backward": []}
     for key, cells in sweep.items():
-        operation, shape, dtype = key.split(" | ")
-        if operation in ("forward", "backward") and is_meant(int(shape.split(" x ")[1]), dtype):
+        operation = key.split(" | ")[0]
+        if operation in gains:
             eager, compiled, new = floats(cells[1:4])
-            gains.append((eager / new, compiled / new))
-    return [statistics.median(of_kind) for of_kind in zip(*gains)]
+            gains[operation].append((eager / new, compiled / new))
+    medians = {name: [statistics.median(of_kind) for of_kind in zip(*of_name)] for name, of_name in gains.items()}
+    return medians, sum(map(len, gains.values()))
 
 
-def over_both(gains):
-    eager, compiled = (f"{gain:.1f}x" if gain < 10 else f"{gain:.0f}x" for gain in gains)
-    return f"{eager} eager, {compiled} torch.compile"
+def times(gain):
+    return f"{gain:.1f}x" if gain < 10 else f"{gain:.0f}x"
+
+
+def training_steps(models):
+    """Yields (model, its cells) of training steps that are not compiled. models: the table of one GPU."""
+    for key, cells in models.items():
+        name, _, step = key.partition(" | ")
+        if step == "training" and "parameters" not in name:
+            yield name, cells
+
+
+def gain_cell(gain):
+    return gain if "no" in gain else f"{gain}x"
 
 
 def gains_of_models(models):
-    """Returns what a training step gains that is not compiled. models: the table of one GPU."""
-    gains = {name.split(" | ")[0]: cells[5] for name, cells in models.items() if name.endswith(" | training")}
-    words = (f"{name} {gain}{'' if 'no' in gain else 'x'}" for name, gain in gains.items() if "parameters" not in name)
-    return ", ".join(words)
+    """Returns what a training step under autocast gains by default. models: the table of one GPU."""
+    gains = [f"{name} {gain_cell(cells[5])}" for name, cells in training_steps(models) if "autocast" in cells[1]]
+    return ", ".join(gains)
+
+
+def gains_with_autocast_output(models):
+    """Returns what a training step gains with autocast_output, and the memory that it saves, if that is 2% or more."""
+    texts = []
+    for name, (_, precision, *_, gain, _, before, _, after) in training_steps(models):
+        if "autocast" in precision and is_measured(gain):
+            saved = 1 - float(after) / float(before)
+            texts.append(f"{name} {gain_cell(gain)}" + (f" ({saved:.0%} less memory)" if saved >= 0.02 else ""))
+    return ", ".join(texts) or "not measured"
 
 
 def evaluated(text, problem):
@@ -114,36 +138,42 @@ def evaluated(text, problem):
 def first_table(text):
     """Returns the table on README's first screen."""
     sweeps, models = tables_of(text, "Sweep"), tables_of(text, "Models")
-    kernels = {
-        "a norm alone, 16,384 columns or more (median)": lambda columns, dtype: columns >= 16384,
-        "a norm alone, rows not a multiple of 16 bytes (median)": is_odd,
-        "a norm alone, other rows, as in most models (median)": lambda columns, dtype: (
-            columns < 16384 and not is_odd(columns, dtype)
-        ),
+    rows = {
+        "a training step without `torch.compile` (autocast bf16)": [gains_of_models(models[gpu]) for gpu in sweeps],
+        "the same with [`autocast_output`](#autocast): norms write what the next layer reads": [
+            gains_with_autocast_output(models[gpu]) for gpu in sweeps
+        ],
     }
-    rows = {"a model without `torch.compile`: a training step": [gains_of_models(models[gpu]) for gpu in sweeps]}
-    compiled = "nothing: the compiler fuses rows of up to 8192 bf16 columns with their neighbours, "
-    compiled += "and this file leaves them to it"
-    rows["a model with `torch.compile`"] = [compiled, *["nothing"] * (len(sweeps) - 1)]
-    for name, is_meant in kernels.items():
-        rows[name] = [over_both(gain_of_norms(sweep, is_meant)) for sweep in sweeps.values()]
-    for level, problem in ((1, 40), (2, 34)):
-        times = evaluated(text, problem)
-        gains = [[ms / times[gpu][2] for ms in times[gpu][:2]] for gpu in sweeps]
-        rows[f"[KernelBench](#kernelbench) level {level}, problem {problem}"] = [over_both(of_gpu) for of_gpu in gains]
-    rows["A100, RTX 30 to 50, B200"] = ["unknown: compiled and emulated, but never run", ""]
+    compiled = "nothing in rows of up to 8192 bf16 columns: PyTorch fuses its own norms. "
+    compiled += "Longer rows gain as a norm alone"
+    rows["a model with `torch.compile`"] = [compiled, *["the same"] * (len(sweeps) - 1)]
+    alone = []
+    for sweep in sweeps.values():
+        medians, count = gains_of_norms(sweep)
+        over = zip(("eager", "torch.compile"), zip(medians["forward"], medians["backward"]))
+        alone.append("; ".join(f"{name} {times(forward)}, {times(backward)}" for name, (forward, backward) in over))
+    rows[f"a norm alone: forward, backward (medians of {count} shapes)"] = alone
+    gains = {gpu: [] for gpu in sweeps}
+    for problem in (40, 34):
+        for gpu, (eager, compiled, new) in evaluated(text, problem).items():
+            gains[gpu].append(f"eager {times(eager / new)}, torch.compile {times(compiled / new)}")
+    rows["[KernelBench](#kernelbench), level 1 problem 40; level 2 problem 34"] = [
+        "; ".join(gains[gpu]) for gpu in sweeps
+    ]
+    other = "not measured: compiled, and emulated on CPUs"
+    rows["other GPUs, from Turing to Blackwell"] = [other, *["the same"] * (len(sweeps) - 1)]
     header = ["you run", *(f"you gain on an {short(gpu)}" for gpu in sweeps)]
     return markdown_table(header, [[name, *cells] for name, cells in rows.items()])
 
 
 def speed_table(sweeps):
-    """Returns README's table of operations."""
-    header = ["operation"]
+    """Returns README's table of norms alone."""
+    header = ["bf16 rows"]
     for gpu in sweeps:
         header += [f"{short(gpu)}, ms", "over eager", "over compile"]
     rows = []
     for key in SPEED:
-        row = [key.replace(" | ", ", ")]
+        row = [", ".join(key.split(" | ")[:2])]
         for sweep in sweeps.values():
             eager, compiled, new = floats(sweep[key][1:4])
             row += [f"{new:#.3g}", f"{eager / new:.2f}", f"{compiled / new:.2f}"]
@@ -151,29 +181,59 @@ def speed_table(sweeps):
     return markdown_table(header, rows)
 
 
+def autocast_table(tables):
+    """Returns README's table of norms under autocast, and its sentence about their errors."""
+    if not tables:
+        return PENDING
+    rows, sentences = [], []
+    for gpu, table in tables.items():
+        for key in AUTOCAST:
+            operation, shape, dtype = key.split(" | ")
+            dtype = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+            rows.append([f"{operation}, {shape}, {dtype}, {short(gpu)}", *(f"{ms:#.3g}" for ms in floats(table[key]))])
+        original, _, output, low = floats(table["output | 25216 x 768 | fp32"])
+        sentences.append(f"{output:.1e} with it, {original:.1e} with nn.LayerNorm, {low:.1e} all in 16 bits")
+    header = ["under autocast: step, rows, input, GPU", *next(iter(tables.values()))["operation | rows x cols | input"]]
+    return "\n\n".join([markdown_table(header, rows), sentences[0]])
+
+
 def models_table(models):
     """Returns README's table of training steps that are not compiled."""
-    header, rows = ["model, input, precision"], {}
+    header = ["model, input, GPU", "eager, ms", "default: ms, gain", "`autocast_output`: ms, gain"]
+    header.append("GiB: eager, default, `autocast_output`")
+    rows = []
     for gpu, table in models.items():
-        header += [f"{short(gpu)}: eager, ms", "replaced, ms", "gain"]
-        for key, (size, precision, _, original, new, gain, *_) in table.items():
-            name, step = key.split(" | ")
-            if step == "training" and "parameters" not in name:
-                row = rows.setdefault(f"{name}, {size}, {precision}", {})
-                row[gpu] = [original, new, gain if "no" in gain else f"{gain}x"]
-    return markdown_table(
-        header, [[n, *(c for g in models for c in row.get(g, ["", "", ""]))] for n, row in rows.items()]
-    )
+        for name, cells in training_steps(table):
+            size, precision, _, original, new, gain, _, output, output_gain, _, *memory = cells
+            absent = "not measured" if "autocast" in precision else "no autocast"
+            row = [f"{name}, {size}, {short(gpu)}", original, f"{new}, {gain_cell(gain)}"]
+            row.append(f"{output}, {gain_cell(output_gain)}" if is_measured(output) else absent)
+            rows.append([*row, ", ".join(filter(is_measured, memory)) or "not measured"])
+    return markdown_table(header, rows)
 
 
 def models_sentences(models):
     """Returns what README says about compiled models, and about the spread of the training steps in its table."""
     cells = [(gpu, key, row) for gpu, table in models.items() for key, row in table.items() if " | " in key]
     compiled = [float(row[5]) for _, key, row in cells if "compiled" in key and "no" not in row[5]]
-    spreads = [float(row[6]) for _, key, row in cells if key.endswith(" | training") and row[6] != "-"]
-    spread = f"gains vary by up to {max(spreads):.3f}" if spreads else "one run"
+    spreads = [
+        float(row[i]) for _, key, row in cells if key.endswith(" | training") for i in (6, 9) if is_measured(row[i])
+    ]
     change = f"{min(compiled)}x to {max(compiled)}x" if compiled else "no change"
-    return [f"Compiled: {change}", spread]
+    return [f"Compiled: {change}", f"gains vary by up to {max(spreads):.3f}"]
+
+
+def libraries_table(tables):
+    """Returns README's table of other libraries: milliseconds of norms alone."""
+    gpu, table = next(iter(tables.items()))
+    first, *columns = "operation | rows x cols | dtype", *table["operation | rows x cols | dtype"]
+    header = [f"bf16 rows, {short(gpu)}, ms", *columns]
+    rows = [
+        [", ".join(key.split(" | ")[:2]), *cells]
+        for key, cells in table.items()
+        if key not in (first, "--- | --- | ---")
+    ]
+    return markdown_table(header, [[name, *(c if is_measured(c) else "fails" for c in cells)] for name, *cells in rows])
 
 
 def problems_table(text):
@@ -191,11 +251,9 @@ def readme_tables(text):
         gpu: {key: cells for key, cells in table.items() if key not in ("model | step", "--- | ---")}
         for gpu, table in tables_of(text, "Models").items()
     }
-    other = next(iter(tables_of(text, "Other libraries").values()))
-    gains = [float(cells[2]) / float(cells[3]) for key, cells in other.items() if key in SPEED]
-    tables = [first_table(text), speed_table(tables_of(text, "Sweep")), models_table(models), problems_table(text)]
-    liger = f"{min(gains):.1f} to {max(gains):.1f} times as fast"
-    return "\n\n".join([*tables, *models_sentences(models), liger])
+    tables = [first_table(text), models_table(models), *models_sentences(models)]
+    tables += [autocast_table(tables_of(text, "Autocast")), speed_table(tables_of(text, "Sweep"))]
+    return "\n\n".join([*tables, libraries_table(tables_of(text, "Other libraries")), problems_table(text)])
 
 
 def plot(sweep, gpu, file):

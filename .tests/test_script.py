@@ -257,6 +257,31 @@ def test_tables_of_the_readme(monkeypatch):
     assert [line for line in lines if line not in shown] == []
 
 
+def test_figures_of_autocast_in_the_readme():
+    """RESULTS.md as a run on one GPU writes it."""
+    row = ["GPT-2", "training", "8 x 8", "autocast bf16", "1 of 1", *models.cells_of([(100, 90, 80)] * 3, (3, 2.5, 2))]
+    other = ["Blocks", "training", "8 x 8", "bf16", "1 of 1", *models.cells_of([(100, 90)] * 3, (3, 2.5))]
+    columns = ["operation", "rows x cols", "input", *sweep.WAYS]
+    keys = [*results.AUTOCAST, "output | 25216 x 768 | fp32"]
+    rows = [[*key.split(" | "), *(f"{i + 1}e-3" for i in range(4))] for key in keys]
+    sections = {"Models": (models.COLUMNS, [row, other]), "Autocast": (columns, rows)}
+    tables = {
+        kind: results.tables_of(f"\n## {kind}, NVIDIA X200\n\n{results.markdown_table(*table)}\n", kind)
+        for kind, table in sections.items()
+    }
+    table = tables["Models"]["NVIDIA X200"]
+    assert results.gains_of_models(table) == "GPT-2 1.11x"
+    assert results.gains_with_autocast_output(table) == "GPT-2 1.25x (33% less memory)"
+    shown = results.models_table(tables["Models"])
+    assert "| GPT-2, 8 x 8, X200 | 100.00 | 90.00, 1.11x | 80.00, 1.25x | 3.00, 2.50, 2.00 |" in shown
+    assert "| Blocks, 8 x 8, X200 | 100.00 | 90.00, 1.11x | no autocast | 3.00, 2.50 |" in shown
+    shown = results.autocast_table(tables["Autocast"])
+    assert (
+        "| " + " | ".join(sweep.WAYS) + " |" in shown and shown.count("| 0.00100 | 0.00200 | 0.00300 | 0.00400 |") == 4
+    )
+    assert results.autocast_table({}) == results.PENDING
+
+
 def test_norms_under_autocast(monkeypatch, capsys):
     """Times are fake, but all ways run, on the CPU, and their errors are those of 16 bits."""
     monkeypatch.setattr(
