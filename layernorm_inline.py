@@ -73,7 +73,7 @@ import torch
 from torch import _VF, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = ["LayerNorm", "ModelNew", "layer_norm", "replace_layer_norm"]
 __all__ += ["CPP_SOURCE", "CUDA_SOURCE"]  # the two sources that are compiled
 

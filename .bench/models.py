@@ -160,7 +160,7 @@ REAL_MODELS = {
     "ViT-B/16": image_model("vit_base_patch16_224", is_compiled=True),
     "ConvNeXt-S": image_model("convnext_small"),
     "Swin-T": image_model("swin_tiny_patch4_window7_224", others=("patch_embed.norm",)),
-    "Whisper small, encoder": RealModel(
+    "Whisper small encoder": RealModel(
         "transformers", "8 x 30 s", "autocast bf16", whisper_encoder, others=("layer_norm",)
     ),
     "AlphaFold-like pair blocks": RealModel("torch", "512 x 512 x 128", "bf16", functools.partial(pair_stack, 512)),

@@ -24,9 +24,10 @@ than that, because PyTorch's copy is not the fastest for all sizes.
 # The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
 TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 
-# Rows of README's table of norms alone.
+# Rows of README's table of norms alone, and of its table of other libraries.
 SHAPES = ["8192 x 768 | bf16", "32768 x 2041 | bf16", "2048 x 32768 | bf16"]
 SPEED = [f"{step} | {shape}" for shape in SHAPES for step in ("forward", "backward")]
+OTHERS = ["8192 x 768 | bf16", "16384 x 4096 | bf16", "2048 x 32768 | bf16"]
 
 # Rows of README's table of norms under autocast: those of ViT-B/16 and of ConvNeXt-S's first blocks.
 AUTOCAST = [
@@ -139,27 +140,22 @@ def first_table(text):
     """Returns the table on README's first screen."""
     sweeps, models = tables_of(text, "Sweep"), tables_of(text, "Models")
     rows = {
-        "a training step without `torch.compile` (autocast bf16)": [gains_of_models(models[gpu]) for gpu in sweeps],
-        "the same with [`autocast_output`](#autocast): norms write what the next layer reads": [
-            gains_with_autocast_output(models[gpu]) for gpu in sweeps
-        ],
+        "a training step without `torch.compile`, autocast bf16": [gains_of_models(models[gpu]) for gpu in sweeps],
+        "the same with [`autocast_output`](#autocast)": [gains_with_autocast_output(models[gpu]) for gpu in sweeps],
     }
-    compiled = "nothing in rows of up to 8192 bf16 columns: PyTorch fuses its own norms. "
-    compiled += "Longer rows gain as a norm alone"
+    compiled = "rows of up to 8192 bf16 columns: nothing, PyTorch's fused norms stay; longer rows: as a norm alone"
     rows["a model with `torch.compile`"] = [compiled, *["the same"] * (len(sweeps) - 1)]
     alone = []
     for sweep in sweeps.values():
         medians, count = gains_of_norms(sweep)
         over = zip(("eager", "torch.compile"), zip(medians["forward"], medians["backward"]))
         alone.append("; ".join(f"{name} {times(forward)}, {times(backward)}" for name, (forward, backward) in over))
-    rows[f"a norm alone: forward, backward (medians of {count} shapes)"] = alone
+    rows[f"a norm alone: forward, backward (medians, {count} shapes)"] = alone
     gains = {gpu: [] for gpu in sweeps}
     for problem in (40, 34):
         for gpu, (eager, compiled, new) in evaluated(text, problem).items():
             gains[gpu].append(f"eager {times(eager / new)}, torch.compile {times(compiled / new)}")
-    rows["[KernelBench](#kernelbench), level 1 problem 40; level 2 problem 34"] = [
-        "; ".join(gains[gpu]) for gpu in sweeps
-    ]
+    rows["[KernelBench](#kernelbench), problem 40; 34"] = ["; ".join(gains[gpu]) for gpu in sweeps]
     other = "not measured: compiled, and emulated on CPUs"
     rows["other GPUs, from Turing to Blackwell"] = [other, *["the same"] * (len(sweeps) - 1)]
     header = ["you run", *(f"you gain on an {short(gpu)}" for gpu in sweeps)]
@@ -168,15 +164,15 @@ def first_table(text):
 
 def speed_table(sweeps):
     """Returns README's table of norms alone."""
-    header = ["bf16 rows"]
-    for gpu in sweeps:
-        header += [f"{short(gpu)}, ms", "over eager", "over compile"]
+    header = ["bf16 rows: ms, over eager, over compile"]
+    header += [f"{short(gpu)} {operation}" for gpu in sweeps for operation in ("forward", "backward")]
     rows = []
-    for key in SPEED:
-        row = [", ".join(key.split(" | ")[:2])]
+    for shape in SHAPES:
+        row = [shape.split(" | ")[0]]
         for sweep in sweeps.values():
-            eager, compiled, new = floats(sweep[key][1:4])
-            row += [f"{new:#.3g}", f"{eager / new:.2f}", f"{compiled / new:.2f}"]
+            for operation in ("forward", "backward"):
+                eager, compiled, new = floats(sweep[f"{operation} | {shape}"][1:4])
+                row.append(f"{new:#.3g}, {eager / new:.2f}x, {compiled / new:.2f}x")
         rows.append(row)
     return markdown_table(header, rows)
 
@@ -206,7 +202,7 @@ def models_table(models):
         for name, cells in training_steps(table):
             size, precision, _, original, new, gain, _, output, output_gain, _, *memory = cells
             absent = "not measured" if "autocast" in precision else "no autocast"
-            row = [f"{name}, {size}, {short(gpu)}", original, f"{new}, {gain_cell(gain)}"]
+            row = [f"{name}, {size.split(' of ')[0]}, {short(gpu)}", original, f"{new}, {gain_cell(gain)}"]
             row.append(f"{output}, {gain_cell(output_gain)}" if is_measured(output) else absent)
             rows.append([*row, ", ".join(filter(is_measured, memory)) or "not measured"])
     return markdown_table(header, rows)
@@ -226,23 +222,24 @@ def models_sentences(models):
 def libraries_table(tables):
     """Returns README's table of other libraries: milliseconds of norms alone."""
     gpu, table = next(iter(tables.items()))
-    first, *columns = "operation | rows x cols | dtype", *table["operation | rows x cols | dtype"]
-    header = [f"bf16 rows, {short(gpu)}, ms", *columns]
-    rows = [
-        [", ".join(key.split(" | ")[:2]), *cells]
-        for key, cells in table.items()
-        if key not in (first, "--- | --- | ---")
-    ]
-    return markdown_table(header, [[name, *(c if is_measured(c) else "fails" for c in cells)] for name, *cells in rows])
+    rows = []
+    for shape in OTHERS:
+        for operation in ("forward", "backward"):
+            if cells := table.get(f"{operation} | {shape}"):
+                name = f"{operation}, {shape.split(' | ')[0]}"
+                rows.append([name, *(cell if is_measured(cell) else "fails" for cell in cells)])
+    header = [f"bf16 rows, {short(gpu)}, ms", *table["operation | rows x cols | dtype"]]
+    return markdown_table(header, rows)
 
 
 def problems_table(text):
     """Returns README's table of the two benchmark problems, whose gains are in the first table."""
+    problems = {problem: evaluated(text, problem) for problem in (40, 34)}
+    header = ["ms: eager, torch.compile, layernorm_inline", *map(short, problems[40])]
     rows = []
-    for problem in (40, 34):
-        for gpu, times in evaluated(text, problem).items():
-            rows.append([f"{problem}, {short(gpu)}", *(f"{ms:#.3g}" for ms in times)])
-    return markdown_table(["problem, GPU", "eager, ms", "torch.compile, ms", "layernorm_inline, ms"], rows)
+    for problem, of_gpus in problems.items():
+        rows.append([f"problem {problem}", *(", ".join(f"{ms:#.3g}" for ms in times) for times in of_gpus.values())])
+    return markdown_table(header, rows)
 
 
 def readme_tables(text):
@@ -253,7 +250,8 @@ def readme_tables(text):
     }
     tables = [first_table(text), models_table(models), *models_sentences(models)]
     tables += [autocast_table(tables_of(text, "Autocast")), speed_table(tables_of(text, "Sweep"))]
-    return "\n\n".join([*tables, libraries_table(tables_of(text, "Other libraries")), problems_table(text)])
+    tables += [libraries_table(tables_of(text, "Other libraries")), problems_table(text)]
+    return "\n\n".join(table.replace("| ", "|").replace(" |", "|") for table in tables)
 
 
 def plot(sweep, gpu, file):

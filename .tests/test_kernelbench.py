@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from processes import CACHE, ROOT, SOURCE, environment_with, run
+from processes import CACHE, ROOT, SOURCE, environment_with, package, run
 from torch import nn
 
 import layernorm_inline
@@ -215,33 +215,43 @@ COMMANDS = [
 ]
 
 
-def run_python_of_the_pages(module, monkeypatch, capsys):
-    """Returns the names of the operations that README's example prints."""
+EXAMPLES = [text for _, language, text in BLOCKS if language == "python"]  # of timm, of use, and the submission
+
+
+def example_of_use(module, monkeypatch, capsys):
+    """Runs README's example of use with this module, and returns what it prints: which operation a norm ran."""
     monkeypatch.setitem(sys.modules, "layernorm_inline", module)
-    first, use, submission = (text for _, language, text in BLOCKS if language == "python")
-    assert submission == SUBMISSION_34
     namespace = {}
-    exec(first, namespace)
-    assert type(namespace["model"][0]) is module.LayerNorm
-    exec(use, namespace)
-    x, model = namespace["x"], namespace["model"]
+    exec(EXAMPLES[1], namespace)
+    x = namespace["x"]
     expected = nn.functional.gelu(nn.functional.layer_norm(x.double(), (768,))) * 0.5
     torch.testing.assert_close(namespace["y"], expected.float(), atol=1e-5, rtol=1e-5)
-    assert type(model[0]) is module.LayerNorm and x.is_cuda == torch.cuda.is_available()
-    count, operations = capsys.readouterr().out.splitlines()
-    assert count == "converted norms: 1"
-    return operations
+    assert type(namespace["norm"]) is module.LayerNorm and x.is_cuda == torch.cuda.is_available()
+    return capsys.readouterr().out.strip()
 
 
 def test_code_in_the_readme_works(monkeypatch, capsys):
-    operations = run_python_of_the_pages(layernorm_inline, monkeypatch, capsys)
-    assert ("layernorm_inline_" if torch.cuda.is_available() else "aten::native_layer_norm") in operations
+    assert len(EXAMPLES) == 3 and EXAMPLES[2] == SUBMISSION_34
+    name = "LayerNormBackward" if torch.cuda.is_available() else "NativeLayerNormBackward0"
+    assert example_of_use(layernorm_inline, monkeypatch, capsys) == name
+    comment = re.search(r"print.*# (\w+) if the kernels run, (\w+) if", EXAMPLES[1])
+    assert name == comment[1 if torch.cuda.is_available() else 2]
 
 
 @pytest.mark.parametrize("backend", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True)
-def test_the_profiler_shows_that_kernels_run(backend, monkeypatch, capsys):
-    operations = run_python_of_the_pages(backend.module, monkeypatch, capsys)
-    assert re.search(r"'layernorm_\w+::layer_norm'", operations) and "native_layer_norm" not in operations
+def test_the_example_shows_that_kernels_run(backend, monkeypatch, capsys):
+    assert example_of_use(backend.module, monkeypatch, capsys) == "LayerNormBackward"
+
+
+def test_the_example_with_timm_converts_its_norms():
+    timm = package("timm")
+    namespace = {}
+    with pytest.warns(UserWarning, match=r"skipped timm\.layers\.norm\.LayerNorm2d \(5\)"):
+        exec(EXAMPLES[0], namespace)
+    norms = [m for m in namespace["model"].modules() if isinstance(m, nn.LayerNorm)]
+    skipped = [m for m in norms if type(m) is timm.layers.LayerNorm2d]
+    assert len(norms) == 41 and len(skipped) == 5  # as README says
+    assert all(type(m) is layernorm_inline.LayerNorm and m.autocast_output for m in norms if m not in skipped)
 
 
 def as_script(language, text):

@@ -414,7 +414,7 @@ def test_the_models_have_the_norms_that_the_script_names():
     whisper, loss = models.whisper_encoder(batch=1, device="cpu", **small)
     assert loss(whisper).dtype is torch.float32
     for name, model in (
-        ("Whisper small, encoder", whisper),
+        ("Whisper small encoder", whisper),
         ("Swin-T", timm.create_model("swin_tiny_patch4_window7_224", embed_dim=8, depths=(1, 1), num_heads=(1, 1))),
     ):
         others = models.REAL_MODELS[name].others
