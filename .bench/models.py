@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -293,28 +294,39 @@ COLUMNS += [
 ]
 
 
-def time_models(names, all_compiled=False):
-    """Prints the rows of each model, and returns the table as Markdown."""
-    print(versions(), "; ".join(COLUMNS), sep="\n")
-    rows = []
-    for name in names:
-        real = REAL_MODELS[name]
-        if importlib.util.find_spec(real.package) is None:
-            print(f"{name}: skipped, because {real.package} is not installed")
-            continue
-        replaced, norms, times, memory = time_model(real, all_compiled or real.is_compiled)
-        torch.cuda.empty_cache()
-        for step, runs in times.items():
-            norms_text = f"{replaced} of {norms}"
-            cells = cells_of(runs, memory.get(step))
-            rows.append([name, step, real.input, real.precision, norms_text, *cells])
-            print("; ".join(rows[-1]), flush=True)
+def as_markdown(rows):
+    """Returns the text of the section in RESULTS.md."""
     text = f"Milliseconds per step: of {RUNS} runs, the one with the median gain. "
     text += (
         "The spread is the largest distance of another run's gain. A gain of less than the spread or 1% is no change. "
         "With autocast_output, gains are those over nn.LayerNorm, of runs of their own median. Memory is the peak of a step."
     )
     return f"{versions()}\n\n{text}\n\n{results.markdown_table(COLUMNS, rows)}"
+
+
+def time_models(names, all_compiled, write):
+    """Prints the rows of each model, and calls write(text of the section) after each. Returns the models that failed."""
+    print(versions(), "; ".join(COLUMNS), sep="\n")
+    rows, failed = [], []
+    for name in names:
+        real = REAL_MODELS[name]
+        if importlib.util.find_spec(real.package) is None:
+            print(f"{name}: skipped, because {real.package} is not installed")
+            continue
+        try:
+            replaced, norms, times, memory = time_model(real, all_compiled or real.is_compiled)
+        except Exception:  # the other models are timed all the same
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        torch.cuda.empty_cache()
+        for step, runs in times.items():
+            norms_text = f"{replaced} of {norms}"
+            cells = cells_of(runs, memory.get(step))
+            rows.append([name, step, real.input, real.precision, norms_text, *cells])
+            print("; ".join(rows[-1]), flush=True)
+        write(as_markdown(rows))
+    return failed
 
 
 def train(model, batches, device):
@@ -372,10 +384,12 @@ def main():
         return 1
     if arguments.equal:
         return check_equal()
-    table = time_models(models_named(words), arguments.compiled)
-    if not words:  # a partial table is not written
-        results.write_section(f"Models, {torch.cuda.get_device_name()}", table)
-    return 0
+    heading = f"Models, {torch.cuda.get_device_name()}"
+    write = functools.partial(results.write_section, heading) if not words else lambda text: None
+    failed = time_models(models_named(words), arguments.compiled, write)
+    if failed:
+        print(f"FAILED: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

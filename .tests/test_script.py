@@ -406,6 +406,22 @@ def test_row_of_a_real_model(precision, others, backend, monkeypatch):
     assert [*times] == steps[:2]
 
 
+def test_a_model_that_fails_does_not_stop_the_others(monkeypatch, capsys):
+    real = models.RealModel("torch", "8 x 8", "bf16", None)
+    monkeypatch.setattr(models, "REAL_MODELS", dict(wrong=real, right=real._replace(precision="autocast bf16")))
+
+    def time_model(real, is_compiled):
+        assert real.precision == "autocast bf16", "a wrong result"
+        return 1, 1, {"training": [[3, 2, 1]] * models.RUNS}, {"training": [3, 2, 1]}
+
+    monkeypatch.setattr(models, "time_model", time_model)
+    written = []
+    assert models.time_models(models.REAL_MODELS, False, written.append) == ["wrong"]
+    assert "a wrong result" in capsys.readouterr().err and len(written) == 1
+    row = "| right | training | 8 x 8 | autocast bf16 | 1 of 1 | 3.00 | 2.00 | 1.50 | 0.000 | 1.00 | 3.00 | 0.000 |"
+    assert f"{row} 3.00 | 2.00 | 1.00 |" in written[0]
+
+
 def test_the_models_have_the_norms_that_the_script_names():
     """Small models of the same classes. The norms whose output is a residual, or leaves autocast, are found by name."""
     package("transformers")
