@@ -24,15 +24,12 @@ than that, because PyTorch's copy is not the fastest for all sizes.
 # The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
 TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 
-# Rows of README's table of norms alone, and of its table of other libraries.
+# Rows of README's tables of norms alone, of other libraries, and of norms under autocast (ViT-B/16, ConvNeXt-S).
 SHAPES = ["8192 x 768 | bf16", "32768 x 2041 | bf16", "2048 x 32768 | bf16"]
 SPEED = [f"{step} | {shape}" for shape in SHAPES for step in ("forward", "backward")]
-OTHERS = ["8192 x 768 | bf16", "16384 x 4096 | bf16", "2048 x 32768 | bf16"]
+OTHERS = ["8192 x 768 | bf16", "16384 x 4096 | bf16"]
+AUTOCAST = ["25216 x 768 | fp32", "401408 x 96 | bf16"]
 
-# Rows of README's table of norms under autocast: those of ViT-B/16 and of ConvNeXt-S's first blocks.
-AUTOCAST = [
-    f"{step} | {shape}" for shape in ("25216 x 768 | fp32", "401408 x 96 | bf16") for step in ("forward", "backward")
-]
 PENDING = "<!-- figures: pending -->"  # where RESULTS.md has none yet
 
 # Kind of section -> number of cells that identify a row of its table.
@@ -181,16 +178,16 @@ def autocast_table(tables):
     """Returns README's table of norms under autocast, and its sentence about their errors."""
     if not tables:
         return PENDING
-    rows, sentences = [], []
+    rows = []
     for gpu, table in tables.items():
-        for key in AUTOCAST:
-            operation, shape, dtype = key.split(" | ")
-            dtype = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-            rows.append([f"{operation}, {shape}, {dtype}, {short(gpu)}", *(f"{ms:#.3g}" for ms in floats(table[key]))])
-        original, _, output, low = floats(table["output | 25216 x 768 | fp32"])
-        sentences.append(f"{output:.1e} with it, {original:.1e} with nn.LayerNorm, {low:.1e} all in 16 bits")
-    header = ["under autocast: step, rows, input, GPU", *next(iter(tables.values()))["operation | rows x cols | input"]]
-    return "\n\n".join([markdown_table(header, rows), sentences[0]])
+        for shape in AUTOCAST:
+            times = (floats(table[f"{operation} | {shape}"]) for operation in ("forward", "backward"))
+            cells = [f"{forward:#.3g}, {backward:#.3g}" for forward, backward in zip(*times)]
+            rows.append([f"{shape.replace(' |', ',')}, {short(gpu)}", *cells])
+    ways = next(iter(tables.values()))["operation | rows x cols | input"]
+    original, _, output, low = floats(next(iter(tables.values()))["output | 25216 x 768 | fp32"])
+    sentence = f"{original:.1e} with nn.LayerNorm, {output:.1e} with autocast_output, {low:.1e} all in 16 bits"
+    return markdown_table(["rows, input, GPU: ms forward, backward", *ways], rows) + "\n\n" + sentence
 
 
 def models_table(models):
