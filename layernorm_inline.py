@@ -2952,12 +2952,11 @@ constexpr int kBlockColumns = 2048;         // of a block of kernel 3: 16 bytes,
 constexpr int64_t kColumnBlocksPerSm = 8;   // of kernel 3, if there are enough rows
 static_assert(is_power_of_two(kMeasureThreads) && kMeasureThreads <= 1024, "combine_block gives each warp a lane");
 
-// A thread's columns of a chunk: packs of V that are THREADS packs apart. In unaligned rows, V is 1. A thread with
-// first >= cols has none, and may not call the other members.
-template <typename T, int V, int THREADS = kBlockColumns / std::max(V, 4), int PACKS = std::max(1, 4 / V)>
-struct ThreadColumns {
+// A thread's columns of a chunk: one pack of V or, in unaligned rows (V = 1), four columns that are THREADS apart. A
+// thread with first >= cols has none, and may not call the other members.
+template <typename T, int V, int THREADS = kBlockColumns / std::max(V, 4)> struct ThreadColumns {
   static constexpr int kThreads = THREADS;
-  static constexpr int kPacks = PACKS;
+  static constexpr int kPacks = std::max(1, 4 / V);
   static constexpr int kChunkColumns = kPacks * V * THREADS;
   using Numbers = Vec<float, kPacks * V>;
   int64_t first;
@@ -3015,51 +3014,70 @@ template <typename Stats> __device__ Stats combine_block(Stats stats) {
   return combine_lanes(warp_stats[threadIdx.x % kWarps], kWarps);
 }
 
-// Measures a thread's columns of a chunk.
-template <typename T, int V, int THREADS, int PACKS>
-__device__ Moments measure(const Forward& call, int64_t row, const ThreadColumns<T, V, THREADS, PACKS>& columns) {
-  auto x = columns.load_row(call.input, row);
-  const auto has = [&](int i) { return columns.has(i); };
-  int count = 0;
-  UNROLL(i, PACKS) count += has(i) ? V : 0;
-  // Differences from an element are exact for equal numbers. Sums of a few equal 16-bit numbers are exact as well.
-  const float origin = sizeof(T) == 2 ? 0 : x[0];
-  const auto pack = [&](int i) { return columns.pack(x, i) - origin; };
-  const float2 part = measure_packs<sizeof(T) == 2, 1, PACKS>(pack, has, count, 1 / float(count));
-  return {float(count), origin + part.x, part.y};
-}
-
-template <typename T, int V, int THREADS, int PACKS>
-__device__ GradSums measure(const Backward& call, int64_t row, const ThreadColumns<T, V, THREADS, PACKS>& columns) {
-  const auto weight = columns.load_parameter(call, call.weight, 1);
-  const auto xhat = normalized(columns.load_row(call.input, row), {call.mean[row], call.rstd[row]});
-  const auto wdy = rounded_product(weight, columns.load_gradient(call, row, xhat, weight));
-  GradSums sums = {};  // of the chunk, because one chain of all terms would lose digits
-  UNROLL(v, wdy.kSize) {
-    if (!columns.has(v / V)) continue;
-    sums.wdy += wdy[v];
-    sums.wdy_xhat += wdy[v] * xhat[v];
-  }
-  return sums;
-}
-
-// piece_stats: (rows, pieces).
-template <typename T, int V, typename Call, typename Stats>
-__global__ void __launch_bounds__(kMeasureThreads,
-                                  V == 1 && std::is_same_v<Call, Forward> ? 2 * kArch.row_blocks : kMeasureBlocks)
-    measure_pieces(Call call, int pieces, Stats* piece_stats) {
+// piece_moments: (rows, pieces).
+template <typename T, int V>
+__global__ void __launch_bounds__(kMeasureThreads, V == 1 ? 2 * kArch.row_blocks : kMeasureBlocks)
+    measure_pieces(Forward call, int pieces, Moments* piece_moments) {
   let_next_start();
-  constexpr int kPacks = std::is_same_v<Call, Backward> ? std::max(1, 4 / V) : V == 1 ? 8 : 4;  // loads in flight
+  constexpr int kPacks = V == 1 ? 8 : 4;  // loads in flight per thread
+  constexpr int kStride = V * kMeasureThreads;
+  static_assert(kPacks * kStride <= kMinPieceColumns, "a piece is not empty");
   const int64_t row = blockIdx.x % call.rows;
   const int piece = blockIdx.x / call.rows;
-  ThreadColumns<T, V, kMeasureThreads, kPacks> columns(piece, call.cols);
-  static_assert(columns.kChunkColumns <= kMinPieceColumns, "a piece is not empty");
-  Stats stats = {};
-  for (; columns.first < call.cols; columns.first += pieces * columns.kChunkColumns) {
-    stats = combine(stats, measure(call, row, columns));
+  const T* input = static_cast<const T*>(call.input) + row * call.cols;
+
+  // Measure the thread's columns of each chunk.
+  Moments moments = {};
+  for (int64_t first = int64_t(piece) * kPacks * kStride + threadIdx.x * V; first < call.cols;
+       first += int64_t(pieces) * kPacks * kStride) {
+    Pack<T, V> packs[kPacks];
+    int count = 0;  // columns that this thread has in the chunk
+    UNROLL(i, kPacks) {
+      if (i > 0 && first + i * kStride >= call.cols) continue;
+      packs[i] = load<T, V>(input + first + i * kStride);
+      count += V;
+    }
+    // Differences from an element are exact for equal numbers. Sums of a few equal 16-bit numbers are exact as well.
+    const float origin = sizeof(T) == 2 ? 0 : widened(packs[0])[0];
+    const auto x = [&](int i) { return widened(packs[i]) - origin; };
+    const auto has = [&](int i) { return i * V < count; };
+    const float2 part = measure_packs<sizeof(T) == 2, 1, kPacks>(x, has, count, 1 / float(count));
+    moments = combine(moments, {float(count), origin + part.x, part.y});
   }
-  stats = combine_block(stats);
-  if (threadIdx.x == 0) piece_stats[row * pieces + piece] = stats;
+
+  // Combine the threads.
+  moments = combine_block(moments);
+  if (threadIdx.x == 0) piece_moments[row * pieces + piece] = moments;
+}
+
+// piece_sums: (rows, pieces).
+template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, kMeasureBlocks)
+    measure_pieces(Backward call, int pieces, GradSums* piece_sums) {
+  static_assert(ThreadColumns<T, V, kMeasureThreads>::kChunkColumns <= kMinPieceColumns, "a piece is not empty");
+  let_next_start();
+  const int64_t row = blockIdx.x % call.rows;
+  const int piece = blockIdx.x / call.rows;
+  const RowStats stats = {call.mean[row], call.rstd[row]};
+
+  // Add up over the thread's columns of each chunk.
+  GradSums sums = {};
+  ThreadColumns<T, V, kMeasureThreads> columns(piece, call.cols);
+  for (; columns.first < call.cols; columns.first += pieces * columns.kChunkColumns) {
+    const auto weight = columns.load_parameter(call, call.weight, 1);
+    const auto xhat = normalized(columns.load_row(call.input, row), stats);
+    const auto wdy = rounded_product(weight, columns.load_gradient(call, row, xhat, weight));
+    GradSums chunk_sums = {};  // one chain of all terms would lose digits
+    UNROLL(v, wdy.kSize) {
+      if (!columns.has(v / V)) continue;
+      chunk_sums.wdy += wdy[v];
+      chunk_sums.wdy_xhat += wdy[v] * xhat[v];
+    }
+    sums = plus(sums, chunk_sums);
+  }
+
+  // Combine the threads.
+  sums = combine_block(sums);
+  if (threadIdx.x == 0) piece_sums[row * pieces + piece] = sums;
 }
 
 // ---- Kernel 2 ----
@@ -3175,8 +3193,8 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   if constexpr (!kForward) needs_row_results = call.grad_input != nullptr;
   if (needs_row_results) {
     // A plain launch, which starts after all kernels before it: measure_pieces does not wait for them (launch rule 3).
-    cudaError_t error = launch_kernel(measure_pieces<T, V, Call, Stats>, {rows * pieces, kMeasureThreads}, context,
-                                      call, pieces, piece_stats);
+    void (*const measure)(Call, int, Stats*) = measure_pieces<T, V>;
+    cudaError_t error = launch_kernel(measure, {rows * pieces, kMeasureThreads}, context, call, pieces, piece_stats);
     if (error != cudaSuccess) return error;
     error = launch_kernel(finish_rows<Call, Stats, RowResult>, {rows, kMeasureThreads, kProgrammatic}, context, call,
                           pieces, piece_stats, row_results);

@@ -85,11 +85,7 @@ CASES = list(dict.fromkeys([*register_cases(), *long_cases(), *grid_resident_cas
 def short(launch):
     """Returns a line of emulator.launches in fewer words."""
     name, *numbers = re.fullmatch(r"(\S.*?) (\d+)x(\d+) (\d+)x(\d+) (\d+)(.*)", launch).groups()
-    name = re.sub(
-        r"layer_norm_(backward_)?|__nv_bfloat16, |__half, |float, |\w+::k?|<(For|Back)ward.*|, (For|Back)ward.*(?=>)",
-        "",
-        name,
-    )
+    name = re.sub(r"layer_norm_(backward_)?|__nv_bfloat16, |__half, |float, |\w+::k?|<(For|Back)ward.*", "", name)
     blocks, threads = ("x".join(n for n in pair if n != "1") or "1" for pair in (numbers[:2], numbers[2:4]))
     return f"{name} {blocks} of {threads}" + f" {numbers[4]}{numbers[5]}".replace(" 0", "")
 

@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant("pipelined: rows of which only two stages fit are supported", "(3 * Block::kTensors)", "(2 * Block::kTensors)", "plans_keep_their_rules", emulated="its test runs on emulated GPUs only"),
     Mutant("two-pass: eps dropped", "(moments.m2, 1 / float(call.cols), float(call.eps))", "(moments.m2, 1 / float(call.cols), 0)", TWO_PASS),
     Mutant("two-pass: means of pieces left out", "all.mean = more.mean - delta * fraction;", "all.mean = -delta * fraction;", TWO_PASS),
-    Mutant("two-pass: wrong count at the end of a row", "return {float(count), origin + part.x, part.y};", "return {float(V * PACKS), origin + part.x, part.y};", TWO_PASS),
+    Mutant("two-pass: wrong count at the end of a row", "combine(moments, {float(count), origin + part.x, part.y})", "combine(moments, {float(V * kPacks), origin + part.x, part.y})", TWO_PASS),
     Mutant("two-pass: statistics read before they are written", "wait_for_previous(); const int64_t row = blockIdx.x; Stats stats", "const int64_t row = blockIdx.x; Stats stats", TWO_PASS),
     Mutant("two-pass, backward without grad_input: weight read before a kernel of the caller ends", "wait_for_previous(); const auto weight = columns.load_parameter(call, call.weight, 1);", "const auto weight = columns.load_parameter(call, call.weight, 1); wait_for_previous();", OUTPUT_MASK, emulated="on a real GPU, the kernel rarely starts that early"),
     Mutant("two-pass: statistics of a block's first row for all rows", "call.input, row), row_stats[row])", "call.input, row), row_stats[first_row])", TWO_PASS),
