@@ -3862,7 +3862,7 @@ template <typename T> constexpr bool has_valid_constants() {
   static_assert(kStagesAhead<T> < kSliceStages<T>, "rule 3");
   static_assert(kThreadPacks<T> == 2, "measure_stage counts both");
   static_assert(kBlockThreads<T> > 32 && kPrefetchStages<T> >= 0, "thread 32 prefetches what is copied later");
-  static_assert(is_power_of_two(kWarps<T>) && kWarps<T> <= 32, "combine_lanes needs a lane for each warp");
+  static_assert(is_power_of_two(kWarps<T>) && kWarps<T> <= 32, "combine_at_once needs a lane for each warp");
   static_assert(kWeightPacks<T> <= kMaxPacks && kBiasPacks<T> <= kMaxPacks);
   return true;
 }
@@ -3969,6 +3969,25 @@ template <typename T, int N> struct SliceAffine {
   }
 };
 
+// Like combine_means, but in one phase of exchanges instead of two: by (2) for the means of the parts, where m is the
+// mean of the first lane's parts.
+template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
+  float sums[3] = {};
+  UNROLL(n, N) sums[0] += parts[n].count;
+  float mean = parts[0].mean;
+  UNROLL(n, N - 1) mean += parts[n + 1].count * (parts[n + 1].mean - parts[0].mean) * fast_reciprocal(sums[0]);
+  mean = __shfl_sync(~0u, mean, 0, width);
+  UNROLL(n, N) {
+    const float delta = parts[n].mean - mean;
+    sums[1] += parts[n].count * delta;
+    sums[2] += parts[n].m2 + parts[n].count * delta * delta;
+  }
+  sum_lanes(sums, width);
+  const float offset = sums[1] * fast_reciprocal(sums[0]);
+  const float m2 = fma(-offset, sums[1], sums[2]);
+  return {sums[0], mean + offset, m2 < 0 ? 0 : m2};
+}
+
 // After the last stage, publishes the block's moments of the row.
 template <typename T> __device__ void measure_stage(Moments& moments, const ThreadStage<T>& x, bool is_last, int row,
                                                     int parity, const ResidentBlock<T>& block) {
@@ -3983,7 +4002,7 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
   if (!is_last) return;
 
   const int lane = block.thread % 32;
-  Moments total = combine_lanes(moments, 32);
+  Moments total = combine_at_once({moments}, 32);
   moments = {};
   if (lane == 0) {
     block.control.moments[block.thread / 32] = total;
@@ -3991,7 +4010,7 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
   }
   if (block.thread / 32 != kWarps<T> - 1) return;
   barrier_wait(&block.control.measured, parity);
-  total = combine_lanes(block.control.moments[lane % kWarps<T>], kWarps<T>);
+  total = combine_at_once({block.control.moments[lane % kWarps<T>]}, kWarps<T>);
   if (lane == 0) publish(mailbox_of(block.mailboxes, row, blockIdx.x), {total.mean, total.m2});
   __syncwarp();  // only for speed
 }
@@ -4047,14 +4066,12 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
     if (block.thread / 32 == kWarps<T> - 1) {
       const int lane = opaque(block.thread % 32);
       float2 pairs[kPeers];
+      Moments parts[kPeers];
+      UNROLL(i, kPeers) parts[i].count = columns_of_slice(call.cols, plan.slice, lane + i * 32);
       while (!try_read(mailbox_of(mailboxes, row, 0), lane, pairs)) {
       }
-      Moments own = {};  // with combine_means, float32 spills (nvcc 13.0)
-      UNROLL(i, kPeers) {
-        const int columns = columns_of_slice(call.cols, plan.slice, lane + i * 32);
-        if (columns > 0) own = combine(own, {float(columns), pairs[i].x, pairs[i].y});
-      }
-      const auto [count, mean, m2] = combine_lanes(own, 32);
+      UNROLL(i, kPeers) parts[i] = {parts[i].count, pairs[i].x, pairs[i].y};
+      const auto [count, mean, m2] = combine_at_once(parts, 32);
       const float rstd = rstd_of<T>(m2, constants.per_col, constants.eps);
       if (lane == 0) {
         control.row_stats[parity] = {mean, rstd};
