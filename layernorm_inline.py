@@ -3235,20 +3235,21 @@ __device__ inline void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
                : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
-#define LAYERNORM_WAIT "try_wait"
-#else
-#define LAYERNORM_WAIT "test_wait"
-#endif
-
 // The first phase has parity 0, the next 1, then 0, ... On a new barrier, waiting for parity 1 returns at once.
 __device__ inline void barrier_wait(uint64_t* barrier, int parity) {
   unsigned done = 0;
   while (done == 0) {
-    asm volatile("{ .reg .pred p; mbarrier." LAYERNORM_WAIT ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
+    if constexpr (kArch.has_bulk_copy) {
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(done)
+                   : "r"(shared_address(barrier)), "r"(parity)
+                   : "memory");
+    } else {
+      asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(done)
+                   : "r"(shared_address(barrier)), "r"(parity)
+                   : "memory");
+    }
   }
 }
 
