@@ -161,7 +161,8 @@ def candidates(gpu):
         for dtype in TYPES:
             if gpu.lacks_cooperative_launches and cols <= MAX_SLICE:
                 continue  # blocks do not share such rows, so that nothing differs from other GPUs
-            every_shape = gpu.name in ("cuda", "hopper") and (gpu.sms != 36 or cols > 60_000)
+            is_common = gpu.name in ("cuda", "hopper")
+            every_shape = is_common and (gpu.sms != 36 or cols > 60_000)
             for form in FORMS:
                 case = Case(gpu, rows, cols, dtype, form)
                 aligned = case.aligned("wb")
@@ -181,7 +182,7 @@ def candidates(gpu):
                         yield (gpu.name, *case.families, dtype, form, off, kind), case
                 for affine in AFFINE[1:] if dtype == "bf16" else AFFINE[1:4]:
                     case = Case(gpu, rows, cols, dtype, form, "", affine)
-                    yield (gpu.name, *case.families, dtype, form, affine, case.has_one_row), case
+                    yield (gpu.name, *case.families, dtype, form, affine, case.has_one_row and is_common), case
 
 
 def cases_of(gpus):

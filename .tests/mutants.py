@@ -455,6 +455,10 @@ MUTANTS = [
     Mutant("backward: no gradient of bias without weight and without partial sums", "store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);", "if (call.grad_weight != nullptr) store_affine<T>(call.grad_bias, call.affine_float32, col, grad_bias);", VALUES.replace("registers", "(pipelined or two_pass)")),
     Mutant("epilogue: not applied to the edge columns of unaligned rows", "apply_epilogue<T>(y, epilogue); if (r >= rows)", "if (N > 1) apply_epilogue<T>(y, epilogue); if (r >= rows)", VALUES),
     Mutant("convolution: backward does not leave autocast", "const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA); const Tensor y = at::conv_transpose3d", "// c10::DispatchKey::AutocastCUDA;\n  const Tensor y = at::conv_transpose3d", "inside_of_autocast"),
+    Mutant("forward mode: gradients added up in 16 bits", "const Tensor x = as_matrix(input, shape).to(at::kFloat);", "const Tensor x = as_matrix(input, shape);", "gradients_in_forward_mode"),
+    Mutant("vmap: xhat rounded to 16 bits before a mapped weight", "const Tensor x = input.to(at::kFloat);", "const Tensor x = input;", "xhat_of_mapped"),
+    Mutant("double backward: statistics treated as constants for third derivatives", "at::GradMode::is_enabled() ? Tensor() : statistics, eps);", "statistics, eps);", "third_derivatives"),
+    Mutant("composed: sums of 16 bits", "db = dy.sum(0, false, at::kFloat)", "db = dy.sum(0)", "sums_in_float32"),
     Mutant("composed: means of 16 bits", "return t.mean(1, /*keepdim=*/true, at::kFloat);", "return t.mean(1, /*keepdim=*/true);", TRANSFORMS),
 ]  # fmt: skip
 

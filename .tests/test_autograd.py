@@ -69,8 +69,9 @@ def test_second_derivatives_of_large_float16_gradients_are_finite(backend):
     torch.testing.assert_close(results[0].double(), results[1], rtol=1e-2, atol=1e-3 * results[1].abs().max().item())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("activation,scale", [(None, 1.0), ("gelu", 1.5), ("gelu_tanh", 1.5)])
+@pytest.mark.parametrize("activation,scale", [
+    (None, 1.0), *(pytest.param(activation, 1.5, marks=pytest.mark.full) for activation in ("gelu", "gelu_tanh"))
+])  # fmt: skip
 def test_third_derivatives_are_those_of_the_formula(backend, activation, scale):
     inputs = random_case(3, 5, torch.float32, emphasized=False, device=backend.device)[:3]
 
@@ -416,6 +417,42 @@ def test_vmap_over_backward_agrees_with_pytorch(backend, no_vmap_fallback):
         y = function(x, (8,), weight, bias, EPS)
         results.append(torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(gradients))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_float32_bias_of_each_sample_are_sums_in_float32(backend, dtype):
+    """Neither 2049 nor 257 is a number of 16 bits."""
+    rows = 2049 if dtype == torch.float16 else 257
+    x, bias = torch.randn(2, rows, 8, device=backend.device, dtype=dtype), torch.zeros(8, device=backend.device)
+
+    def total(bias, x):
+        return backend.layer_norm(x, (8,), None, bias).float().sum()
+
+    gradients = torch.vmap(torch.func.grad(total), (None, 0))(bias, x)
+    assert gradients.dtype == torch.float32 and (gradients == rows).all()
+
+
+def test_xhat_of_mapped_weight_is_not_rounded_to_16_bits(backend):
+    """Bias removes all of the output but its last digits, which a rounded xhat would not have."""
+    x = torch.ones(2, 8, device=backend.device, dtype=torch.bfloat16)
+    x[:, ::2] = -1
+    weight = torch.full((3, 8), 1000.0, device=backend.device)
+    bias = 0.01 - 1000 * x[0].double() * (1 + EPS) ** -0.5
+    y = torch.vmap(lambda weight: backend.layer_norm(x, (8,), weight, bias.float(), EPS))(weight)
+    assert y.dtype == x.dtype and (y.double() - 0.01).abs().max() < 1e-3
+
+
+def test_gradients_in_forward_mode_are_added_up_in_float32(backend):
+    """The mean of grad_output cancels. If it were rounded to 16 bits first, its roundings would remain."""
+    generator = torch.Generator().manual_seed(0)
+    x, tangent, dy = (torch.randn(3, 64, generator=generator).half().to(backend.device) for _ in range(3))
+    x, dy = x.requires_grad_(), dy + 1000
+    with forward_ad.dual_level():
+        y = forward_ad.unpack_dual(backend.layer_norm(forward_ad.make_dual(x, tangent), (64,), eps=EPS)).primal
+        (actual,) = torch.autograd.grad(y, x, dy)
+    exact = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(formula(exact, None, None), exact, dy.double())
+    assert (actual.double() - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 def test_vmap_checks_the_shapes_and_dtypes_of_slices(backend, no_vmap_fallback):

@@ -169,7 +169,7 @@ def autocast_of_cuda(dtype):
 @pytest.mark.parametrize("switch,recorders,dtypes", [
     ("", ["eager", "compile", "trace", "export"], AUTOCAST[:2]),
     ("DISABLE", ["eager", "trace"], AUTOCAST[:2]),
-    ("BATCH_INVARIANT", ["eager", "compile"], AUTOCAST[:1]),
+    ("BATCH_INVARIANT", ["eager", "compile", "export"], AUTOCAST[:1]),
     *(pytest.param(switch, [*RECORDERS], AUTOCAST, marks=pytest.mark.full) for switch in SWITCHES),
 ])  # fmt: skip
 def test_what_is_left_to_pytorch(monkeypatch, switch, recorders, dtypes):
