@@ -275,8 +275,9 @@ class LayerNorm(_TorchLayerNorm):
         if torch.jit.is_scripting():
             return _VF.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         else:  # TorchScript does not compile this branch, but it would compile the code after a return
-            shape, autocast_output = self.normalized_shape, self.autocast_output
-            return layer_norm(input, shape, self.weight, self.bias, self.eps, autocast_output=autocast_output)
+            # No argument is left out: Dynamo stores guards on defaults, and PyTorch 2.11 cannot load them.
+            arguments = self.normalized_shape, self.weight, self.bias, self.eps, None, 1.0
+            return layer_norm(input, *arguments, autocast_output=self.autocast_output)
 
 
 class ModelNew(LayerNorm):
@@ -2523,16 +2524,23 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   if (!kEarly && blockIdx.x == 0) prefetch_affine<T>(call);
   Pack<T, V> x[PACKS][ROWS] = {};
   Pack<T, 1> edge[ROWS] = {};
-  const auto load_row_pack = [&](const T* from) {
-    if constexpr (kHasEdges && V == 2) {
-      if (is_split) return packed<T>(load_widened<V, false>(from));
+  const auto each_pack = [&](auto f) {
+    UNROLL(i, PACKS) {
+      UNROLL(r, ROWS) {
+        if (has(i) & (r < rows)) f(i, r, input + r * row_stride + i * stride);
+      }
     }
-    return load<T, V>(from, policy);
   };
-  UNROLL(i, PACKS) {
-    UNROLL(r, ROWS) {
-      if (has(i) & (r < rows)) x[i][r] = load_row_pack(input + r * row_stride + i * stride);
+  if constexpr (kHasEdges && V == 2) {
+    if (is_split) {
+      // All loads come before all joins, because a join waits for its columns.
+      Vec<Pack<T, 1>, 2> columns[PACKS][ROWS] = {};
+      each_pack([&](int i, int r, const T* from) { UNROLL(v, 2) columns[i][r][v] = load<T, 1>(from + v); });
+      UNROLL(i, PACKS) { UNROLL(r, ROWS) x[i][r] = bit_cast<Pack<T, V>>(columns[i][r]); }
     }
+  }
+  if (!(kHasEdges && V == 2 && is_split)) {
+    each_pack([&](int i, int r, const T* from) { x[i][r] = load<T, V>(from, policy); });
   }
   UNROLL(r, ROWS) {
     if (has_edge() && r < rows) edge[r] = load<T, 1>(input + r * row_stride + (edge_column - first));
@@ -2655,7 +2663,10 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
   constexpr bool k16Bits = sizeof(T) == 2;
   if constexpr (UNALIGNED) {
     if (loads <= 32) return launch_rows<T, 1, 4, kUnaligned>(call, context);
-    if constexpr (!kHasEpilogue && !kBatchInvariant) {
+    if constexpr (kBatchInvariant) {
+      // A word per load, so half as many for more threads.
+      if (loads <= 2 * kMaxUnalignedRowThreads) return launch_rows<T, 2, 1, kUnaligned>(call, context);
+    } else if constexpr (!kHasEpilogue) {
       // Two rows share loads of weight and bias, which are slow.
       if (loads <= 1536 && waves > 1) return launch_rows<T, 4, 2, kUnaligned>(call, context);
     }

@@ -171,8 +171,12 @@ def test_autocast_computes_in_float32(backend, dtype):
     *(("problem_34", dtype, False) for dtype in (torch.float32, torch.float16)),
     ("problem_34, tf32", torch.float32, False),
 ])  # fmt: skip
-def test_backward_inside_of_autocast_gives_the_bits_of_backward_outside(backend, model, dtype, forward):
-    """forward: whether forward runs inside of autocast. Second derivatives, too."""
+def test_backward_inside_of_autocast_gives_the_bits_of_backward_outside(backend, model, dtype, forward, monkeypatch):
+    """forward: whether forward runs inside of autocast. Second derivatives, too, but not those of cuDNN's convolution.
+
+    PyTorch computes the latter with convolutions, whose dtype autocast chooses.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     if "layer_norm" in model:
         norm, shape = randomize(nn.LayerNorm(40, eps=EPS).to(backend.device)), (6, 40)
         activation = "gelu" if "gelu" in model else None
@@ -196,7 +200,7 @@ def test_backward_inside_of_autocast_gives_the_bits_of_backward_outside(backend,
                 first = torch.autograd.grad(y, leaves, dy, create_graph=True)
                 directions = [torch.randn_like(t) for t in first[:2]]
                 second = torch.autograd.grad(first[:2], leaves, directions, allow_unused=True)
-            results.append([*plain, *first, *second])
+            results.append([*plain, *first, *(() if backend.is_cuda and "problem_34" in model else second)])
     assert same_bits(*results)
 
 

@@ -221,7 +221,9 @@ class StoredNorms(nn.Module):
         self.short, self.norm, self.layer_norm = module.LayerNorm(32), module.LayerNorm(31), module.layer_norm
 
     def forward(self, x):
-        return self.layer_norm(self.norm(self.short(x)[:, 1:] * 2), (31,), activation="gelu_tanh", scale=2.0)
+        # All arguments of the function are given, because PyTorch 2.11 stores guards on defaults that it cannot load.
+        x = self.norm(self.short(x)[:, 1:] * 2)
+        return self.layer_norm(x, (31,), None, None, 1e-5, "gelu_tanh", 2.0, autocast_output=False)
 
 
 def use_stored_program(name):

@@ -25,6 +25,7 @@ class Cell(typing.NamedTuple):
     given: str = "wb"
     activation: typing.Optional[str] = None
     scale: float = 1.0
+    option: bool = False  # autocast_output
 
 
 def cells():
@@ -36,6 +37,9 @@ def cells():
             kinds += [(FLOAT32, "wb"), (FLOAT32, "w"), (FLOAT32, "b")]
         yield from (Cell(cols, dtype, affine, given) for affine, given in kinds)
         yield Cell(cols, dtype, kinds[-1][0], kinds[-1][1], "gelu", 2.0)
+        yield from (
+            Cell(cols, dtype, *kinds[i], *epilogue, option=True) for i, epilogue in ((0, ()), (-1, ("gelu", 2.0)))
+        )
 
 
 CELLS = [*cells()]
@@ -54,7 +58,8 @@ class Norms(torch.nn.Module):
             x = next(given)
             weight = next(given) if "w" in cell.given else None
             bias = next(given) if "b" in cell.given else None
-            outputs.append(self.layer_norm(x, (cell.cols,), weight, bias, 1e-5, cell.activation, cell.scale))
+            arguments = (cell.cols,), weight, bias, 1e-5, cell.activation, cell.scale
+            outputs.append(self.layer_norm(x, *arguments, autocast_output=cell.option))
         return tuple(outputs)
 
 
@@ -105,6 +110,8 @@ RECORDERS = {
 def expected(cell, how, autocast, switch):
     """Returns (True if an op of layernorm_inline runs, the dtype of the output), as layer_norm's docstring promises."""
     dtype = FLOAT32 if autocast and cell.dtype != FLOAT64 else cell.dtype
+    if cell.option and autocast and cell.dtype != FLOAT64 and how in ("eager", "compile"):
+        dtype = autocast
     if switch == "DISABLE" or cell.dtype == FLOAT64 or how in ("trace", "export", "strict export"):
         return False, dtype
     if how == "compile" and switch != "BATCH_INVARIANT":
