@@ -1456,37 +1456,18 @@ namespace {
 // ==== Architectures ====
 
 struct Arch {
+  int number;             // 90 for sm_90 and sm_90a
   bool has_async_copy;    // cp.async, mbarrier, and L2 policies of loads and prefetches
   bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
   bool has_large_shared;  // 227 KB of shared memory per block
-
-  int sm_threads;  // the fewest that an SM can hold
-
-  // Launch bounds, in blocks per SM. With more, some kernels spill (nvcc 13.0).
-  int row_blocks;                      // of 512 threads
-  int warp_row_blocks;                 // of 128 threads with a row per warp
-  int two_load_blocks[2];              // of 512 threads with two loads each: float32, 16 bits
-  int four_load_blocks_16_bits;        // of 512 threads with four loads each
-  int short_blocks_16_bits;            // of 128 threads with one load from each of several rows
-  int short_unaligned_blocks_16_bits;  // the same for rows that are not aligned
+  int sm_threads;         // the fewest that an SM can hold
+  int row_blocks;         // launch bound: blocks of 512 threads per SM
 };
 
 constexpr Arch arch_of(int number) {
   const bool is_small = number == 75 || number >= 120;
-  const int two_loads = number >= 90 ? 2 : 1;
-  Arch arch = {};
-  arch.has_async_copy = number >= 80;
-  arch.has_bulk_copy = number >= 90;
-  arch.has_large_shared = number >= 90 && number < 120;
-  arch.sm_threads = number == 75 ? 1024 : 1536;
-  arch.row_blocks = is_small ? 2 : 3;
-  arch.warp_row_blocks = number == 75 ? 8 : 9;
-  arch.two_load_blocks[0] = number == 90 ? 3 : two_loads;
-  arch.two_load_blocks[1] = two_loads;
-  arch.four_load_blocks_16_bits = is_small ? 1 : 2;
-  arch.short_blocks_16_bits = number == 75 ? 5 : 7;
-  arch.short_unaligned_blocks_16_bits = number >= 90 ? 6 : 5;
-  return arch;
+  const int sm_threads = number == 75 ? 1024 : 1536;
+  return {number, number >= 80, number >= 90, number >= 90 && number < 120, sm_threads, is_small ? 2 : 3};
 }
 
 // Read by device code. Host code is compiled once for all GPUs, and reads Device::arch.
@@ -2454,19 +2435,22 @@ constexpr int max_threads(int element_bytes, int packs, int rows, RowKind kind) 
 }
 
 constexpr int min_blocks(int element_bytes, int packs, int rows, RowKind kind) {
+  const int arch = kArch.number;
   const bool is_16_bits = element_bytes == 2;
   if (kind == kInWarp) {
     if (packs == 3 && is_16_bits) return 7;
-    if (packs <= 3) return kArch.warp_row_blocks;
-    if (packs == 4) return 5;
-    return 4;
+    if (packs <= 3) return arch == 75 ? 8 : 9;
+    return packs == 4 ? 5 : 4;
   }
-  if (is_16_bits && packs == 1 && rows > 1)
-    return kind == kUnaligned ? kArch.short_unaligned_blocks_16_bits : kArch.short_blocks_16_bits;
+  if (is_16_bits && packs == 1 && rows > 1) {
+    if (kind == kUnaligned) return arch >= 90 ? 6 : 5;
+    return arch == 75 ? 5 : 7;
+  }
   if (rows > 1) return 1;
-  if (packs == 2) return kArch.two_load_blocks[is_16_bits];
-  if (is_16_bits && packs == kMaxLoads) return kArch.four_load_blocks_16_bits;
-  return kind == kUnaligned ? kArch.row_blocks - 1 : kArch.row_blocks;
+  if (packs == 2 && arch == 90 && !is_16_bits) return 3;
+  if (packs == 2) return arch >= 90 ? 2 : 1;
+  const bool needs_registers = kind == kUnaligned || (is_16_bits && packs == kMaxLoads);
+  return kArch.row_blocks - needs_registers;
 }
 
 // A thread has PACKS packs of each of its team's ROWS rows, which are 2^step_log2 apart. A block has blockDim.y teams.
