@@ -749,7 +749,7 @@ struct LayerNormCall {
   DType dtype;
   bool affine_float32;
   Activation activation;
-  DType output_dtype;  // of output and grad_output: dtype or, if dtype is Float32 and there is no epilogue, 16 bits
+  DType output_dtype;  // of output and grad_output: dtype or, for Float32 without an epilogue, 16 bits
 };
 
 struct Forward : LayerNormCall {
@@ -1321,8 +1321,8 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef shape, const Opti
                                                            scale, dtype);
 }
 
-// Returns float32, like nn.LayerNorm, or dtype. Input of dtype is read and saved as it is. Of other 16-bit input, a
-// copy is saved, so that the caller may change it in place.
+// Returns float32, like nn.LayerNorm, or dtype. Input of dtype is read and saved as it is. Other 16-bit input is
+// converted, and the copy is saved, so that the caller may change input in place.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale,
                            OptionalDType dtype) {
@@ -2424,7 +2424,7 @@ constexpr int kTeamsThreads = 128;                // of a block with several tea
 constexpr int kShortRows = kHasEpilogue ? 4 : 2;  // per thread; they share loads of weight and bias
 static_assert(is_power_of_two(kTeamsThreads), "a block has a power of two of teams");
 
-// Of an unaligned row, a batch-invariant call has words, because a thread's columns must not depend on where it begins.
+// Batch-invariant calls load unaligned rows in words, so that a thread's columns do not depend on where a row begins.
 constexpr int pack_bytes(RowKind kind) { return kind == kUnaligned && kBatchInvariant ? 4 : 16; }
 
 // Launch bounds of layer_norm_rows. More blocks hide more latency. None of these spills (nvcc 13.0).

@@ -8,7 +8,7 @@ overwritten before each call. The shapes are those of README's table of speed, a
 that is not installed is skipped with a message. A shape whose result a library cannot compute, or computes with an error
 of more than roundings, has "-".
 
-QuACK's weight and bias are float32, because it takes no others. Its forward and backward are functions of their own; here
+QuACK's weight and bias are float32, because it accepts no others. Its forward and backward are functions of their own; here
 an autograd function calls them.
 """
 

@@ -29,7 +29,7 @@ def gpu_of(backend):
 
 
 def rows_of(waves, cols, sms):
-    """Returns so many float32 rows that their 16-byte loads are a bit more than `waves` times what all SMs hold."""
+    """Returns a number of float32 rows, whose 16-byte loads are a bit more than `waves` times what all SMs hold."""
     return math.floor(waves * 2048 * sms / (cols // 4)) + 1
 
 
@@ -278,7 +278,7 @@ def test_cpu_tensors_are_left_alone(dtype):
     norm.autocast_output = True
     for device in ("cpu", "cuda"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there is no GPU
+            warnings.simplefilter("ignore")  # without a GPU
             with torch.autocast(device, dtype=torch.bfloat16):
                 assert same_bits([norm(x)], [default(x)]) and norm(x).dtype == default(x).dtype
 
