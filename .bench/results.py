@@ -27,6 +27,7 @@ TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 # Rows of README's tables of norms alone, of other libraries, and of norms under autocast (ViT-B/16, ConvNeXt-S).
 SHAPES = ["8192 x 768 | bf16", "32768 x 2041 | bf16", "2048 x 32768 | bf16"]
 SPEED = [f"{step} | {shape}" for shape in SHAPES for step in ("forward", "backward")]
+LONG = SHAPES[2]
 OTHERS = ["8192 x 768 | bf16", "16384 x 4096 | bf16"]
 AUTOCAST = ["25216 x 768 | fp32", "401408 x 96 | bf16"]
 
@@ -138,23 +139,27 @@ def first_table(text):
     sweeps, models = tables_of(text, "Sweep"), tables_of(text, "Models")
     rows = {
         "a training step without `torch.compile`, autocast bf16": [gains_of_models(models[gpu]) for gpu in sweeps],
-        "the same with [`autocast_output`](#autocast)": [gains_with_autocast_output(models[gpu]) for gpu in sweeps],
+        "the same, norms return bf16 instead of float32 ([`autocast_output`](#autocast))": [
+            gains_with_autocast_output(models[gpu]) for gpu in sweeps
+        ],
     }
-    compiled = "rows of up to 8192 bf16 columns: nothing, PyTorch's fused norms stay; longer rows: as a norm alone"
-    rows["a model with `torch.compile`"] = [compiled, *["the same"] * (len(sweeps) - 1)]
-    alone = []
+    compiled, alone = [], []
     for sweep in sweeps.values():
         medians, count = gains_of_norms(sweep)
-        over = zip(("eager", "torch.compile"), zip(medians["forward"], medians["backward"]))
+        over = zip(("over eager", "over torch.compile"), zip(medians["forward"], medians["backward"]))
         alone.append("; ".join(f"{name} {times(forward)}, {times(backward)}" for name, (forward, backward) in over))
+        long = [floats(sweep[f"{operation} | {LONG}"][2:4]) for operation in medians]
+        compiled.append(", ".join(times(before / new) for before, new in long))
+    fused = ["nothing: PyTorch's fused norms stay", *["nothing"] * (len(sweeps) - 1)]
+    rows["a model with `torch.compile`, rows of up to 8192 bf16 columns"] = fused
+    rows["the same, longer rows (32768 columns, the norm alone): forward, backward"] = compiled
     rows[f"a norm alone: forward, backward (medians, {count} shapes)"] = alone
     gains = {gpu: [] for gpu in sweeps}
     for problem in (40, 34):
         for gpu, (eager, compiled, new) in evaluated(text, problem).items():
-            gains[gpu].append(f"eager {times(eager / new)}, torch.compile {times(compiled / new)}")
-    rows["[KernelBench](#kernelbench), problem 40; 34"] = ["; ".join(gains[gpu]) for gpu in sweeps]
-    other = "not measured: compiled, and emulated on CPUs"
-    rows["other GPUs, from Turing to Blackwell"] = [other, *["the same"] * (len(sweeps) - 1)]
+            gains[gpu].append(f"problem {problem} {times(eager / new)}, {times(compiled / new)}")
+    rows["[KernelBench](#kernelbench): over eager, torch.compile"] = ["; ".join(gains[gpu]) for gpu in sweeps]
+    rows["other GPUs, from Turing to Blackwell (built, and emulated on CPUs)"] = ["not measured"] * len(sweeps)
     header = ["you run", *(f"you gain on an {short(gpu)}" for gpu in sweeps)]
     return markdown_table(header, [[name, *cells] for name, cells in rows.items()])
 
@@ -187,6 +192,7 @@ def autocast_table(tables):
     ways = next(iter(tables.values()))["operation | rows x cols | input"]
     original, _, output, low = floats(next(iter(tables.values()))["output | 25216 x 768 | fp32"])
     sentence = f"{original:.1e} with nn.LayerNorm, {output:.1e} with autocast_output, {low:.1e} all in 16 bits"
+    ways = ["nn.LayerNorm", *ways[1:-1], "nn.LayerNorm all in 16 bits"]
     return markdown_table(["rows, input, GPU: ms forward, backward", *ways], rows) + "\n\n" + sentence
 
 
