@@ -191,7 +191,9 @@ def autocast_table(tables):
             rows.append([f"{shape.replace(' |', ',')}, {short(gpu)}", *cells])
     ways = next(iter(tables.values()))["operation | rows x cols | input"]
     original, _, output, low = floats(next(iter(tables.values()))["output | 25216 x 768 | fp32"])
-    sentence = f"{original:.1e} with nn.LayerNorm, {output:.1e} with autocast_output, {low:.1e} all in 16 bits"
+    sentence = (
+        f"{original:.3f} of the largest output without the option, {output:.3f} with it, and {low:.3f} all in 16 bits"
+    )
     ways = ["nn.LayerNorm", *ways[1:-1], "nn.LayerNorm all in 16 bits"]
     return markdown_table(["rows, input, GPU: ms forward, backward", *ways], rows) + "\n\n" + sentence
 
@@ -214,12 +216,12 @@ def models_table(models):
 def models_sentences(models):
     """Returns what README says about compiled models, and about the spread of the training steps in its table."""
     cells = [(gpu, key, row) for gpu, table in models.items() for key, row in table.items() if " | " in key]
-    compiled = [float(row[5]) for _, key, row in cells if "compiled" in key and "no" not in row[5]]
+    compiled = [row[5] for _, key, row in cells if key.endswith("training, compiled") and "no" not in row[5]]
     spreads = [
         float(row[i]) for _, key, row in cells if key.endswith(" | training") for i in (6, 9) if is_measured(row[i])
     ]
-    change = f"{min(compiled)}x to {max(compiled)}x" if compiled else "no change"
-    return [f"Compiled: {change}", f"gains vary by up to {max(spreads):.3f}"]
+    change = f"gains {min(compiled)}x to {max(compiled)}x" if compiled else "does not change"
+    return [f"Compiled training {change}", f"gains vary by up to {max(spreads):.3f}"]
 
 
 def libraries_table(tables):
