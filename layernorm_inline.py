@@ -200,7 +200,7 @@ def layer_norm(
             and convolutions would convert it. For float32 input, output and gradients have the bits of this conversion,
             but if several layers read the output, their gradients are added up in 16 bits. Input of this dtype is read
             and saved without a copy, so it must not change in place before backward. The docstring of LayerNorm says
-            for which norms it is. Exported and traced programs ignore it.
+            for which norms it is. Exported, traced and scripted programs ignore it.
     Raises:
         RuntimeError: shapes, dtypes or devices do not match, or the kernels were not compiled for input's GPU.
         NotImplementedError: the kernels do not support input's dtype.
@@ -235,7 +235,8 @@ def layer_norm(
         y = _torch_layer_norm(input, normalized_shape, weight, bias, eps)
         if activation is not None:
             y = torch.ops.aten.gelu(y, approximate=_ACTIVATIONS[activation][1])
-        y = y * scale if (is_recorded and _is_symbolic(scale)) or scale != 1 else y
+        if (is_recorded and _is_symbolic(scale)) or scale != 1:
+            y = y * scale
         return y if dtype is None else y.to(dtype)
     if not is_recorded and not _has_usual_types(normalized_shape, weight, bias, eps):
         _VF.layer_norm(input[None][:0], normalized_shape, weight, bias, eps)  # no rows: only raises PyTorch's TypeError
@@ -772,7 +773,7 @@ struct Allocate {
   void* operator()(size_t bytes) const { return function(context, bytes); }
 };
 
-// They return cudaErrorNotSupported if no kernel reads dtype and writes output_dtype in rows like these.
+// They return cudaErrorNotSupported if no kernel converts between dtype and output_dtype in rows like these.
 cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream);
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream);
 
@@ -894,9 +895,9 @@ Call make_call(const Tensor& input, const Tensor& weight, const Tensor& bias, do
   return call;
 }
 
-// Returns false if no kernel converts as the call demands. The build defines LAYERNORM_COMPILED_FOR, for example as
-// "sm_80, sm_90a".
-template <typename Call> bool launch_call(const Call& call, const Tensor& input, bool converts = false) {
+// Returns false if no kernel supports a call that may be refused. The build defines LAYERNORM_COMPILED_FOR, for example
+// as "sm_80, sm_90a".
+template <typename Call> bool launch_call(const Call& call, const Tensor& input, bool may_be_refused = false) {
   const c10::cuda::CUDAGuard guard(input.device());
   struct Scratch {
     const Tensor& like;
@@ -909,7 +910,7 @@ template <typename Call> bool launch_call(const Call& call, const Tensor& input,
   };
   const Allocate allocate_scratch = {function, &scratch};
   const cudaError_t error = launch(call, allocate_scratch, c10::cuda::getCurrentCUDAStream());
-  if (error == cudaErrorNotSupported && converts) return false;
+  if (error == cudaErrorNotSupported && may_be_refused) return false;
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     cudaGetLastError();  // clears the error, so that the next CUDA call does not report it
     int major = 0, minor = 0;
@@ -918,8 +919,7 @@ template <typename Call> bool launch_call(const Call& call, const Tensor& input,
     TORCH_CHECK(false, "layernorm_inline: cannot run on ", input.device(), ": its compute capability is ",
                 std::to_string(major) + "." + std::to_string(minor),
                 ", and the kernels were compiled for " LAYERNORM_COMPILED_FOR
-                ". If it is 7.5 or newer, install an nvcc that supports it, and delete the folder " C10_STRINGIZE(
-                    TORCH_EXTENSION_NAME) " in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions)");
+                ". If it is 7.5 or newer, install an nvcc that supports it, and import the file again");
   }
   C10_CUDA_CHECK(error);
   return true;
@@ -1321,17 +1321,18 @@ Tensor layer_norm_autograd(const Tensor& input, SymIntArrayRef shape, const Opti
                                                            scale, dtype);
 }
 
-// Returns float32, like nn.LayerNorm, or dtype. Input of dtype is read and saved as it is. Other 16-bit input is
-// converted, and the copy is saved, so that the caller may change input in place.
+// Returns float32, like nn.LayerNorm, or dtype. 16-bit input is converted, and the copy is saved, so that the caller
+// may change input in place. Input of dtype is read and saved as it is, beside weight and bias of float32.
 Tensor layer_norm_autocast(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            const OptionalTensor& bias, double eps, int64_t activation, double scale,
                            OptionalDType dtype) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   const auto is_16_bits = [](const OptionalTensor& t) { return is_given(t) && has_16_bits(t->scalar_type()); };
   const auto cast = [&](const OptionalTensor& t) { return is_16_bits(t) ? t->to(at::kFloat) : t.value_or(Tensor()); };
-  bool is_read_directly = !kHasEpilogue && input.scalar_type() == dtype && !is_16_bits(weight) && !is_16_bits(bias);
-  // Inference tensors cannot be saved for backward.
-  if (input.is_inference() && torch::autograd::compute_requires_grad(weight, bias)) is_read_directly = false;
+  // Inference tensors cannot be saved.
+  const bool cannot_be_saved = input.is_inference() && torch::autograd::compute_requires_grad(weight, bias);
+  const bool is_read_directly =
+      !kHasEpilogue && input.scalar_type() == dtype && !is_16_bits(weight) && !is_16_bits(bias) && !cannot_be_saved;
   return call_op<layer_norm_forward<false>>("layer_norm", is_read_directly ? input : cast(input), shape, cast(weight),
                                             cast(bias), eps, activation, scale, dtype);
 }
@@ -1897,8 +1898,12 @@ __device__ inline void save_statistics(const Forward& call, int64_t row, float m
   call.rstd[row] = rstd;
 }
 
-// ==== Sums over the threads of a row ====
+// ==== Rows in registers: conversions, and sums over the threads of a row ====
 // Only for register forward and register backward.
+
+// Register kernels of aligned float32 rows can write 16 bits and, in backward, read a grad_output of 16 bits. A thread
+// has the same columns as for float32, so the bits are those of a conversion after forward and before backward.
+template <typename T, bool IS_ALIGNED> constexpr bool kConverts = sizeof(T) == 4 && IS_ALIGNED && !kHasEpilogue;
 
 // opaque() of a pointer.
 template <typename T> __device__ T* keep_pointer(T* pointer) {
@@ -2059,8 +2064,10 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
 enum LaunchKind { kPlain, kProgrammatic, kCooperative };
 
 // Read when the library is loaded, so that all calls of a process agree.
-const char* const cooperative_switch = std::getenv("LAYERNORM_INLINE_COOPERATIVE");
-const bool allows_cooperative = cooperative_switch == nullptr || strcmp(cooperative_switch, "0") != 0;
+const bool allows_cooperative = [] {
+  const char* value = std::getenv("LAYERNORM_INLINE_COOPERATIVE");
+  return value == nullptr || strcmp(value, "0") != 0;
+}();
 
 struct LaunchShape {
   dim3 grid, block;
@@ -2296,10 +2303,6 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
 
 // ==== Whole rows: constants, and input's priority in L2 ====
 // Only for register forward, register backward, pipelined and grid-resident.
-
-// Register kernels of aligned float32 rows can write 16 bits and, in backward, read a grad_output of 16 bits. A thread
-// has the same columns as for float32, so the bits are those of a conversion after forward and before backward.
-template <typename T, bool IS_ALIGNED> constexpr bool kConverts = sizeof(T) == 4 && IS_ALIGNED && !kHasEpilogue;
 
 // Large input stays in L2, because most kernels prefetch it. Small input leaves first, so that the output stays.
 L2Priority input_priority(const LayerNormCall& call, const Device& device) {
@@ -2915,8 +2918,9 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
     if (call.cols > kBackwardColumns * kBackwardThreads || one_row.resident_rows > p.resident_rows) p = one_row;
   }
   if constexpr (kConverts<T, (V > 1)>) {
-    if (call.output_dtype == DType::Float16) p = plan_of<T, __half, V, 2, kRows>(call, context.device);
-    if (call.output_dtype == DType::BFloat16) p = plan_of<T, __nv_bfloat16, V, 2, kRows>(call, context.device);
+    constexpr int kPacks = kBackwardColumns / kPack;
+    if (call.output_dtype == DType::Float16) p = plan_of<T, __half, V, kPacks, kRows>(call, context.device);
+    if (call.output_dtype == DType::BFloat16) p = plan_of<T, __nv_bfloat16, V, kPacks, kRows>(call, context.device);
   } else if (call.output_dtype != call.dtype) {
     return cudaErrorNotSupported;
   }
@@ -3788,7 +3792,9 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
 template <typename T, typename Call> cudaError_t launch_pipelined(const Call& call, const LaunchContext& context) {
   using Block = PipelineBlock<T, Call>;
   const PipelinePlan plan = choose_plan<T>(call, context.device);
-  const int64_t groups = std::min<int64_t>(call.rows, context.device.sms / plan.blocks_per_row);
+  // In batch-invariant forward the grid is the same for all rows, because a grid that does not fit runs in two passes.
+  const int64_t most_groups = context.device.sms / plan.blocks_per_row;
+  const int64_t groups = Block::kForward && kBatchInvariant ? most_groups : std::min<int64_t>(call.rows, most_groups);
 
   // Scratch memory: partial sums, then mailboxes on a cache line. One group with few rows needs no partial sums.
   int64_t partial_rows = 0;
@@ -4241,7 +4247,8 @@ else:
     _ops, _why_not = _load(_LAYER_NORM)  # _why_not is the reason if _ops is None
 _layer_norm_op = _ops and _ops.layer_norm.default  # looked up once, for speed
 if _ops is not None:  # programs that torch.compile has stored need the ops, and do not call _load_epilogue
-    _load(_EPILOGUE, may_compile=False)
+    with contextlib.suppress(RuntimeError):  # the first use raises it again
+        _load(_EPILOGUE, may_compile=False)
 
 # 7  KernelBench problem 34 ===================================================
 # Everything from here on can be deleted if you only want LayerNorm.
@@ -4920,5 +4927,6 @@ def _load_convolution():
         _is_convolution_loaded = True
 
 
-if _ops is not None and _load(_CONVOLUTION, may_compile=False)[0] is not None:  # as the epilogue
-    _load_convolution()
+with contextlib.suppress(RuntimeError):  # as the epilogue
+    if _ops is not None and _load(_CONVOLUTION, may_compile=False)[0] is not None:
+        _load_convolution()

@@ -62,6 +62,17 @@ def test_a_row_has_the_same_bits_in_every_batch(backend, sms, rows, cols, dtype,
 
 
 @on_emulated
+def test_the_grid_of_blocks_that_wait_for_others_does_not_depend_on_rows(backend):
+    """A grid that does not fit runs in two passes, with other bits, so all batches must fit or none."""
+    launched = []
+    with emulator.on(emulator.GPUS["hopper"](8), dry=True, flags=FLAGS) as libraries:
+        for rows in (1, 3, 40):
+            backend.layer_norm(torch.randn(rows, 20_000), (20_000,))
+            launched += [line.split(" of ")[0] for line in emulator.launches(libraries)]
+    assert len(launched) == 3 and "cooperative" in launched[0] and len({*launched}) == 1, launched
+
+
+@on_emulated
 @pytest.mark.parametrize("sms,rows,cols", [(2, 80, 768), (2, 9, 2041), (8, 9, 20000), (2, 4, 40000), (8, 3, 100001)])
 def test_without_the_switch_the_number_of_rows_decides(backend, sms, rows, cols):
     """One shape for each choice that the switch fixes."""
