@@ -343,7 +343,7 @@ def replace_layer_norm(
 #
 #   layernorm_inline_<hash of the sources>/          _cache(name)
 #     build.lock                                     locked by the process that compiles
-#     build-<machine>-<random>/                      the folder in which it compiles
+#     build-<machine>_<random>/                      the folder in which it compiles
 #     <hash of versions and flags>-sm_80-sm_90a.so   _library_path(cache, codes), moved here when it is complete
 #     <hash of versions and flags>-sm_80-no_sm_120.so    the same, if nvcc did not support sm_120
 
@@ -645,7 +645,8 @@ def _build(library, cache, codes, broken=None):
 
     A library with the inode `broken` is replaced.
     """
-    prefix = f"{cache}/build-{os.uname().nodename}-"  # some file systems lock for each machine alone
+    # Some file systems lock for each machine alone, whose name contains no underscore.
+    prefix = f"{cache}/build-{os.uname().nodename}_"
     with _acquire_lock(cache) as lock:
         path = _find_library(cache, codes)
         if path is None or os.stat(path).st_ino == broken:
@@ -1199,8 +1200,13 @@ Gradients composed_backward(const Tensor& grad_output, const Tensor& input, SymI
                             double eps, int64_t activation, double scale, std::array<bool, 3> output_mask) {
   check_inputs(input, shape, weight, bias);
   const Tensor w = as_float_row(weight, shape), b = as_float_row(bias, shape);
-  const auto [xhat, rstd] = composed_normalized(as_matrix(input, shape), statistics, eps);
-  Tensor dy = as_matrix(grad_output, shape);
+  // Without statistics, the results are differentiated: gradients of x and dy are added up before they are rounded.
+  Tensor x = as_matrix(input, shape), dy = as_matrix(grad_output, shape);
+  if (!statistics.defined()) {
+    x = x.to(at::kFloat);
+    dy = dy.to(at::kFloat);
+  }
+  const auto [xhat, rstd] = composed_normalized(x, statistics, eps);
   if (kHasEpilogue) {
     const Activation function = to_activation(activation, scale);
     dy = scale == 1 ? dy.to(at::kFloat) : dy.to(at::kFloat) * scale;

@@ -69,6 +69,22 @@ def test_second_derivatives_of_large_float16_gradients_are_finite(backend):
     torch.testing.assert_close(results[0].double(), results[1], rtol=1e-2, atol=1e-3 * results[1].abs().max().item())
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_second_derivatives_of_16_bits_are_rounded_once(backend, activation):
+    """Input reaches them in several ways, whose float32 gradients are added up before they are rounded."""
+    x, dy, g = (torch.randn(64, 96, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        function = backend.layer_norm if dtype == torch.bfloat16 else formula
+        leaf, grad_output, direction = (t.to(backend.device, dtype) for t in (x, dy, g))
+        leaf.requires_grad_()
+        arguments = ((96,), None, None, EPS) if dtype == torch.bfloat16 else (None, None)
+        (grad,) = torch.autograd.grad(function(leaf, *arguments, activation), leaf, grad_output, create_graph=True)
+        results += torch.autograd.grad(grad, leaf, direction)
+    error, bound = (results[0].double() - results[1]).abs(), 0.51 * torch.finfo(torch.bfloat16).eps * results[1].abs()
+    assert (error <= bound + 2e-4).all()
+
+
 @pytest.mark.parametrize("activation,scale", [
     (None, 1.0), *(pytest.param(activation, 1.5, marks=pytest.mark.full) for activation in ("gelu", "gelu_tanh"))
 ])  # fmt: skip
