@@ -316,7 +316,7 @@ def replace_layer_norm(
     classes = types if isinstance(types, Collection) else (types,)
     if not all(isinstance(cls, type) and issubclass(cls, _TorchLayerNorm) for cls in classes):
         raise TypeError(f"Expected types to be nn.LayerNorm or subclasses of it, but got {types!r}")
-    norms = [m for m in module.modules() if isinstance(m, _TorchLayerNorm)]
+    norms: list[Any] = [m for m in module.modules() if isinstance(m, _TorchLayerNorm)]
     skipped: Counter = Counter()
     own_name = LayerNorm.__module__, LayerNorm.__qualname__  # importlib.reload makes another class of this name
     for norm in norms:
