@@ -72,7 +72,7 @@ class Quack:
             affine = (weight, bias) if torch.is_grad_enabled() else (weight.detach(), bias.detach())
             return QuackFunction.apply(x, *affine, norm.eps)
 
-        function.weight, function.bias = weight, bias  # sweep.time_case asks for their gradients
+        function.weight, function.bias = weight, bias  # sweep.time_case needs their gradients
         return function
 
 
