@@ -434,6 +434,18 @@ def test_checkpointing(backend, use_reentrant):
     assert same_bits(*results)
 
 
+def test_under_ddp(backend, mesh):
+    """One process, whose gradients are averaged with nobody's: they have the bits of those without DDP."""
+    x, results = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(backend.device), []
+    for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
+        model = model_of(backend, True)
+        with torch.autocast(backend.device, dtype=torch.bfloat16):
+            y = wrap(model)(x)
+        y.float().square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert same_bits(*results)
+
+
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_in_a_cuda_graph(backend, given):
     if not backend.is_cuda:
