@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT), str(ROOT / ".tests")]
+import emulator  # noqa: E402
+
 SOURCE = ROOT / "layernorm_inline.py"
 
 # ---- Deleting families ----
@@ -32,16 +34,6 @@ FAMILIES = {
     "grid-resident": ("Grid-resident kernel", "grid_resident::choose_plan"),
 }
 LAST_PART = "# 7  KernelBench problem 34"
-
-
-def end_of_bracket(text, start):
-    """Returns the index after the bracket that closes the one at text[start]."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] in "{(") - (text[i] in "})")
-        if depth == 0:
-            return i + 1
-    raise ValueError("a bracket is not closed")
 
 
 def without(text, names):
@@ -58,9 +50,9 @@ def without(text, names):
     for name in names:
         while name in FAMILIES and (called := text.find(FAMILIES[name][1])) >= 0:
             start = text.rindex("if (", 0, called)
-            end = end_of_bracket(text, text.index("(", start))
+            end = emulator.end_of(text, text.index("(", start))
             block = re.compile(r"\s*\{").match(text, end)
-            end = end_of_bracket(text, block.end() - 1) if block else text.index(";", end) + 1
+            end = emulator.end_of(text, block.end() - 1) if block else text.index(";", end) + 1
             text = text[:start] + text[end:]
     return text
 
@@ -70,7 +62,6 @@ def without(text, names):
 
 def nvcc_seconds(text):
     """Returns the user seconds of cicc and of all steps of nvcc for the first library of a version of the file."""
-    import emulator
     from machine_code import nvcc
 
     with tempfile.TemporaryDirectory() as folder:
