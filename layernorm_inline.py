@@ -27,8 +27,7 @@ Rows of more than 32 KB (backward: 8 KB) may use cooperative launches. Their blo
 deadlock beside a kernel that keeps SMs busy while it waits for work queued after them, on this GPU or another. With
 LAYERNORM_INLINE_COOPERATIVE=0 in the environment at import, slower kernels run these rows, and nothing can deadlock.
 
-Sections: API, build, interface, binding, CUDA kernels, load, KernelBench problem 34. The repository explains the
-kernels in .docs/kernels.md.
+The repository explains the kernels in .docs/kernels.md.
 
 Words: a pack is 16 bytes of consecutive elements; a load, one access to a pack; a team, the threads that hold a row; a
 group, blocks that share rows; a slice, the columns of a row that a block of a group has; a stage, the part of a slice
@@ -93,9 +92,6 @@ _is_dynamo_tracing = _compiler.is_dynamo_compiling if _HAS_EXPORT_FLAG else torc
 # Some versions of Dynamo replace torch.compiler.is_exporting() by True under torch.compile.
 _is_exporting = (lambda: _compiler._is_exporting_flag) if _HAS_EXPORT_FLAG else (lambda: False)
 _HAS_AUTOCAST_DTYPE = hasattr(torch, "get_autocast_dtype")  # PyTorch 2.4, which deprecates the older function
-_cuda_autocast_dtype = (
-    (lambda: torch.get_autocast_dtype("cuda")) if _HAS_AUTOCAST_DTYPE else torch.get_autocast_gpu_dtype
-)
 
 _is_batch_invariant = os.environ.get("LAYERNORM_INLINE_BATCH_INVARIANT") == "1"
 
@@ -151,7 +147,7 @@ def _autocast_dtype(input):
     is_converted = torch.is_autocast_enabled() and isinstance(input, torch.Tensor) and input.is_cuda
     if not is_converted or input.dtype is _float64 or _is_exporting() or _get_tracing_state() is not None:
         return None  # a recorded conversion could not run without autocast
-    dtype = _cuda_autocast_dtype()
+    dtype = torch.get_autocast_dtype("cuda") if _HAS_AUTOCAST_DTYPE else torch.get_autocast_gpu_dtype()
     return dtype if dtype in _16_BITS else None
 
 
@@ -611,13 +607,14 @@ def _find_library(cache, codes):
     A library without some of them will do while nvcc lacks these, or is missing.
     """
     paths = filter(_is_trusted, glob.glob(_library_path(glob.escape(cache), ["*"])))
-    lacking = {path: {*codes} - {*os.path.basename(path)[:-3].split("-")} for path in paths}
-    for path in sorted(lacking, key=lambda path: (len(lacking[path]), path.count("-"))):
-        if not lacking[path]:
+    names = {path: os.path.basename(path)[:-3].split("-") for path in paths}
+    for path in sorted(names, key=lambda path: (len({*codes} - {*names[path]}), len(names[path]))):
+        lacking = {*codes} - {*names[path]}
+        if not lacking:
             return path
-        if lacking[path] < {*codes} and all(f"-no_{code}" in path for code in lacking[path]):
+        if lacking < {*codes} and all(f"no_{code}" in names[path] for code in lacking):
             with contextlib.suppress(RuntimeError):  # no nvcc
-                if _supported(lacking[path], _find_cuda_home()[0])[0]:
+                if _supported(lacking, _find_cuda_home()[0])[0]:
                     continue
             return path
     return None
@@ -740,18 +737,20 @@ enum class DType { Float32, Float16, BFloat16 };
 enum class Activation { None, Gelu, GeluTanh };
 
 // output = scale * activation((input - mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance + eps) of the row.
-// Tensors are contiguous. Null stands for an absent weight or bias, or for an output that is not needed. Input begins
-// on 16 bytes; in backward, input and grad_output begin on 4.
+// Tensors are contiguous, and begin on 16 bytes. Null stands for an absent weight or bias, or an output not needed.
 struct LayerNormCall {
   const void* input;   // (rows, cols), of dtype
   const void* weight;  // (cols), of dtype, or of float32 if affine_float32
   const void* bias;    // (cols), of weight's type; null in backward without an activation
   int64_t rows, cols;
-  double eps, scale;
+  float per_col;  // 1 / cols
+  float eps, scale;
   DType dtype;
   bool affine_float32;
   Activation activation;
   DType output_dtype;  // of output and grad_output: dtype or, for Float32 without an epilogue, 16 bits
+
+  bool converts() const { return output_dtype != dtype; }
 };
 
 struct Forward : LayerNormCall {
@@ -869,9 +868,10 @@ Tensor allocate(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) 
 const void* const_ptr(const Tensor& t) { return t.defined() ? t.unsafeGetTensorImpl()->data() : nullptr; }
 void* mutable_ptr(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
-Tensor contiguous(const OptionalTensor& t, uintptr_t boundary = 1) {
+// Contiguous, and on 16 bytes, where PyTorch allocates.
+Tensor aligned(const OptionalTensor& t) {
   const Tensor x = is_given(t) ? t->contiguous() : Tensor();
-  return reinterpret_cast<uintptr_t>(const_ptr(x)) % boundary == 0 ? x : x.clone();
+  return reinterpret_cast<uintptr_t>(const_ptr(x)) % 16 == 0 ? x : x.clone();
 }
 
 bool has_16_bits(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
@@ -881,7 +881,7 @@ DType dtype_of(const Tensor& t) {
   return dtype == at::kHalf ? DType::Float16 : dtype == at::kBFloat16 ? DType::BFloat16 : DType::Float32;
 }
 
-// The fields that all calls have, of contiguous tensors.
+// The fields that all calls have.
 template <typename Call>
 Call make_call(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps, double scale) {
   Call call = {};
@@ -896,8 +896,7 @@ Call make_call(const Tensor& input, const Tensor& weight, const Tensor& bias, do
   return call;
 }
 
-// Returns false if no kernel supports a call that may be refused. The build defines LAYERNORM_COMPILED_FOR, for example
-// as "sm_80, sm_90a".
+// Returns false if no kernel supports a call that may be refused. LAYERNORM_COMPILED_FOR is, say, "sm_80, sm_90a".
 template <typename Call> bool launch_call(const Call& call, const Tensor& input, bool may_be_refused = false) {
   const c10::cuda::CUDAGuard guard(input.device());
   struct Scratch {
@@ -1086,16 +1085,17 @@ auto layer_norm_forward(const Tensor& input, SymIntArrayRef shape, const Optiona
   Tensor output = allocate(input.sym_sizes(), output_dtype, input), statistics;
   if (SAVE_STATISTICS) statistics = allocate({2, row_count(input, shape)}, at::kFloat, input);
   if (!input.is_meta() && input.numel() > 0) {
-    const Tensor x = contiguous(input, 16), w = contiguous(weight), b = contiguous(bias);
+    const Tensor x = aligned(input), w = aligned(weight), b = aligned(bias);
     auto call = make_call<Forward>(x, w, b, eps, scale);
     call.output = mutable_ptr(output);
     call.cols = element_count(shape).expect_int();
     call.rows = input.numel() / call.cols;
+    call.per_col = 1.0f / call.cols;
     call.mean = static_cast<float*>(mutable_ptr(statistics));
     call.rstd = SAVE_STATISTICS ? call.mean + call.rows : nullptr;
     call.activation = function;
     call.output_dtype = dtype_of(output);
-    if (!launch_call(call, input, call.output_dtype != call.dtype)) {
+    if (!launch_call(call, input, call.converts())) {
       const Tensor unconverted = allocate(input.sym_sizes(), input.scalar_type(), input);
       call.output = mutable_ptr(unconverted);
       call.output_dtype = call.dtype;
@@ -1128,10 +1128,8 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   const SymInt cols = element_count(shape);
   if (input.is_meta() || cols == 0) return gradients;
 
-  // These kernels load 16-bit elements in pairs, from multiples of 4 bytes.
-  Tensor dy = contiguous(grad_output, 4);
-  const Tensor x = contiguous(input, 4), stats = statistics.contiguous();
-  const Tensor w = contiguous(weight), b = contiguous(bias);
+  Tensor dy = aligned(grad_output);
+  const Tensor x = aligned(input), stats = aligned(statistics), w = aligned(weight), b = aligned(bias);
   auto call = make_call<Backward>(x, w, b, eps, scale);
   call.grad_output = const_ptr(dy);
   call.grad_input = mutable_ptr(grad_input);
@@ -1139,12 +1137,13 @@ Gradients layer_norm_backward(const Tensor& grad_output, const Tensor& input, Sy
   call.grad_bias = mutable_ptr(grad_bias);
   call.cols = cols.expect_int();
   call.rows = input.numel() / call.cols;
+  call.per_col = 1.0f / call.cols;
   call.mean = static_cast<const float*>(const_ptr(stats));
   call.rstd = call.mean + call.rows;
   call.activation = function;
   if (call.activation == Activation::None) call.bias = nullptr;
   call.output_dtype = dtype_of(dy);
-  if (!launch_call(call, input, call.output_dtype != call.dtype)) {
+  if (!launch_call(call, input, call.converts())) {
     dy = dy.to(input.scalar_type());
     call.grad_output = const_ptr(dy);
     call.output_dtype = call.dtype;
@@ -1467,14 +1466,12 @@ struct Arch {
   bool has_async_copy;    // cp.async, mbarrier, and L2 policies of loads and prefetches
   bool has_bulk_copy;     // cp.async.bulk, mbarrier transactions, and programmatic dependent launches
   bool has_large_shared;  // 227 KB of shared memory per block
-  int sm_threads;         // the fewest that an SM can hold
   int row_blocks;         // launch bound: blocks of 512 threads per SM
 };
 
 constexpr Arch arch_of(int number) {
   const bool is_small = number == 75 || number >= 120;
-  const int sm_threads = number == 75 ? 1024 : 1536;
-  return {number, number >= 80, number >= 90, number >= 90 && number < 120, sm_threads, is_small ? 2 : 3};
+  return {number, number >= 80, number >= 90, number >= 90 && number < 120, is_small ? 2 : 3};
 }
 
 // Read by device code. Host code is compiled once for all GPUs, and reads Device::arch.
@@ -1484,8 +1481,7 @@ constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 constexpr Arch kArch = arch_of(90);
 #endif
 
-// LAYERNORM_INLINE_BATCH_INVARIANT=1: forward gives a row the same bits in every batch. Choices that depend on the
-// number of rows, or on which rows begin at 16 bytes, are then the same for all.
+// LAYERNORM_INLINE_BATCH_INVARIANT=1: no choice of forward depends on the number of rows, or on where a row begins.
 #if defined(LAYERNORM_BATCH_INVARIANT)
 constexpr bool kBatchInvariant = true;
 #else
@@ -1494,6 +1490,8 @@ constexpr bool kBatchInvariant = false;
 
 // ==== Elements: vectors, packs, conversions, arithmetic ====
 // T is float, __half or __nv_bfloat16. Rows stay in registers as Packs, and are computed with as Vecs of floats.
+
+inline int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
 
 template <typename A, int V> struct Vec {
   static constexpr int kSize = V;
@@ -1621,6 +1619,12 @@ template <typename T, int V, bool EVICT_FIRST = false> __device__ void store(T* 
 
 enum class L2Priority { EvictFirst, EvictLast };  // whether data leaves L2 first or last when L2 is full
 
+// Large input stays in L2, because most kernels prefetch it. Small input leaves first, so that the output stays.
+inline L2Priority input_priority(const LayerNormCall& call, int l2_bytes) {
+  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
+  return bytes > l2_bytes / 2 ? L2Priority::EvictLast : L2Priority::EvictFirst;
+}
+
 __device__ inline uint64_t l2_policy(L2Priority priority) {
   uint64_t first = 0;
   uint64_t last = 0;  // both are created, because a branch would delay the first load
@@ -1656,9 +1660,7 @@ __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t po
 
 // True for the threads that call prefetch_range for their block: one from sm_90 on, all before, none before sm_80.
 __device__ inline bool is_prefetching_thread() {
-  if constexpr (kArch.has_bulk_copy) return threadIdx.x + threadIdx.y == 0;
-  if constexpr (kArch.has_async_copy) return true;
-  return false;
+  return kArch.has_bulk_copy ? threadIdx.x + threadIdx.y == 0 : kArch.has_async_copy;
 }
 
 // global and bytes must be multiples of 16. Before sm_90, every thread prefetches a part, and the policy is evict_last.
@@ -2025,8 +2027,7 @@ template <typename Kernel> const Device& current_device(Kernel* kernel) {
   cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, index);
   cudaDeviceGetAttribute(&device.l2_bytes, cudaDevAttrL2CacheSize, index);
   cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-  // The architecture of the loaded code. If it cannot be loaded, the launch reports the error, and the next call tries
-  // again.
+  // If the code cannot be loaded, the launch reports the error, and the next call tries again.
   cudaFuncAttributes attributes = {};
   device.initialized = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
   device.arch = arch_of(attributes.ptxVersion);
@@ -2044,14 +2045,10 @@ struct LaunchContext {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
-
 template <typename F> __host__ __device__ cudaError_t with_element(DType dtype, F f) {
-  switch (dtype) {
-    case DType::Float16: return f(__half());
-    case DType::BFloat16: return f(__nv_bfloat16());
-    default: return f(float());
-  }
+  if (dtype == DType::Float16) return f(__half());
+  if (dtype == DType::BFloat16) return f(__nv_bfloat16());
+  return f(float());
 }
 
 // Always allows all shared memory: if each call set its own limit, another thread could lower it before the launch.
@@ -2113,12 +2110,6 @@ constexpr int row_threads(int64_t loads, int loads_per_thread) {
 }
 
 // ==== Epilogue: scale * activation(z), where z is the result of layer normalization ====
-
-// Activation::None and scale 1 mean that there is none.
-struct Epilogue {
-  Activation activation;
-  float scale;
-};
 
 // gelu(z) = z Phi(z), computed from the tail of the normal distribution, 1 - Phi(|z|): 1 + erf would lose digits if z
 // is negative. The tail's base-2 logarithm is nearly a parabola.
@@ -2187,15 +2178,14 @@ template <typename T, typename F> __device__ void with_activation(Activation act
 }
 
 // Hides the activation from the compiler, which would copy a loop for each.
-template <bool HIDDEN> __device__ Epilogue opaque_activation(Epilogue epilogue) {
-  if constexpr (HIDDEN) epilogue.activation = Activation(opaque(int(epilogue.activation)));
-  return epilogue;
-}
+__device__ inline Activation opaque_activation(Activation activation) { return Activation(opaque(int(activation))); }
 
-template <typename T, int V> __device__ void apply_epilogue(Vec<float, V>& z, const Epilogue& epilogue) {
+template <typename T, bool HIDES_ACTIVATION, int V>
+__device__ void apply_epilogue(Vec<float, V>& z, const Forward& call) {
   if constexpr (kHasEpilogue) {
-    with_activation<T>(epilogue.activation, [&](auto activation) { UNROLL(v, V) z[v] = activation.value(z[v]); });
-    if (epilogue.scale != 1) z = z * epilogue.scale;
+    const Activation activation = HIDES_ACTIVATION ? opaque_activation(call.activation) : call.activation;
+    with_activation<T>(activation, [&](auto function) { UNROLL(v, V) z[v] = function.value(z[v]); });
+    if (call.scale != 1) z = z * call.scale;
   }
 }
 
@@ -2203,13 +2193,13 @@ template <typename T, int V> __device__ void apply_epilogue(Vec<float, V>& z, co
 template <typename T, int V> __device__ void apply_derivative(Pack<T, V>& grad_output, const Vec<float, V>& xhat,
                                                               const Vec<float, V>& weight, const Vec<float, V>& bias,
                                                               const Backward& call) {
-  const Epilogue epilogue = opaque_activation<true>(Epilogue{call.activation, float(call.scale)});
-  if (epilogue.activation == Activation::None && epilogue.scale == 1) return;
+  const Activation activation = opaque_activation(call.activation);
+  if (activation == Activation::None && call.scale == 1) return;
   auto grad = widened(grad_output);
-  with_activation<T>(epilogue.activation, [&](auto activation) {
-    UNROLL(v, V) grad[v] *= activation.derivative(xhat[v] * weight[v] + bias[v]);
+  with_activation<T>(activation, [&](auto function) {
+    UNROLL(v, V) grad[v] *= function.derivative(xhat[v] * weight[v] + bias[v]);
   });
-  if (epilogue.scale != 1) grad = grad * epilogue.scale;
+  if (call.scale != 1) grad = grad * call.scale;
   grad_output = packed<T>(grad);
 }
 
@@ -2223,8 +2213,7 @@ _CUDA_LAYER_NORM = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// A pack is 16 bytes of consecutive elements. Rows are aligned if every row of every tensor starts on a 16-byte
-// boundary. Section 5 begins with a table of the kernel families.
+// Rows are aligned if each begins on 16 bytes. Section 5 begins with a table of the kernel families.
 
 // ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
 // Blocks, or groups of blocks that share rows, store their sums of grad_weight and grad_bias in `partials`, float32 of
@@ -2233,8 +2222,14 @@ namespace {
 // Rows that a thread adds up one by one, at most. Longer chains of additions lose digits.
 constexpr int kRowsPerSum = 256;
 
+inline bool needs_gradient_sums(const Forward&) { return false; }
 __host__ __device__ inline bool needs_gradient_sums(const Backward& call) {
   return call.grad_weight != nullptr || call.grad_bias != nullptr;
+}
+
+// How many partial rows `groups` of blocks store: none if the sums of one group are the gradients.
+template <typename Call> int64_t partial_rows_of(const Call& call, int64_t groups) {
+  return needs_gradient_sums(call) && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
 }
 
 // Adds to row blockIdx.y of partials, which is_first overwrites. Without partials, the sums are the gradients.
@@ -2298,7 +2293,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials(Backward call, const
 // partial_rows is 0 if the backward kernel has stored the gradients itself.
 cudaError_t launch_sum_partials(const Backward& call, const float* partials, int64_t partial_rows,
                                 const LaunchContext& context) {
-  if (partial_rows == 0 || !needs_gradient_sums(call)) return cudaSuccess;
+  if (partial_rows == 0) return cudaSuccess;
   int threads_per_column = std::min(kMaxThreadsPerColumn, row_threads(partial_rows, 1));
   while (threads_per_column > 1 && 2 * call.cols * threads_per_column > 512 * context.device.sms)
     threads_per_column /= 2;  // 512 threads per SM are enough; tuned on an H200
@@ -2307,45 +2302,21 @@ cudaError_t launch_sum_partials(const Backward& call, const float* partials, int
                        partials, int(partial_rows));
 }
 
-// ==== Whole rows: constants, and input's priority in L2 ====
-// Only for register forward, register backward, pipelined and grid-resident.
-
-// Large input stays in L2, because most kernels prefetch it. Small input leaves first, so that the output stays.
-L2Priority input_priority(const LayerNormCall& call, const Device& device) {
-  const int64_t bytes = call.rows * call.cols * size_of(call.dtype);
-  return bytes > device.l2_bytes / 2 ? L2Priority::EvictLast : L2Priority::EvictFirst;
-}
-
-struct RowConstants {
-  float eps;
-  float per_col;
-  Epilogue epilogue;
-  L2Priority priority;  // of input
-};
-
-RowConstants row_constants(const Forward& call, const Device& device) {
-  return {float(call.eps), 1.0f / float(call.cols), {call.activation, float(call.scale)}, input_priority(call, device)};
-}
-
 // ==== Register kernels, forward: short rows ====
 // Can be deleted with its `if` in dispatch.
 // A team of threads holds a row in registers, so that input is read once. Threads have few loads, and blocks are small,
-// so that enough rows are in flight on every SM. With kInWarp, a team is one warp, which needs no barrier. Otherwise it
-// is blockDim.x threads.
+// so that enough rows are in flight on every SM. A team is blockDim.x threads or, with kInWarp, one warp.
 
 namespace registers {
 
-// Block b prefetches rows of a later block, from begin + b * block_bytes on.
-struct PrefetchWindow {
-  const char* begin;  // on a 16-byte boundary
-  const char* end;    // of input
-  unsigned block_bytes;
-};
-
-__device__ inline void prefetch_later_rows(const PrefetchWindow& window, uint64_t policy) {
-  const char* begin = window.begin + (uint64_t(blockIdx.x) * window.block_bytes) / 16 * 16;
-  const unsigned bytes = (window.block_bytes + 31) / 16 * 16;  // covers unaligned rows
-  if (begin + bytes <= window.end) prefetch_range(begin, bytes, policy);
+// Prefetches the rows of a later block.
+template <typename T>
+__device__ void prefetch_later_rows(const Forward& call, int block_rows, int distance_in_bytes, uint64_t policy) {
+  const unsigned block_bytes = block_rows * unsigned(call.cols) * sizeof(T);
+  const int64_t begin = (int64_t(blockIdx.x) * block_bytes + distance_in_bytes) / 16 * 16;
+  const unsigned bytes = (block_bytes + 31) / 16 * 16;  // covers unaligned rows
+  if (begin + bytes > call.rows * call.cols * int(sizeof(T))) return;
+  prefetch_range(static_cast<const char*>(call.input) + begin, bytes, policy);
 }
 
 template <typename T> __device__ void prefetch_affine(const Forward& call) {
@@ -2413,14 +2384,6 @@ __device__ void row_means(float (&mean)[ROWS], const float (&sum)[ROWS], int cou
   }
 }
 
-PrefetchWindow prefetch_window(const Forward& call, int block_rows, const Device& device) {
-  const int64_t row_bytes = call.cols * size_of(call.dtype);
-  const char* input = static_cast<const char*>(call.input);
-  const char* begin = input + std::min<int64_t>(int64_t(40 << 10) * device.sms, device.l2_bytes / 8);
-  return {begin - reinterpret_cast<uintptr_t>(begin) % 16, input + call.rows * row_bytes,
-          unsigned(block_rows * row_bytes)};
-}
-
 enum RowKind { kAligned, kInWarp, kUnaligned };
 
 // An SM holds several blocks of the longest rows, so that one loads while another stores.
@@ -2466,27 +2429,25 @@ constexpr int min_blocks(int element_bytes, int packs, int rows, RowKind kind) {
 // Out: the type of output.
 template <typename T, typename Out, int PACKS, int ROWS, RowKind KIND>
 __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min_blocks(sizeof(T), PACKS, ROWS, KIND))
-    layer_norm_rows(Forward call, RowConstants constants, PrefetchWindow window, int step_log2) {
-  static_assert(max_threads(sizeof(T), PACKS, ROWS, KIND) * min_blocks(sizeof(T), PACKS, ROWS, KIND) <=
-                kArch.sm_threads);
+    layer_norm_rows(Forward call, L2Priority priority, int prefetch_distance, int step_log2) {
   constexpr bool kHasEdges = KIND == kUnaligned;
   constexpr int V = pack_bytes(KIND) / sizeof(T);
+  constexpr bool kLoadsWords = kHasEdges && V == 2;
   // Early loads of weight and bias, in input's dtype, arrive during the statistics.
   constexpr bool kEarly = KIND == kInWarp || (KIND == kAligned && PACKS < kMaxLoads);
   __shared__ WarpSums<T, ROWS, KIND == kInWarp ? 1 : kMaxWarps> warp_sums;
   const int cols = call.cols;
-  const uint64_t policy = l2_policy(constants.priority);
+  const uint64_t policy = l2_policy(priority);
 
-  // Find the team's rows: row + r * step for r < rows. `step` consecutive teams share a batch of ROWS * step rows. All
-  // rows of a team have the same alignment.
+  // Find the team's rows: row + r * step for r < team_rows. `step` consecutive teams share ROWS * step rows, a batch.
   const int64_t first_team = int64_t(blockIdx.x) * blockDim.y;
   int64_t row = first_team + threadIdx.y;
   const int step = ROWS > 1 ? 1 << step_log2 : 1;
-  int rows = row < call.rows;
+  int team_rows = row < call.rows;
   if constexpr (ROWS > 1) {
     const int64_t earlier_teams = first_team >> step_log2 << step_log2;  // of earlier batches
     row = first_team + earlier_teams * (ROWS - 1) + threadIdx.y;
-    rows = int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;  // can be negative
+    team_rows = int(min(call.rows - row, int64_t(ROWS * step)) + step - 1) >> step_log2;  // can be negative
   }
 
   // Find the thread's columns: aligned packs and, at the edges of an unaligned row, single columns.
@@ -2497,7 +2458,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   const T* input = static_cast<const T*>(call.input) + row * cols;
   Out* output = static_cast<Out*>(call.output) + row * cols;
   const int thread = threadIdx.x;
-  const int row_cols = rows > 0 ? cols : 0;
+  const int row_cols = team_rows > 0 ? cols : 0;
   const int before_boundary = int(-reinterpret_cast<uintptr_t>(output) % 16 / sizeof(T));
   const int begin = kHasEdges && !kBatchInvariant ? min(row_cols, before_boundary) : 0;
   const int end = kHasEdges ? begin + (row_cols - begin) / V * V : row_cols;
@@ -2507,8 +2468,8 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   int edge_column = thread < V ? thread : end + thread - V;
   if (!kHasEdges || edge_column >= (thread < V ? begin : row_cols)) edge_column = -1;
   const auto has_edge = [&] { return kHasEdges && edge_column >= 0; };
-  // Words of a batch-invariant row that begins in mid-word are accessed as single columns.
-  const bool is_split = reinterpret_cast<uintptr_t>(output) % sizeof(uint32_t) != 0;
+  // Words of a row that begins in mid-word are accessed as single columns.
+  const bool begins_mid_word = kLoadsWords && reinterpret_cast<uintptr_t>(output) % sizeof(uint32_t) != 0;
   const int row_stride = cols * step;
   input = keep_pointer(input + first);
   output = keep_pointer(output + first);
@@ -2520,23 +2481,23 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   const auto each_pack = [&](auto f) {
     UNROLL(i, PACKS) {
       UNROLL(r, ROWS) {
-        if (has(i) & (r < rows)) f(i, r, input + r * row_stride + i * stride);
+        if (has(i) & (r < team_rows)) f(i, r, input + r * row_stride + i * stride);
       }
     }
   };
-  if constexpr (kHasEdges && V == 2) {
-    if (is_split) {
+  if constexpr (kLoadsWords) {
+    if (begins_mid_word) {
       // All loads come before all joins, because a join waits for its columns.
       Vec<Pack<T, 1>, 2> columns[PACKS][ROWS] = {};
       each_pack([&](int i, int r, const T* from) { UNROLL(v, 2) columns[i][r][v] = load<T, 1>(from + v); });
       UNROLL(i, PACKS) { UNROLL(r, ROWS) x[i][r] = bit_cast<Pack<T, V>>(columns[i][r]); }
     }
   }
-  if (!(kHasEdges && V == 2 && is_split)) {
+  if (!begins_mid_word) {
     each_pack([&](int i, int r, const T* from) { x[i][r] = load<T, V>(from, policy); });
   }
   UNROLL(r, ROWS) {
-    if (has_edge() && r < rows) edge[r] = load<T, 1>(input + r * row_stride + (edge_column - first));
+    if (has_edge() && r < team_rows) edge[r] = load<T, 1>(input + r * row_stride + (edge_column - first));
   }
   Pack<T, V> weight[PACKS] = {};
   Pack<T, V> bias[PACKS] = {};
@@ -2551,7 +2512,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
       if (exists & (call.bias != nullptr)) bias[i] = load<T, V>(static_cast<const T*>(call.bias) + col, keep);
     }
   }
-  if (window.begin < window.end && is_prefetching_thread()) prefetch_later_rows(window, policy);
+  if (is_prefetching_thread()) prefetch_later_rows<T>(call, ROWS * blockDim.y, prefetch_distance, policy);
 
   // Measure: the mean first, then the distances from it. Absent packs add 0 to the sum, but have distances.
   float sum[ROWS], mean[ROWS], rstd[ROWS];
@@ -2566,7 +2527,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   }
   int count = has_edge();
   UNROLL(i, PACKS) count += has(i) ? V : 0;
-  row_means<T, PACKS * kMaxRowThreads * V>(mean, sum, count, cols, constants.per_col, warp_sums);
+  row_means<T, PACKS * kMaxRowThreads * V>(mean, sum, count, cols, call.per_col, warp_sums);
   DistanceSums<T> distances[ROWS];
   UNROLL(r, ROWS) {
     DistanceSums<T> total = {};
@@ -2579,9 +2540,9 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
   }
   sum_row(distances, warp_sums.distances);
   UNROLL(r, ROWS) {
-    const float m2 = correct_mean(distances[r], mean[r], constants.per_col);  // also updates mean[r]
-    rstd[r] = rstd_of<T>(m2, constants.per_col, constants.eps);
-    if (thread == 0 && r < rows) save_statistics(call, row + r * step, mean[r], rstd[r]);
+    const float m2 = correct_mean(distances[r], mean[r], call.per_col);  // also updates mean[r]
+    rstd[r] = rstd_of<T>(m2, call.per_col, call.eps);
+    if (thread == 0 && r < team_rows) save_statistics(call, row + r * step, mean[r], rstd[r]);
   }
 
   // Write. All rows of the thread share one load of weight and bias.
@@ -2590,15 +2551,12 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
     const auto write = [&](int offset, const auto& elements, auto w, auto b) {
       constexpr int N = decltype(w)::kSize;
       if constexpr (!kEarly) load_affine_pair<T, N, kHasEdges, kAffine16Bits>(w, b, call, first + offset, begin);
-      // Several rows share one test of the activation, if the compiler sees it.
-      constexpr bool kHidesActivation = kHasEpilogue && ROWS == 1;
-      const Epilogue epilogue = opaque_activation<kHidesActivation>(constants.epilogue);
       UNROLL(r, ROWS) {
         auto y = normalized(widened(elements[r]), {mean[r], rstd[r]}) * w + b;
-        apply_epilogue<T>(y, epilogue);
-        if (r >= rows) continue;
+        apply_epilogue<T, ROWS == 1>(y, call);  // several rows share one test of the activation
+        if (r >= team_rows) continue;
         Out* to = output + (offset + r * row_stride);
-        if (kHasEdges && N == 2 && is_split) {
+        if (begins_mid_word) {
           UNROLL(v, N) store<Out>(to + v, Vec<float, 1>{y[v]});
         } else {
           store<Out>(to, y);
@@ -2639,13 +2597,15 @@ cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
   constexpr int kPacks = PACKS * 16 / pack_bytes(KIND);
   auto kernel = layer_norm_rows<T, T, kPacks, ROWS, KIND>;
   if constexpr (kConverts<T, KIND != kUnaligned>) {
-    if (call.output_dtype == DType::Float16) kernel = layer_norm_rows<T, __half, PACKS, ROWS, KIND>;
-    if (call.output_dtype == DType::BFloat16) kernel = layer_norm_rows<T, __nv_bfloat16, PACKS, ROWS, KIND>;
-  } else if (call.output_dtype != call.dtype) {
+    if (call.output_dtype == DType::Float16) kernel = layer_norm_rows<T, __half, kPacks, ROWS, KIND>;
+    if (call.output_dtype == DType::BFloat16) kernel = layer_norm_rows<T, __nv_bfloat16, kPacks, ROWS, KIND>;
+  } else if (call.converts()) {
     return cudaErrorNotSupported;
   }
-  return launch_kernel(kernel, {dim3(blocks), dim3(threads, teams)}, context, call, row_constants(call, context.device),
-                       prefetch_window(call, ROWS * teams, context.device), step_log2);
+  const Device& device = context.device;
+  const int prefetch_distance = std::min((40 << 10) * device.sms, device.l2_bytes / 8);  // in bytes
+  return launch_kernel(kernel, {dim3(blocks), dim3(threads, teams)}, context, call,
+                       input_priority(call, device.l2_bytes), prefetch_distance, step_log2);
 }
 
 // Chooses launch_rows<T, loads per thread, rows per thread, kind>. With an epilogue, some of them would be no faster.
@@ -2738,7 +2698,6 @@ template <typename T, typename Grad, int V, int PACKS, int ROWS> __global__ void
   // Two names for the same memory: bias is needed in the loop, and the gradient sums of the block's rows after it.
   __shared__ __align__(16) float row_sums[(kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS];
   const int cols = call.cols;
-  const float per_col = 1.0f / cols;
   const uint64_t policy = l2_policy(priority);
 
   // Find the thread's rows: row + r * row_distance for r < ROWS, and grid_rows further in each iteration.
@@ -2851,7 +2810,7 @@ template <typename T, typename Grad, int V, int PACKS, int ROWS> __global__ void
     T* grad_input = static_cast<T*>(call.grad_input) + (row * cols + packs[0].col);
     UNROLL(r, ROWS) {
       if (row + r * row_distance >= call.rows) continue;
-      const GradMeans means = {sums[r].wdy * per_col, sums[r].wdy_xhat * per_col};
+      const GradMeans means = {sums[r].wdy * call.per_col, sums[r].wdy_xhat * call.per_col};
       T* to = keep_pointer(grad_input + r * (row_distance * cols));
       each_pack([&](auto& pack) {
         constexpr bool kFused = sizeof(T) == 2 && decltype(pack.weight)::kSize > 1;
@@ -2927,13 +2886,13 @@ template <typename T, int V> cudaError_t launch_backward(const Backward& call, c
     constexpr int kPacks = kBackwardColumns / kPack;
     if (call.output_dtype == DType::Float16) p = plan_of<T, __half, V, kPacks, kRows>(call, context.device);
     if (call.output_dtype == DType::BFloat16) p = plan_of<T, __nv_bfloat16, V, kPacks, kRows>(call, context.device);
-  } else if (call.output_dtype != call.dtype) {
+  } else if (call.converts()) {
     return cudaErrorNotSupported;
   }
   const int64_t partial_rows = needs_gradient_sums(call) ? p.blocks : 0;
   auto* partials =
       static_cast<float*>(partial_rows > 0 ? context.allocate(2 * partial_rows * call.cols * sizeof(float)) : nullptr);
-  const L2Priority priority = input_priority(call, context.device);
+  const L2Priority priority = input_priority(call, context.device.l2_bytes);
   const cudaError_t error = launch_kernel(p.kernel, {dim3(p.blocks), p.block}, context, call, partials, priority);
   return error != cudaSuccess ? error : launch_sum_partials(call, partials, partial_rows, context);
 }
@@ -3008,8 +2967,7 @@ template <typename T, int V, int THREADS = kBlockColumns / std::max(V, 4)> struc
 __device__ inline GradSums combine(const GradSums& a, const GradSums& b) { return plus(a, b); }
 __device__ inline GradSums combine_lanes(const GradSums& sums, int width) { return sum_lanes(sums, width); }
 
-// Every thread gets the result. The statistics of a warp's first lane may be empty only if those of all its lanes are,
-// and those of warp 0 only if all are.
+// Every thread gets the result. A warp's first lane may be empty only if all its lanes are, and warp 0 only if all are.
 template <typename Stats> __device__ Stats combine_block(Stats stats) {
   constexpr int kWarps = kMeasureThreads / 32;
   __shared__ Stats warp_stats[kWarps];
@@ -3088,11 +3046,11 @@ template <typename T, int V> __global__ void __launch_bounds__(kMeasureThreads, 
 // ---- Kernel 2 ----
 
 __device__ inline void set_result(const Forward& call, int64_t row, const Moments& moments, RowStats& stats) {
-  stats = {moments.mean, rstd_of<float>(moments.m2, 1 / float(call.cols), float(call.eps))};
+  stats = {moments.mean, rstd_of<float>(moments.m2, call.per_col, call.eps)};
   save_statistics(call, row, stats.mean, stats.rstd);
 }
 __device__ inline void set_result(const Backward& call, int64_t, const GradSums& sums, GradMeans& means) {
-  means = {sums.wdy / float(call.cols), sums.wdy_xhat / float(call.cols)};
+  means = {sums.wdy * call.per_col, sums.wdy_xhat * call.per_col};
 }
 
 template <typename Call, typename Stats, typename RowResult> __global__ void __launch_bounds__(kMeasureThreads)
@@ -3120,7 +3078,7 @@ template <typename T, int V> __global__ void __launch_bounds__(ThreadColumns<T, 
   ROLLED(r, min(rows_per_block, call.rows - first_row)) {
     const int64_t row = first_row + r;
     auto y = normalized(columns.load_row(call.input, row), row_stats[row]) * weight + bias;
-    apply_epilogue<T>(y, opaque_activation<kHasEpilogue>(Epilogue{call.activation, float(call.scale)}));
+    apply_epilogue<T, true>(y, call);
     columns.store_row(call.output, row, y);
   }
 }
@@ -3184,8 +3142,7 @@ cudaError_t launch_two_pass(const Call& call, const LaunchContext& context) {
   const int64_t most_ranges = std::max(rows / kRowsPerSum, std::min(rows, kColumnBlocksPerSm * sms / column_blocks));
   const int64_t ranges = std::clamp<int64_t>(most_ranges, 1, 65535);  // the most that gridDim.y can be
   const int64_t rows_per_block = ceil_div(rows, ranges);
-  int64_t partial_rows = 0;
-  if constexpr (!kForward) partial_rows = needs_gradient_sums(call) && (ranges > 1 || rows > kRowsPerSum) ? ranges : 0;
+  const int64_t partial_rows = partial_rows_of(call, ranges);
 
   // Scratch memory: partials (2, partial_rows, cols), row results (rows), statistics of pieces (rows, pieces).
   const int64_t partial_sums = 2 * partial_rows * cols;
@@ -3315,8 +3272,7 @@ __device__ inline void empty_mailboxes(uint64_t* mailboxes, int64_t rows) {
 }
 
 __device__ inline void publish(uint64_t* mailbox, float2 pair) {
-  const uint64_t bits = uint64_t(__float_as_uint(pair.y)) << 32 | __float_as_uint(pair.x);
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(mailbox), "l"(bits) : "memory");
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(mailbox), "l"(bit_cast<uint64_t>(pair)) : "memory");
 }
 
 // Reads the mailboxes of blocks first_peer, first_peer + 32, ... of a row. Returns false if one is empty. Blocks that
@@ -3334,10 +3290,10 @@ __device__ inline bool try_read(const uint64_t* mailboxes, int first_peer, float
   return complete;
 }
 
-// Launch rules 6 and 8; also clears the error.
-bool cannot_cooperate(cudaError_t error) {
+// Returns true if another family must run the call, and clears the error of a launch (rules 6 and 8).
+bool is_refused(cudaError_t error) {
   if (error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported) return false;
-  cudaGetLastError();
+  if (cudaPeekAtLastError() == error) cudaGetLastError();
   return true;
 }
 
@@ -3410,7 +3366,8 @@ struct PipelinePlan {
 struct Copy {
   unsigned char* shared;
   const char* global;
-  int bytes;  // the last ones are the slice
+  int bytes;   // of the copy
+  int before;  // bytes of the cache line before the slice
 };
 
 template <typename Element, typename Call> struct PipelineBlock {
@@ -3451,11 +3408,11 @@ template <typename Element, typename Call> struct PipelineBlock {
     const char* begin = static_cast<const char*>(from) + offset(row) * sizeof(T);
     const int before = reinterpret_cast<uintptr_t>(begin) % kLineBytes;
     unsigned char* shared = ring + (slot * kTensors + tensor) * plan.slice_bytes;
-    return {shared, begin - before, before + columns * int(sizeof(T))};
+    return {shared, begin - before, before + columns * int(sizeof(T)), before};
   }
   __device__ const T* slice(int slot, int tensor, int row) const {
     const Copy copy = copy_of(slot, tensor, row);
-    return reinterpret_cast<const T*>(copy.shared + copy.bytes) - columns;
+    return reinterpret_cast<const T*>(copy.shared + copy.before);
   }
 
   // Pack i of a compute thread: its column in the slice, and its values, or zeros.
@@ -3479,8 +3436,7 @@ template <typename Block> __device__ void load_slices(const Block& block, int th
     Copy copies[kTensors];
     UNROLL(t, kTensors) {
       copies[t] = block.copy_of(slot.index, t, row);
-      const auto [shared, global, bytes] = copies[t];
-      if (prefetches) prefetch_range(global, bytes, policy, thread, kLoaderThreads);
+      if (prefetches) prefetch_range(copies[t].global, copies[t].bytes, policy, thread, kLoaderThreads);
     }
     RowStats stats = {};
     if constexpr (!Block::kForward) stats = {block.call.mean[row], block.call.rstd[row]};
@@ -3645,12 +3601,11 @@ __device__ float2 combine_pairs(const float2 (&pairs)[M], const float (&counts)[
 template <typename Block> __device__ void finish_statistics(const Block& block, int slot, float2 total, int row) {
   const auto& call = block.call;
   if constexpr (Block::kForward) {
-    const float rstd = rstd_of<typename Block::T>(total.y, 1 / float(call.cols), float(call.eps));
+    const float rstd = rstd_of<typename Block::T>(total.y, call.per_col, call.eps);
     if (blockIdx.x == 0) save_statistics(call, row, total.x, rstd);
     block.control.row_stats[slot] = {total.x, rstd};
   } else {
-    const float per_col = fast_reciprocal(float(call.cols));
-    block.control.grad_means[slot] = {total.x * per_col, total.y * per_col};
+    block.control.grad_means[slot] = {total.x * call.per_col, total.y * call.per_col};
   }
   barrier_arrive(&block.control.stats_ready[slot]);
 }
@@ -3768,7 +3723,7 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
   constexpr bool kForward = Block::kForward;
   constexpr int kLineColumns = kLineBytes / sizeof(T);
   PipelinePlan plan = {};
-  plan.priority = input_priority(call, device);
+  plan.priority = input_priority(call, device.l2_bytes);
 
   // The fewest blocks that can hold a row or, if there are fewer rows than SMs, as many as use all SMs.
   const int64_t fewest = ceil_div(call.cols, longest_slice<Block>(device));
@@ -3803,9 +3758,7 @@ template <typename T, typename Call> cudaError_t launch_pipelined(const Call& ca
   const int64_t groups = Block::kForward && kBatchInvariant ? most_groups : std::min<int64_t>(call.rows, most_groups);
 
   // Scratch memory: partial sums, then mailboxes on a cache line. One group with few rows needs no partial sums.
-  int64_t partial_rows = 0;
-  if constexpr (!Block::kForward)
-    partial_rows = needs_gradient_sums(call) && (groups > 1 || call.rows > kRowsPerSum) ? groups : 0;
+  const int64_t partial_rows = partial_rows_of(call, groups);
   const int64_t partial_floats = ceil_div(2 * partial_rows * call.cols, 32) * 32;
   const int64_t bytes = 4 * partial_floats + 8 * call.rows * mailboxes_per_row(plan.blocks_per_row);
   auto* scratch = static_cast<float*>(bytes > 0 ? context.allocate(bytes) : nullptr);
@@ -3927,8 +3880,7 @@ template <typename T> struct ResidentBlock {
   }
 };
 
-// Thread 0 loads stage after stage into the ring, and thread 32 into L2. So their warps run behind the others, and
-// seldom wait for a free slot.
+// Thread 0 loads stages into the ring, and thread 32 into L2. Their warps run behind, and seldom wait for a free slot.
 template <typename T> struct Fetch {
   const ResidentBlock<T>& block;
   int row = blockIdx.y;
@@ -3977,8 +3929,7 @@ template <typename T, int N> struct SliceAffine {
   }
 };
 
-// Like combine_means, but in one phase of exchanges instead of two: by (2) for the means of the parts, where m is the
-// mean of the first lane's parts.
+// Like combine_means, but in one phase of exchanges: by (2) for the means of the parts; m is that of the first lane.
 template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
   float sums[3] = {};
   UNROLL(n, N) sums[0] += parts[n].count;
@@ -4025,11 +3976,11 @@ template <typename T> __device__ void measure_stage(Moments& moments, const Thre
 
 // Block (x, y) has slice x of the rows of group y.
 template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
-    layer_norm_grid_resident_rows(Forward call, RowConstants constants, ResidentPlan plan, uint64_t* mailboxes) {
+    layer_norm_grid_resident_rows(Forward call, L2Priority priority, ResidentPlan plan, uint64_t* mailboxes) {
   if constexpr (!kArch.has_large_shared) return __trap();  // choose_plan supports no call there
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Control<T> control;
-  const ResidentBlock<T> block = {call, plan, ring, control, mailboxes, l2_policy(constants.priority)};
+  const ResidentBlock<T> block = {call, plan, ring, control, mailboxes, l2_policy(priority)};
   const int rows = int(call.rows);
   const int groups = gridDim.y;
 
@@ -4080,7 +4031,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
       }
       UNROLL(i, kPeers) parts[i] = {parts[i].count, pairs[i].x, pairs[i].y};
       const auto [count, mean, m2] = combine_at_once(parts, 32);
-      const float rstd = rstd_of<T>(m2, constants.per_col, constants.eps);
+      const float rstd = rstd_of<T>(m2, call.per_col, call.eps);
       if (lane == 0) {
         control.row_stats[parity] = {mean, rstd};
         if (blockIdx.x == 0) save_statistics(call, row, mean, rstd);
@@ -4151,33 +4102,30 @@ template <typename T> ResidentPlan choose_plan(const Forward& call, const Device
   return p.ring_slots >= ahead + 2 ? p : ResidentPlan();  // rule 1
 }
 
-template <typename T>
-cudaError_t launch_grid_resident(const Forward& call, const ResidentPlan& plan, const LaunchContext& context) {
+template <typename T> cudaError_t launch_grid_resident(const Forward& call, const LaunchContext& context) {
+  const ResidentPlan plan = choose_plan<T>(call, context.device);
+  if (plan.blocks_per_row == 0) return cudaErrorNotSupported;
   const LaunchShape shape = {dim3(plan.blocks_per_row, plan.groups), kBlockThreads<T>, kCooperative, plan.shared_bytes};
   auto* mailboxes = static_cast<uint64_t*>(context.allocate(8 * call.rows * mailboxes_per_row(plan.blocks_per_row)));
-  return launch_kernel(layer_norm_grid_resident_rows<T>, shape, context, call, row_constants(call, context.device),
-                       plan, mailboxes);
+  return launch_kernel(layer_norm_grid_resident_rows<T>, shape, context, call,
+                       input_priority(call, context.device.l2_bytes), plan, mailboxes);
 }
 
 }  // namespace grid_resident
 
 // ==== Dispatch: which kernel family runs a call ====
-// V: elements of a pack if all rows are aligned, otherwise 1. If the GPU rejects a cooperative launch, the next family
-// runs the call. Batch-invariant forward has no grid-resident rows.
+// V: elements of a pack if rows are aligned, otherwise 1. If a family refuses the call, the next one runs it.
+// Batch-invariant forward has no grid-resident rows.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
   if (registers::supports(call, kIsAligned)) return registers::launch_forward<T, !kIsAligned>(call, context);
-  if (call.output_dtype != call.dtype) return cudaErrorNotSupported;
+  if (call.converts()) return cudaErrorNotSupported;
   if constexpr (kIsAligned && !kHasEpilogue) {
     if (pipelined::supports<T>(call, context.device)) {
-      if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
-        return error;
+      if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !is_refused(error)) return error;
     }
-    if (const auto plan = grid_resident::choose_plan<T>(call, context.device); plan.blocks_per_row > 0) {
-      if (const cudaError_t error = grid_resident::launch_grid_resident<T>(call, plan, context);
-          !cannot_cooperate(error))
-        return error;
-    }
+    if (const cudaError_t error = grid_resident::launch_grid_resident<T>(call, context); !is_refused(error))
+      return error;
   }
   return two_pass::launch_two_pass<T, V>(call, context);
 }
@@ -4186,32 +4134,27 @@ template <typename T, int V> cudaError_t dispatch(const Backward& call, const La
   constexpr bool kIsAligned = V > 1;
   if constexpr (kIsAligned && !kHasEpilogue) {
     if (call.cols * int(sizeof(T)) > pipelined::kMinBackwardBytes && pipelined::supports<T>(call, context.device)) {
-      if (call.output_dtype != call.dtype) return cudaErrorNotSupported;
-      if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !cannot_cooperate(error))
-        return error;
+      if (call.converts()) return cudaErrorNotSupported;
+      if (const cudaError_t error = pipelined::launch_pipelined<T>(call, context); !is_refused(error)) return error;
     }
   }
   if (registers::supports(call, kIsAligned)) return registers::launch_backward<T, V>(call, context);
-  if (call.output_dtype != call.dtype) return cudaErrorNotSupported;
+  if (call.converts()) return cudaErrorNotSupported;
   return two_pass::launch_two_pass<T, V>(call, context);
 }
 
-// `tensors` are those of which kernels load or store packs. Absent ones are null, and count as aligned.
-template <typename Call>
-cudaError_t dispatch(const Call& call, const LaunchContext& context, std::initializer_list<const void*> tensors) {
-  uintptr_t address_bits = uintptr_t(call.cols) * size_of(call.dtype);
-  for (const void* p : tensors) address_bits |= reinterpret_cast<uintptr_t>(p);
+template <typename Call> cudaError_t dispatch(const Call& call, const LaunchContext& context) {
   return with_element(call.dtype, [&](auto element) {
     using T = decltype(element);
-    return address_bits % 16 == 0 ? dispatch<T, 16 / sizeof(T)>(call, context) : dispatch<T, 1>(call, context);
+    constexpr int V = 16 / sizeof(T);
+    return call.cols % V == 0 ? dispatch<T, V>(call, context) : dispatch<T, 1>(call, context);
   });
 }
 
 }  // namespace
 
 cudaError_t launch(const Forward& call, const Allocate& allocate, cudaStream_t stream) {
-  const LaunchContext context = {current_device(sum_partials), allocate, stream};
-  return dispatch(call, context, {call.input, call.weight, call.bias, call.output});
+  return dispatch(call, LaunchContext{current_device(sum_partials), allocate, stream});
 }
 
 cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t stream) {
@@ -4220,9 +4163,7 @@ cudaError_t launch(const Backward& call, const Allocate& allocate, cudaStream_t 
     const LaunchShape shape = {dim3(ceil_div(call.cols, kSumThreads), 2), kSumThreads};
     return launch_kernel(sum_partials, shape, context, call, nullptr, 0);
   }
-  return dispatch(
-      call, context,
-      {call.grad_output, call.input, call.weight, call.bias, call.grad_input, call.grad_weight, call.grad_bias});
+  return dispatch(call, context);
 }
 
 }  // namespace TORCH_EXTENSION_NAME
@@ -4346,7 +4287,7 @@ struct Convolution {
   void* output;             // (batch, 64, 2 * depth, 2 * height, 64), of dtype
   int64_t batch;
   int depth, height;  // of input
-  double eps, scale;
+  float eps, scale;
   DType dtype;
   bool affine_float32;
 };
@@ -4419,8 +4360,8 @@ Tensor convolution(const Tensor& input, const Tensor& conv_weight, const Optiona
   const Tensor output =
       allocate({input.sym_size(0), 64, input.sym_size(2) * 2, input.sym_size(3) * 2, 64}, input.scalar_type(), input);
   if (output.is_meta() || output.numel() == 0) return output;
-  const Tensor x = contiguous(input, 16), conv = contiguous(conv_weight), cb = contiguous(conv_bias);
-  const Tensor w = contiguous(weight), b = contiguous(bias);
+  const Tensor x = aligned(input), conv = aligned(conv_weight), cb = aligned(conv_bias);
+  const Tensor w = aligned(weight), b = aligned(bias);
   auto call = make_call<Convolution>(x, w, b, eps, scale);
   call.conv_weight = const_ptr(conv);
   call.conv_bias = const_ptr(cb);
@@ -4858,7 +4799,7 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
         x -= mean;
         m2 += x * x;
       }
-      rstd[row] = rsqrtf(sum_lanes(m2, 4) * (1.0f / kOutWidth) + float(call.eps));
+      rstd[row] = rsqrtf(sum_lanes(m2, 4) * (1.0f / kOutWidth) + call.eps);
     }
 
     // Write scale * GELU(LayerNorm).
@@ -4873,7 +4814,7 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
       UNROLL(row, kThreadRows) {
         auto z = accumulators.four(row, 4 * j) * rstd[row] * weight + bias;
         // Before the condition, so that the compiler predicates the stores.
-        UNROLL(i, 4) z[i] = float(call.scale) * gelu_of_tail(z[i], kTail(fabsf(z[i])));
+        UNROLL(i, 4) z[i] = call.scale * gelu_of_tail(z[i], kTail(fabsf(z[i])));
         T* output = static_cast<T*>(call.output) + first + row % 2 * 8 * channel_stride + row / 2 * 2 * kOutWidth;
         if (row / 2 < call.height - task.h) store<T, 4, true>(output + 16 * j, z);
       }

@@ -31,7 +31,7 @@ FAMILIES = {
     "register forward": ("Register kernels, forward", "registers::launch_forward"),
     "register backward": ("Register kernels, backward", "registers::launch_backward"),
     "pipelined": ("Pipelined kernels", "pipelined::supports"),
-    "grid-resident": ("Grid-resident kernel", "grid_resident::choose_plan"),
+    "grid-resident": ("Grid-resident kernel", "grid_resident::launch_grid_resident"),
 }
 LAST_PART = "# 7  KernelBench problem 34"
 

@@ -69,10 +69,9 @@ class Case(typing.NamedTuple):
     @property
     def forward(self):
         """The kernel family that must handle the forward call."""
-        aligned = self.aligned("wb")  # the binding copies input that does not start on a 16-byte boundary
-        if self.cols * TYPES[self.dtype].itemsize // 16 <= (2048 if aligned else 1792):
+        if self.cols * TYPES[self.dtype].itemsize // 16 <= (2048 if self.has_aligned_rows else 1792):
             return "registers"
-        if aligned and self.form == "plain":
+        if self.has_aligned_rows and self.form == "plain":
             if self.has_pipelined_kernels(1):
                 return "pipelined"
             if self.has_grid_resident_kernel():
@@ -83,11 +82,9 @@ class Case(typing.NamedTuple):
     def backward(self):
         """The kernel family that must handle the backward call."""
         size = TYPES[self.dtype].itemsize
-        # The binding copies 16-bit input and grad_output if they do not start on a 4-byte boundary.
-        aligned = self.aligned(("xd" if size == 4 else "") + ("w" if self.epilogue["activation"] is None else "wb"))
-        in_registers = self.cols <= (16 if size == 2 and aligned else 8) * 512
+        in_registers = self.cols <= (16 if size == 2 and self.has_aligned_rows else 8) * 512
         is_long = self.cols * size > 8192 or not in_registers
-        if aligned and self.form == "plain" and is_long and self.has_pipelined_kernels(2):
+        if self.has_aligned_rows and self.form == "plain" and is_long and self.has_pipelined_kernels(2):
             return "pipelined"
         return "registers" if in_registers else "two_pass"
 
@@ -121,11 +118,10 @@ class Case(typing.NamedTuple):
         groups = min(self.rows, gpu.sms // -(-self.cols // 32768))
         return (self.dtype == "fp32" or "float32" not in self.affine) and groups > 0 and self.rows >= 4 * groups
 
-    def aligned(self, letters):
-        """Returns True if every row of the given tensors (letters as in OFFSETS) starts on a 16-byte boundary."""
-        missing = {"none": "wb", "weight": "b", "bias": "w"}.get(self.affine.split()[-1], "")
-        is_off = any(letter in self.off and letter not in missing for letter in letters)
-        return not is_off and self.cols * TYPES[self.dtype].itemsize % 16 == 0
+    @property
+    def has_aligned_rows(self):
+        """Returns True if every row starts on 16 bytes. The binding copies tensors that do not."""
+        return self.cols * TYPES[self.dtype].itemsize % 16 == 0
 
     def tensors(self, seed=0, **options):
         """Returns random input, weight, bias and grad_output. Options are those of reference.random_case."""
@@ -165,7 +161,7 @@ def candidates(gpu):
             every_shape = is_common and (gpu.sms != 36 or cols > 60_000)
             for form in FORMS:
                 case = Case(gpu, rows, cols, dtype, form)
-                aligned = case.aligned("wb")
+                aligned = case.has_aligned_rows
                 yield (gpu.name, *case.families, dtype, form, aligned), case
                 if every_shape and form in ("plain", pick(["gelu", "tanh", "scale"], rows, cols)):
                     yield (gpu, rows, cols, dtype, form), case
@@ -206,7 +202,7 @@ def of_each_kind(cases):
             continue
         if case.form in ("plain", "gelu"):
             gpu, families, is_many = case.gpu, (case.forward, case.backward), case.rows > 16 * case.gpu.sms
-            kind = (gpu.name == "cuda", gpu.code, *families, case.dtype, case.aligned("x"), is_many)
+            kind = (gpu.name == "cuda", gpu.code, *families, case.dtype, case.has_aligned_rows, is_many)
             smallest = by_kind.setdefault(kind, {})
             smallest[case.form] = min(case, smallest.get(case.form, case), key=lambda case: case.elements)
     return [smallest[pick(sorted(smallest), *kind)] for kind, smallest in by_kind.items()]
@@ -215,7 +211,7 @@ def of_each_kind(cases):
 def single_properties(case):
     """Yields (kernel family and direction, value of a property)."""
     for family in (("forward", case.forward), ("backward", case.backward)):
-        for covered in ((case.dtype, case.aligned("wb")), (case.affine,), (case.form,), (case.off,)):
+        for covered in ((case.dtype, case.has_aligned_rows), (case.affine,), (case.form,), (case.off,)):
             yield (*family, *covered)
 
 
@@ -225,7 +221,7 @@ def pairs_of_properties(case):
         ("forward", case.forward, case.off.replace("d", ""), False),
         ("backward", case.backward, case.off, case.has_one_row),
     ):
-        for covered in ((case.form, case.aligned("wb")), (case.affine, has_one_row), (off, case.dtype)):
+        for covered in ((case.form, case.has_aligned_rows), (case.affine, has_one_row), (off, case.dtype)):
             yield direction, family, *covered
 
 

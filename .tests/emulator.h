@@ -303,8 +303,11 @@ inline void sync_grid() {
   arrive(grid->barrier);
 }
 
-// The bits of a result of arithmetic: on a GPU, every NaN result has the same bits.
-inline uint32_t bits_of_arithmetic(float x) { return std::isnan(x) ? 0x7fffffff : bits_of<uint32_t>(x); }
+// The bits of two results of arithmetic: on a GPU, every NaN result has the same bits.
+inline uint64_t bits_of_arithmetic(float2 pair) {
+  const auto bits = [](float x) { return std::isnan(x) ? 0x7fffffffu : bits_of<uint32_t>(x); };
+  return uint64_t(bits(pair.y)) << 32 | bits(pair.x);
+}
 
 // ---- mbarriers and asynchronous copies ----
 
@@ -703,6 +706,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
 
 extern "C" {
 cudaError_t cudaGetDevice(int* device) { return *device = emulator::gpu.device, cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return emulator::last_error; }
 cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {

@@ -66,9 +66,8 @@ STATEMENTS_OF_LAYER_NORM = {
     r"#include <cooperative_groups.h>": "",
     r"cooperative_groups::this_grid\(\)\.sync\(\)": "emulator::sync_grid()",
     r'asm volatile\("ld\.relaxed.*?"memory"\);': "bits = mailboxes[block];",
-    r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = bits;",
+    r'asm volatile\("st\.relaxed.*?"memory"\);': "*mailbox = emulator::bits_of_arithmetic(pair);",
     r"bool complete = true;": "bool complete = true; emulator::poll();",
-    r"__float_as_uint\(pair\.(\w)\)": r"emulator::bits_of_arithmetic(pair.\1)",
 }
 BODIES_OF_CONVOLUTION = {
     "copy_or_zero": "emulator::start({shared, exists ? global : nullptr, 16}, emulator::current->copies);",
@@ -445,6 +444,7 @@ inline Tensor empty_cuda(IntArrayRef sizes, TensorOptions options) {
 }  // namespace at::detail
 #define C10_CUDA_CHECK(error) TORCH_CHECK(error == cudaSuccess)
 cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaSuccess; }
 """
 BINDING_ENDS = r"""

@@ -265,8 +265,8 @@ def test_where_the_option_does_nothing(backend):
 def test_autocast_in_float32(backend, monkeypatch):
     """PyTorch accepts float32 as autocast's dtype. Linear layers then compute in float32."""
     norm = backend.LayerNorm(64, device=backend.device, autocast_output=True)
-    monkeypatch.setattr(backend.module, "_cuda_autocast_dtype", lambda: torch.float32)
-    with torch.autocast(backend.device, dtype=torch.bfloat16):
+    with torch.autocast(backend.device, dtype=torch.bfloat16), monkeypatch.context() as patch:
+        patch.setattr(torch, "get_autocast_dtype", lambda device: torch.float32)
         assert norm(torch.randn(5, 64, device=backend.device)).dtype == torch.float32
 
 
