@@ -4306,7 +4306,7 @@ namespace TORCH_EXTENSION_NAME {
 namespace {
 
 // op                                kernels      autograd              vmap
-// conv_transpose3d_layer_norm_gelu  convolution  convolution_autograd  convolution_vmap
+// conv_transpose3d_layer_norm_gelu  convolution  convolution_autograd  composed_convolution
 // load_layer_norm                   in Python
 
 // allowTF32CuDNN has three signatures. Without a name, the newer two raise if the settings of convolutions and RNNs
@@ -4412,29 +4412,13 @@ Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, cons
   return output;
 }
 
-// The samples of an input that is mapped alone become one batch.
-Tensor convolution_vmap(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                        const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
-  const int64_t level = vmap_level(input);
-  for (const OptionalTensor& t : {OptionalTensor(conv_weight), conv_bias, weight, bias}) {
-    if (vmap_level(t) >= level) return composed_convolution(input, conv_weight, conv_bias, weight, bias, eps, scale);
-  }
-  const auto* mapped = at::functorch::maybeGetBatchedImpl(input);
-  const c10::impl::ExcludeDispatchKeyGuard below_vmap(c10::DispatchKey::FuncTorchBatched);
-  const Tensor samples = mapped->value().movedim(mapped->bdim(), 0);
-  const Tensor output = call_op<convolution>("conv_transpose3d_layer_norm_gelu", samples.flatten(0, 1), conv_weight,
-                                             conv_bias, weight, bias, eps, scale);
-  const SymInt sizes[] = {samples.sym_size(0), samples.sym_size(1), 64, output.sym_size(2), output.sym_size(3), 64};
-  return at::functorch::makeBatched(output.reshape_symint(sizes), 0, level);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   using torch::dispatch;
   const char* name = "conv_transpose3d_layer_norm_gelu";
   m.impl(name, dispatch(c10::DispatchKey::Autograd, convolution_autograd));
-  m.impl(name, dispatch(c10::DispatchKey::FuncTorchBatched, convolution_vmap));
+  m.impl(name, dispatch(c10::DispatchKey::FuncTorchBatched, composed_convolution));
   for (const auto device : {c10::kCUDA, c10::kMeta}) m.impl(name, dispatch(device, convolution));
   m.def("load_layer_norm() -> ()");
   m.def(
