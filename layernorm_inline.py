@@ -4254,8 +4254,6 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
         conv, norm = self.conv_transpose, self.layer_norm
         if self._in_one_kernel(x):
             _load_convolution()
-            if _is_dynamo_tracing():
-                _load_epilogue()  # for later processes, which may find the compiled backward in PyTorch's cache
             op = _convolution_ops.conv_transpose3d_layer_norm_gelu.default
             return op(x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor)
         y = conv(x)
@@ -4307,7 +4305,6 @@ namespace {
 
 // op                                kernels      autograd              vmap
 // conv_transpose3d_layer_norm_gelu  convolution  convolution_autograd  composed_convolution
-// load_layer_norm                   in Python
 
 // allowTF32CuDNN has three signatures. Without a name, the newer two raise if the settings of convolutions and RNNs
 // differ.
@@ -4326,15 +4323,9 @@ bool supports_convolution(const Tensor& input) {
   return (uses_tf32 || input.scalar_type() != at::kFloat) && has_convolution_kernel();
 }
 
-void load_layer_norm() {
-  const c10::impl::ExcludeDispatchKeyGuard not_recorded(c10::DispatchKeySet(c10::DispatchKeySet::FULL));
-  call_op<load_layer_norm>("load_layer_norm");
-}
-
 // The op of the second library, which has an activation.
 Tensor layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps, int64_t activation, double scale, OptionalDType dtype = {}) {
-  load_layer_norm();
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(LAYERNORM_EPILOGUE, "").typed<decltype(layer_norm)>();
   return op.call(input, shape, weight, bias, eps, activation, scale, dtype);
@@ -4420,7 +4411,6 @@ TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   m.impl(name, dispatch(c10::DispatchKey::Autograd, convolution_autograd));
   m.impl(name, dispatch(c10::DispatchKey::FuncTorchBatched, composed_convolution));
   for (const auto device : {c10::kCUDA, c10::kMeta}) m.impl(name, dispatch(device, convolution));
-  m.def("load_layer_norm() -> ()");
   m.def(
       "conv_transpose3d_layer_norm_gelu(Tensor input, Tensor conv_weight, Tensor? conv_bias, Tensor? weight,"
       " Tensor? bias, float eps, float scale) -> Tensor",
@@ -4847,17 +4837,14 @@ _is_convolution_loaded = False
 
 @_called_by_dynamo
 def _load_convolution():
-    """Loads the third library, if the import has loaded the first one."""
+    """Loads the third library after the second one, whose ops it calls, if the import has loaded the first one."""
     global _is_convolution_loaded
     if _ops is not None and not _is_convolution_loaded:
+        _load_epilogue()
         _load_later(_CONVOLUTION, "problem 34 of KernelBench")
-        library = torch.library.Library(_CONVOLUTION.name, "IMPL")
-        with contextlib.suppress(RuntimeError):  # another copy of this file has implemented the op
-            library.impl("load_layer_norm", _load_epilogue, "CompositeExplicitAutograd")
-            _convolution_ops.implementation = library  # it ends with its last reference
         _is_convolution_loaded = True
 
 
 with contextlib.suppress(RuntimeError):  # as the epilogue
-    if _ops is not None and _load(_CONVOLUTION, may_compile=False)[0] is not None:
-        _load_convolution()
+    if hasattr(_epilogue_ops, _EPILOGUE.last_op):
+        _load(_CONVOLUTION, may_compile=False)

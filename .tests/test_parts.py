@@ -42,7 +42,7 @@ def test_submission_of_problem_34_on_a_gpu(backend):
         expected, y = (model(x) for model in models)
         # PyTorch's convolution on CPUs does not round to TF32.
         torch.testing.assert_close(y, expected, atol=1e-4 if backend.is_cuda else 5e-3, rtol=1e-4)
-    # The first namespace is gone, but its op still loads the second library.
+    # The first namespace is gone, but its op still finds the second library.
     del namespace, models[0]
     gc.collect()
     y.sum().backward()
