@@ -4258,16 +4258,8 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
             return op(x, conv.weight, conv.bias, norm.weight, norm.bias, norm.eps, self.scaling_factor)
         y = conv(x)
         if _is_plain(norm, LayerNorm) and not isinstance(self.scaling_factor, torch.Tensor):
-            options = ("gelu", self.scaling_factor)
-            return layer_norm(
-                y,
-                norm.normalized_shape,
-                norm.weight,
-                norm.bias,
-                norm.eps,
-                *options,
-                autocast_output=norm.autocast_output,
-            )
+            arguments = (norm.normalized_shape, norm.weight, norm.bias, norm.eps, "gelu", self.scaling_factor)
+            return layer_norm(y, *arguments, autocast_output=norm.autocast_output)
         return torch.ops.aten.gelu(norm(y)) * self.scaling_factor  # calling norm runs its hooks and patches
 
 
