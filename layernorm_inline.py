@@ -4428,12 +4428,6 @@ template <typename T> __device__ uint32_t add_pairs(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hadd2_rn(bit_cast<Pair>(a), bit_cast<Pair>(b)));
 }
 
-// For results of TF32: 1e-5 for t <= 5.
-__device__ inline float normal_tail_5_digits(float t) {
-  return fast_exp2(polynomial(t, -1.57920796e-06f, 5.63387896e-05f, -0.000888035069f, 0.00833681464f, -0.0536014629f,
-                              -0.458833878f, -1.15109677f, -1.00000961f));
-}
-
 // Writes zeros if `exists` is false, and does not read `global`.
 __device__ inline void copy_or_zero(void* shared, const void* global, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
@@ -4773,14 +4767,13 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
     const int64_t first = (int64_t(task.batch) * kOutChannels + channel) * channel_stride +
                           (int64_t(2 * task.d + parity_d) * call.height + task.h) * 2 * kOutWidth +
                           parity_h * kOutWidth + first_column;
-    constexpr auto kTail = sizeof(T) == 4 ? normal_tail_5_digits : normal_tail_16_bits;
     UNROLL(j, 4) {
       const auto weight = widened(load<float, 4>(affine + 16 * j + first_column));
       const auto bias = widened(load<float, 4>(affine + 16 * j + first_column + kOutWidth));
       UNROLL(row, kThreadRows) {
         auto z = accumulators.four(row, 4 * j) * rstd[row] * weight + bias;
         // Before the condition, so that the compiler predicates the stores.
-        UNROLL(i, 4) z[i] = call.scale * gelu_of_tail(z[i], kTail(fabsf(z[i])));
+        UNROLL(i, 4) z[i] = call.scale * Gelu<T>::value(z[i]);
         T* output = static_cast<T*>(call.output) + first + row % 2 * 8 * channel_stride + row / 2 * 2 * kOutWidth;
         if (row / 2 < call.height - task.h) store<T, 4, true>(output + 16 * j, z);
       }
