@@ -4207,7 +4207,7 @@ _HOOK_KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward
 
 
 def _is_plain(module, cls):
-    """Returns True if calling the module runs cls.forward and nothing else (no subclass, no hooks, no patches)."""
+    """Returns True if calling the module runs cls.forward and nothing else."""
     is_patched = "forward" in module.__dict__ or cls.forward is not _ORIGINAL_FORWARDS[cls]
     hooks = [getattr(module, f"_{kind}") or getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOK_KINDS]
     return type(module) is cls and not is_patched and not any(hooks)
@@ -4267,7 +4267,7 @@ _CONVOLUTION_INTERFACE = r"""
 namespace TORCH_EXTENSION_NAME {
 
 // output = scale * gelu(layer norm(ConvTranspose3d(input))), with kernel 4, stride 2, padding 1 and rows of 64 columns.
-// conv_bias is constant in a row, so layer norm removes it, but it can be NaN or infinite, and 16-bit sums are rounded.
+// Layer norm removes conv_bias, which only matters if it is not finite, and for the rounding of 16-bit sums.
 struct Convolution {
   const void* input;        // (batch, 32, depth, height, 32), of dtype
   const void* conv_weight;  // (32, 64, 4, 4, 4), of dtype
@@ -4295,17 +4295,11 @@ _CPP_CONVOLUTION = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// op                                kernels      autograd              vmap
-// conv_transpose3d_layer_norm_gelu  convolution  convolution_autograd  composed_convolution
-
-// allowTF32CuDNN has three signatures. Without a name, the newer two raise if the settings of convolutions and RNNs
-// differ.
-bool tf32_allowed(bool (at::Context::*getter)() const) { return (at::globalContext().*getter)(); }
-bool tf32_allowed(bool (at::Context::*getter)(const std::string&) const) {
-  return (at::globalContext().*getter)("conv");
-}
-template <typename Op> bool tf32_allowed(bool (at::Context::*getter)(c10::optional<Op>) const) {
-  return (at::globalContext().*getter)(Op::CONV);
+// allowTF32CuDNN has three signatures. Without a name, the newer two raise if convolutions and RNNs differ.
+bool tf32_allowed(bool (at::Context::*get)() const) { return (at::globalContext().*get)(); }
+bool tf32_allowed(bool (at::Context::*get)(const std::string&) const) { return (at::globalContext().*get)("conv"); }
+template <typename Op> bool tf32_allowed(bool (at::Context::*get)(c10::optional<Op>) const) {
+  return (at::globalContext().*get)(Op::CONV);
 }
 
 bool supports_convolution(const Tensor& input) {
@@ -4315,19 +4309,15 @@ bool supports_convolution(const Tensor& input) {
   return (uses_tf32 || input.scalar_type() != at::kFloat) && has_convolution_kernel();
 }
 
-// The op of the second library, which has an activation.
-Tensor layer_norm(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                  double eps, int64_t activation, double scale, OptionalDType dtype = {}) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(LAYERNORM_EPILOGUE, "").typed<decltype(layer_norm)>();
-  return op.call(input, shape, weight, bias, eps, activation, scale, dtype);
-}
-
 Tensor composed_convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
+  using LayerNorm = Tensor(const Tensor&, SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double, int64_t,
+                           double, OptionalDType);
+  static const auto layer_norm =
+      c10::Dispatcher::singleton().findSchemaOrThrow(LAYERNORM_EPILOGUE, "").typed<LayerNorm>();
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   const Tensor y = at::conv_transpose3d(input, conv_weight, conv_bias, {2, 2, 2}, {1, 1, 1});
-  return layer_norm(y, {64}, weight, bias, eps, static_cast<int64_t>(Activation::Gelu), scale);
+  return layer_norm.call(y, {64}, weight, bias, eps, static_cast<int64_t>(Activation::Gelu), scale, {});
 }
 
 Tensor convolution(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
@@ -4362,7 +4352,7 @@ variable_list composed_convolution_backward(const Tensor& grad_output, Tensors i
   const at::AutoGradMode with_gradients(true);
   variable_list leaves;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!grad_mask[i] || !inputs[i].defined()) continue;
+    if (!grad_mask[i]) continue;
     inputs[i] = inputs[i].alias();  // so that grad() does not follow how one input depends on another
     inputs[i].requires_grad_();     // the user may have turned it off since forward
     leaves.push_back(inputs[i]);
@@ -4371,13 +4361,13 @@ variable_list composed_convolution_backward(const Tensor& grad_output, Tensors i
   const Tensor output = composed_convolution(x, conv_weight, conv_bias, weight, bias, eps, scale);
   auto gradients = torch::autograd::grad({output}, leaves, {grad_output}, /*retain_graph=*/create_graph, create_graph);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!grad_mask[i] || !inputs[i].defined()) gradients.insert(gradients.begin() + i, Tensor());
+    if (!grad_mask[i]) gradients.insert(gradients.begin() + i, Tensor());
   }
   return gradients;
 }
 
-// PyTorch's operations run in forward mode and in transforms of torch.func, for which the op has no rules, and for
-// gradients on a GPU without the kernel: PyTorch then keeps the convolution's output instead of recomputing it.
+// PyTorch's operations run in forward mode, in transforms of torch.func, and for gradients on a GPU without the kernel:
+// PyTorch then keeps the convolution's output instead of recomputing it.
 Tensor convolution_autograd(const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, double scale) {
   const bool needs_grad = torch::autograd::compute_requires_grad(input, conv_weight, conv_bias, weight, bias);
@@ -4437,12 +4427,6 @@ __device__ inline void copy_or_zero(void* shared, const void* global, bool exist
 
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Orders this thread's writes to shared memory before asynchronous accesses that other threads start after a barrier.
-// Asynchronous writes after this thread's reads need no fence.
-__device__ inline void writes_before_async_accesses() {
-  if constexpr (kArch.has_bulk_copy) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // ==== Convolution: ConvTranspose3d, LayerNorm, GELU and scaling in one kernel (sm_90a) ====
 
 // In each dimension (d, h, w), output 2 q + p, of parity p, is the sum of two taps t: weight 1 - p + 2 t times input
@@ -4452,22 +4436,19 @@ __device__ inline void writes_before_async_accesses() {
 //   2 q      (p=0)  input q,     weight 1    input q - 1, weight 3
 //   2 q + 1  (p=1)  input q + 1, weight 0    input q,     weight 2
 //
-// Outputs with the same parities are a matrix product: 64 output channels x (8 taps x 32 input channels) x positions q.
+// Outputs of equal parities are a matrix product: 64 output channels x (8 taps x 32 input channels) x positions q.
 // A block keeps the weights of one parity of d and of h. Two warpgroups (four warps each) compute tasks: four output
 // lines in h, one in d. While one multiplies, the other one normalizes and writes. A third one loads input.
 
 constexpr int kInChannels = 32, kOutChannels = 64, kInWidth = 32, kOutWidth = 2 * kInWidth;
-constexpr int kTaskLines = 4;                                    // output lines per task
-constexpr int kWarpgroups = 2, kWarpgroupThreads = 128;          // warpgroups that compute; threads per warpgroup
+constexpr int kTaskLines = 4;
+constexpr int kWarpgroups = 2, kWarpgroupThreads = 128;          // warpgroups that compute
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one more warpgroup loads
-constexpr int kThreadRows = 2 * kTaskLines;                      // a thread has 16 columns of two channels in each line
-constexpr int kFragmentUnits = 2 * kOutChannels;                 // units per fragment
+constexpr int kThreadRows = 2 * kTaskLines;                      // 16 columns of two channels in each line
+constexpr int kFragmentUnits = 2 * kOutChannels;
 constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
 // A block starts with 168 registers per thread; setmaxnreg waits forever if too few are left.
 static_assert(kWarpgroups * kComputeRegisters + kLoadRegisters <= 3 * 168);
-// wgmma multiplies 64 rows by 128 columns.
-static_assert(kInChannels == 32 && kOutChannels == 64 && kInWidth == 32 && kTaskLines == 4);
-static_assert(kWarpgroups == 2 && kWarpgroupThreads == 128);
 using Unit = Pack<uint32_t, 4>;  // neighbouring input channels
 
 // Shared memory: fragments, weight and bias, two slabs per warpgroup. A slab is a task's input at one depth: planes of
@@ -4477,9 +4458,9 @@ using Unit = Pack<uint32_t, 4>;  // neighbouring input channels
 //   unit    0   1 ... 8  9  |  10  11 ... 18  19  |  20  21 ... 28  29  |  30  31 ... 38  39
 //   column  -   0 ... 7  8  |   7   8 ... 15  16  |  15  16 ... 23  24  |  23  24 ... 31   -
 template <typename T> struct Layout {
-  static constexpr int kUnitElements = 16 / sizeof(T);         // channels per unit
-  static constexpr int kPlanes = kInChannels / kUnitElements;  // planes per slab
-  static constexpr int kPlanePairs = kPlanes / 2;              // the two planes of one instruction
+  static constexpr int kUnitElements = 16 / sizeof(T);
+  static constexpr int kPlanes = kInChannels / kUnitElements;
+  static constexpr int kPlanePairs = kPlanes / 2;  // the two planes of one instruction
   static constexpr int kSlabLines = kTaskLines + 1;
   static constexpr int kSetStride = 10, kLineStride = 4 * kSetStride;  // in units
   static constexpr int kPlaneStride = kSlabLines * kLineStride | 1;    // odd: no bank conflicts
@@ -4498,7 +4479,7 @@ template <typename T> struct Layout {
 
 // Rounds ties to even, like cuDNN.
 __device__ inline float round_to_tf32(float x) {
-  // Arithmetic returns 0x7fffffff for NaN, which rounding would carry into the sign bit.
+  // Rounding would carry 0x7fffffff, the NaN of arithmetic, into the sign bit.
   if (isnan(x)) return __uint_as_float(0x7fc00000);
   const uint32_t bits = __float_as_uint(x);
   return __uint_as_float(bits + 0xfff + (bits >> 13 & 1));
@@ -4517,10 +4498,9 @@ template <typename T> __global__ void __launch_bounds__(kFragmentUnits * 16 / si
   const int d = position(bits / 8, bits / 2), h = position(bits / 4, bits), w = position(fragment / 2, fragment);
   T weight = static_cast<const T*>(call.conv_weight)[(((in * kOutChannels + out) * 4 + d) * 4 + h) * 4 + w];
   if constexpr (sizeof(T) == 4) {
-    // A finite conv_bias has no effect; NaN and infinity make the row NaN.
+    // A bias that is not finite makes the row NaN.
     const T bias = call.conv_bias == nullptr ? 0 : static_cast<const T*>(call.conv_bias)[out];
-    weight += bias - bias;
-    weight = round_to_tf32(weight);
+    weight = round_to_tf32(weight + (bias - bias));
   }
   arranged[fragment * blockDim.x + element] = weight;
 }
@@ -4553,7 +4533,7 @@ template <typename T, typename A> __device__ void multiply_add_async(float (&c)[
   }
 }
 
-// Returns the descriptor of a matrix in shared memory, in units. eight_stride leads to its next eight rows.
+// Describes a matrix in shared memory, in units. eight_stride leads to its next eight rows.
 __device__ inline uint64_t descriptor(unsigned address, int plane_stride, int eight_stride) {
   return uint64_t(eight_stride) << 32 | (address + (plane_stride << 16));
 }
@@ -4592,8 +4572,6 @@ __device__ inline void keep_in_registers(Accumulators& accumulators) {
   UNROLL(parity_w, 2) { UNROLL(i, 16 * kTaskLines) asm volatile("" : "+f"(accumulators.data[parity_w][i])::"memory"); }
 }
 
-// ---- The kernel ----
-
 struct Task {
   int batch, d, h;  // the positions q of the first line
 };
@@ -4613,20 +4591,17 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
     fragments[i] = arranged[L::kRegisterFragments * kFragmentUnits + i];
   }
   for (int i = threadIdx.x; i < kWarpgroups * 2 * L::kSlabUnits; i += blockDim.x) slabs[i] = {};
-  if (threadIdx.x < 2 * kOutWidth) {
-    const bool is_weight = threadIdx.x < kOutWidth;
-    affine[threadIdx.x] = load_affine<T, 1>(is_weight ? call.weight : call.bias, call.affine_float32,
-                                            threadIdx.x % kOutWidth, is_weight ? 1 : 0)[0];
+  if (threadIdx.x < kOutWidth) {
+    affine[threadIdx.x] = load_affine<T, 1>(call.weight, call.affine_float32, threadIdx.x, 1)[0];
+    affine[threadIdx.x + kOutWidth] = load_affine<T, 1>(call.bias, call.affine_float32, threadIdx.x, 0)[0];
   }
   __syncthreads();
 
-  // Divide the tasks. Consecutive tasks follow d, so that each needs one new slab. Four blocks, one for each parity of
-  // d and h, have the same tasks and share input in L2.
+  // Divide the tasks. Consecutive tasks follow d, so each needs one new slab. Blocks of the four parities of d and h
+  // have the same tasks and share input in L2.
   const int parity_d = blockIdx.x % 4 / 2, parity_h = blockIdx.x % 2;
   const int strips = (call.height + kTaskLines - 1) / kTaskLines;  // per sample
-  const auto tasks_before = [&](int block) -> int {
-    return call.batch * strips * call.depth * block / (gridDim.x / 4);
-  };
+  const auto tasks_before = [&](int b) -> int { return call.batch * strips * call.depth * b / (gridDim.x / 4); };
   const int first_task = tasks_before(blockIdx.x / 4);
   const int all_tasks = tasks_before(blockIdx.x / 4 + 1) - first_task;
   const auto tasks = [&](int g) { return g == 0 ? all_tasks - all_tasks / 2 : all_tasks / 2; };
@@ -4683,7 +4658,8 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
         if (column % 8 == 0 && column > 0) write(-2, 0);  // copies for the neighbouring sets
         if (column % 8 == 8 - kSize && column < kInWidth - 8) write(kSize + 1, kSize - 1);
       });
-      writes_before_async_accesses();
+      // The fence orders writes to shared memory before wgmma's reads.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       named_barrier_arrive(kFull + g);
     }
     return;
@@ -4734,7 +4710,7 @@ template <typename T> __global__ void __launch_bounds__(kHasAsyncProducts ? kThr
     }
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
     keep_in_registers(accumulators);
-    // With the shorter condition 2 * index + warpgroup + 1 < all_tasks, the compiler duplicates the loop.
+    // With 2 * index + warpgroup + 1 < all_tasks, the compiler duplicates the loop.
     const bool other_has_task = warpgroup == 0 ? index < tasks(1) : index + 1 < tasks(0);
     if (other_has_task) named_barrier_arrive(kMayMultiply + 1 - warpgroup);
     if (index + 1 < tasks(warpgroup)) named_barrier_arrive(kEmpty + warpgroup);
@@ -4799,11 +4775,10 @@ cudaError_t launch(const Convolution& call, const Allocate& allocate, cudaStream
   });
 }
 
-// Only code for sm_90a has these launch bounds; PTX of sm_90 has not.
+// Only code for sm_90a has these launch bounds; PTX of sm_90 has not. The error of missing code is cleared.
 bool has_convolution_kernel() {
   cudaFuncAttributes attributes = {};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, conv_transpose_layer_norm_gelu<float>);
-  if (error != cudaSuccess) cudaGetLastError();  // clears it: there is no code for this GPU
+  if (cudaFuncGetAttributes(&attributes, conv_transpose_layer_norm_gelu<float>) != cudaSuccess) cudaGetLastError();
   return attributes.maxThreadsPerBlock == kThreads;
 }
 
@@ -4816,18 +4791,15 @@ _CUDA_34 = _INTERFACE + _CONVOLUTION_INTERFACE + _CUDA_COMMON + _CUDA_CONVOLUTIO
 _NAME_34 = _name_of(_CUDA_34 + _CPP_34) + "_convolution"
 _CONVOLUTION = _Library(_NAME_34, "conv_transpose3d_layer_norm_gelu", _CPP_34, _CUDA_34, [])
 
-_convolution_ops = getattr(torch.ops, _CONVOLUTION.name)  # has no ops before _load_convolution
-_is_convolution_loaded = False
+_convolution_ops = getattr(torch.ops, _CONVOLUTION.name)
 
 
 @_called_by_dynamo
 def _load_convolution():
     """Loads the third library after the second one, whose ops it calls, if the import has loaded the first one."""
-    global _is_convolution_loaded
-    if _ops is not None and not _is_convolution_loaded:
+    if _ops is not None and not hasattr(_convolution_ops, _CONVOLUTION.last_op):
         _load_epilogue()
         _load_later(_CONVOLUTION, "problem 34 of KernelBench")
-        _is_convolution_loaded = True
 
 
 with contextlib.suppress(RuntimeError):  # as the epilogue
