@@ -8,8 +8,8 @@
     replace_layer_norm(model)                     # converts every nn.LayerNorm inside, in place
 
 Without torch.compile, CUDA tensors of dtype float32, float16 and bfloat16 run this file's kernels, forward and
-backward, or raise an error. The docstring of layer_norm says what is left to PyTorch. Gradients can be differentiated
-again, and work with torch.func and in forward mode. For KernelBench, ModelNew is level 1 problem 40.
+backward, or raise an error. The docstring of layer_norm says what is left to PyTorch. For KernelBench, ModelNew is
+level 1 problem 40.
 
 The file needs Linux, Python 3.9, PyTorch 2.0 built with CUDA 11.8 (or newer ones), ninja, setuptools, a C++ compiler
 (before PyTorch 2.8 also Python.h), and an nvcc of the same major version as PyTorch's CUDA. For CUDA 13, pip can
@@ -32,7 +32,7 @@ The repository explains the kernels in .docs/kernels.md.
 Words: a pack is 16 bytes of consecutive elements; a load, one access to a pack; a team, the threads that hold a row; a
 group, blocks that share rows; a slice, the columns of a row that a block of a group has; a stage, the part of a slice
 that moves at once; a slot, a place for a stage in a ring in shared memory; a part, some columns that are measured
-together; a mailbox, where a block publishes the statistics of its slice; affine, weight and bias.
+together; a mailbox, where a block publishes the statistics of its slice.
 
 License: MIT. Copyright (c) 2026 the layernorm_inline authors. Permission is hereby granted, free of charge, to any
 person obtaining a copy of this software and associated documentation files (the "Software"), to deal in the Software
@@ -177,8 +177,7 @@ def layer_norm(
     Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (under CUDA autocast float32,
     unless autocast_output is True), and can be differentiated to any order, with an activation twice. Statistics and
     arithmetic are float32. Equal calls give equal bits on the same GPU. The number of rows can change the last bits of
-    a row. In forward, LAYERNORM_INLINE_BATCH_INVARIANT=1 in the environment at import prevents it, and slows unaligned
-    and very long rows.
+    a row, except in forward with LAYERNORM_INLINE_BATCH_INVARIANT=1, which slows unaligned and very long rows.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
     first in reverse mode, for gradients under vmap, in programs that torch.export (with PyTorch 2.7 or newer) or
@@ -252,9 +251,9 @@ class LayerNorm(_TorchLayerNorm):
     """nn.LayerNorm with the forward and backward of this file. See layer_norm for dtypes, errors and autocast_output.
 
     autocast_output is for norms whose output goes to linear layers or convolutions, as in the blocks of GPT-2, ViT,
-    ConvNeXt, Swin and Whisper. It is not for norms whose output is also a residual, which would have 16 bits (post-norm
-    models such as BERT; CLIP's ln_pre, Swin's patch_norm, ConvNeXt's stem), nor for one that leaves autocast (final
-    features): set norm.autocast_output = False there.
+    ConvNeXt, Swin and Whisper. It is not for norms whose output is also a residual (post-norm models such as BERT; CLIP's
+    ln_pre, Swin's patch_norm, ConvNeXt's stem), nor for one that leaves autocast (final features): set
+    norm.autocast_output = False there.
     Example: y = LayerNorm(768, autocast_output=True)(torch.randn(32, 768))
     """
 
@@ -725,8 +724,7 @@ _INTERFACE = r"""
 // The name contains a hash of the sources, so that two versions of them can be loaded into one process.
 namespace TORCH_EXTENSION_NAME {
 
-// An epilogue follows layer norm in the same kernel: an activation, a scale or both. A second library, compiled from
-// the same text, has the kernels with an epilogue.
+// A second library, compiled from the same text, has the kernels with an epilogue: an activation, a scale or both.
 #ifdef LAYERNORM_HAS_EPILOGUE
 inline constexpr bool kHasEpilogue = true;
 #else
@@ -812,7 +810,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight and b
 
 bool is_given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
-// Numbers in messages are converted to strings: << to a stream crashed with PyTorch 2.11 on Ubuntu 24.04.
+// Messages get numbers as strings: << to a stream crashed with PyTorch 2.11 on Ubuntu 24.04.
 std::string format_sizes(SymIntArrayRef sizes) {
   const auto ints = c10::asIntArrayRefSlowOpt(sizes);
   if (!ints.has_value()) return "[symbolic sizes]";
@@ -868,7 +866,7 @@ Tensor allocate(SymIntArrayRef sizes, at::ScalarType dtype, const Tensor& like) 
 const void* const_ptr(const Tensor& t) { return t.defined() ? t.unsafeGetTensorImpl()->data() : nullptr; }
 void* mutable_ptr(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
-// Contiguous, and on 16 bytes, where PyTorch allocates.
+// Contiguous, and on 16 bytes.
 Tensor aligned(const OptionalTensor& t) {
   const Tensor x = is_given(t) ? t->contiguous() : Tensor();
   return reinterpret_cast<uintptr_t>(const_ptr(x)) % 16 == 0 ? x : x.clone();
@@ -1034,11 +1032,6 @@ _CPP_LAYER_NORM = r"""
 
 namespace TORCH_EXTENSION_NAME {
 namespace {
-
-// op                                kernels                    autograd                      vmap
-// layer_norm                        layer_norm_forward<false>  layer_norm_autograd           layer_norm_vmap
-// layer_norm_forward                layer_norm_forward<true>   layer_norm_forward_autograd   layer_norm_forward_vmap
-// layer_norm_backward               layer_norm_backward        layer_norm_backward_autograd  layer_norm_backward_vmap
 
 void check_inputs(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(!shape.empty(), "Expected normalized_shape to be at least 1-dimensional, but got normalized_shape = []");
@@ -1429,15 +1422,14 @@ CPP_SOURCE = _INTERFACE + _CPP_COMMON + _CPP_LAYER_NORM
 # The first kernel family that supports a call runs it. All but two-pass can be deleted, and what is "only for" some of
 # them goes with the last one:
 #
-#   kernel family   rows                                                                      input is read
-#   registers       forward: up to 32 KB (28 KB if not aligned)                               once
-#                   backward: up to 4096 columns (aligned 16-bit rows: 8192), but aligned
-#                   rows of more than 8 KB only if the pipelined kernels do not support them
-#   pipelined       aligned, without epilogue, up to 8192 columns per SM (fewer if shared     once
-#                   memory is small); sm_80 and newer
-#   grid-resident   forward, aligned, without epilogue, weight and bias of input's dtype, up  once
-#                   to 32768 columns per SM, at least 4 rows per group; sm_90 to sm_110
-#   two-pass        everything else                                                           twice
+#   registers       forward: up to 32 KB (28 KB if not aligned)
+#                   backward: up to 4096 columns (aligned 16-bit rows: 8192), but aligned rows of more than 8 KB only
+#                   if the pipelined kernels do not support them
+#   pipelined       aligned, without epilogue, up to 8192 columns per SM (fewer if shared memory is small); sm_80 and
+#                   newer
+#   grid-resident   forward, aligned, without epilogue, weight and bias of input's dtype, up to 32768 columns per SM, at
+#                   least 4 rows per group; sm_90 to sm_110
+#   two-pass        everything else; reads input twice
 
 # Text that the libraries of LayerNorm and of problem 34 share.
 _CUDA_COMMON = r"""
@@ -1909,8 +1901,8 @@ __device__ inline void save_statistics(const Forward& call, int64_t row, float m
 // ==== Rows in registers: conversions, and sums over the threads of a row ====
 // Only for register forward and register backward.
 
-// Register kernels of aligned float32 rows can write 16 bits and, in backward, read a grad_output of 16 bits. A thread
-// has the same columns as for float32, so the bits are those of a conversion after forward and before backward.
+// Register kernels of aligned float32 rows can write 16 bits and, in backward, read a grad_output of 16 bits. Threads
+// have the columns of float32, so the bits are those of a conversion.
 template <typename T, bool IS_ALIGNED> constexpr bool kConverts = sizeof(T) == 4 && IS_ALIGNED && !kHasEpilogue;
 
 // opaque() of a pointer.
@@ -2132,15 +2124,11 @@ __device__ inline float normal_tail_16_bits(float t) {
       polynomial(t, -0.00024486499f, 0.0050223072f, -0.0452713919f, -0.46851703f, -1.14693902f, -1.00029845f));
 }
 
-// max(z, 0) - |z| * tail would be NaN for infinite z. This gives infinity and NaN, as in PyTorch.
-__device__ inline float gelu_of_tail(float z, float tail) {
-  const float step = z > 0;
-  return z * fabsf(step - tail);
-}
-
 template <typename T> struct Gelu {
   static __device__ float value(float z) {
-    return gelu_of_tail(z, sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z)));
+    const float tail = sizeof(T) == 2 ? normal_tail_16_bits(fabsf(z)) : normal_tail(fabsf(z));
+    const float step = z > 0;
+    return z * fabsf(step - tail);  // for infinite z infinity and NaN, as in PyTorch; max(z, 0) - |z| * tail gives NaN
   }
   // gelu'(-t) = exp(-t^2 / 2) * ratio(t), and gelu'(t) = 1 - gelu'(-t). Errors: 4e-6 for 16 bits, 7e-8 for float32.
   static __device__ float derivative(float z) {
@@ -2213,7 +2201,7 @@ _CUDA_LAYER_NORM = r"""
 namespace TORCH_EXTENSION_NAME {
 namespace {
 
-// Rows are aligned if each begins on 16 bytes. Section 5 begins with a table of the kernel families.
+// Rows are aligned if each begins on 16 bytes.
 
 // ==== Weight gradients: grad_weight and grad_bias from the partial sums of blocks ====
 // Blocks, or groups of blocks that share rows, store their sums of grad_weight and grad_bias in `partials`, float32 of
@@ -2357,7 +2345,6 @@ __device__ inline float correct_mean(const SquaresAndSum& row, float& mean, floa
 }
 __device__ inline float correct_mean(float squares, float&, float) { return squares; }
 
-// Each reduction has its own, because slow warps may still read those of the previous one.
 template <typename T, int ROWS, int WARPS> struct WarpSums {
   float sum[WARPS][ROWS];
   float residual[WARPS][ROWS];
@@ -3326,7 +3313,7 @@ __device__ inline void barrier_arrive_with_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// The first warp of each role. Without bulk copies, more threads are needed to copy.
+// The first warp of each role. Without bulk copies, more threads copy.
 constexpr int kComputeWarps = 16;
 constexpr int kPublisher = kComputeWarps;
 constexpr int kGatherer = kPublisher + 1;
@@ -4114,8 +4101,7 @@ template <typename T> cudaError_t launch_grid_resident(const Forward& call, cons
 }  // namespace grid_resident
 
 // ==== Dispatch: which kernel family runs a call ====
-// V: elements of a pack if rows are aligned, otherwise 1. If a family refuses the call, the next one runs it.
-// Batch-invariant forward has no grid-resident rows.
+// V: elements of a pack if rows are aligned, otherwise 1. Batch-invariant forward has no grid-resident rows.
 template <typename T, int V> cudaError_t dispatch(const Forward& call, const LaunchContext& context) {
   constexpr bool kIsAligned = V > 1;
   if (registers::supports(call, kIsAligned)) return registers::launch_forward<T, !kIsAligned>(call, context);

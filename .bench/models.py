@@ -19,6 +19,7 @@ import copy
 import functools
 import importlib.util
 import os
+import statistics
 import sys
 import traceback
 import warnings
@@ -166,7 +167,7 @@ REAL_MODELS = {
     ),
     "AlphaFold-like pair blocks": RealModel("torch", "512 x 512 x 128", "bf16", functools.partial(pair_stack, 512)),
 }
-RUNS = 3
+RUNS = 5
 
 
 def with_replaced_norms(original, autocast_output=None, others=()):
@@ -251,14 +252,15 @@ def time_model(real, is_compiled):
     return sum(norms), len(norms), times, memory
 
 
-def median_run(times):
-    """Returns cells of the table: the ms of the run with the median gain, this gain, and the spread.
+def gain_of(times):
+    """Returns cells of the table: the median ms of both kinds of norms, the gain, which is their quotient, and the spread.
 
-    times: (original, replaced) ms of each run, whose number is odd.
+    times: (original, replaced) ms of each run.
     """
-    runs = sorted((original / replaced, original, replaced) for original, replaced in times)
-    gain, original, replaced = runs[len(runs) // 2]
-    spread = max(abs(quotient - gain) for quotient, *_ in runs)
+    original, replaced = (statistics.median(of_kind) for of_kind in zip(*times))
+    gain = original / replaced
+    gains = sorted(before / after for before, after in times)
+    spread = max(abs(of_run - gain) for of_run in gains[1:-1])
     is_change = abs(gain - 1) > max(spread, 0.01)
     return f"{original:.2f}", f"{replaced:.2f}", f"{gain:.2f}" if is_change else "no change", f"{spread:.3f}"
 
@@ -266,12 +268,11 @@ def median_run(times):
 def cells_of(times, memory):
     """Returns the cells of one step: ms, gain and spread by default, the same with autocast_output, and the memory.
 
-    times: [ms of each variant] of each run; memory: GiB of each variant, or None. The original's ms are shown once, from
-    the run with the median gain by default.
+    times: [ms of each variant] of each run; memory: GiB of each variant, or None.
     """
-    cells = list(median_run([(original, replaced) for original, replaced, *_ in times]))
+    cells = list(gain_of([(original, replaced) for original, replaced, *_ in times]))
     if len(times[0]) == 3:
-        cells += median_run([(original, output) for original, _, output in times])[1:]
+        cells += gain_of([(original, output) for original, _, output in times])[1:]
     else:
         cells += ["-"] * 3
     memory = [f"{gib:.2f}" for gib in memory or ()]
@@ -296,11 +297,9 @@ COLUMNS += [
 
 def as_markdown(rows):
     """Returns the text of the section in RESULTS.md."""
-    text = f"Milliseconds per step: of {RUNS} runs, the one with the median gain. "
-    text += (
-        "The spread is the largest distance of another run's gain. A gain of less than the spread or 1% is no change. "
-        "With autocast_output, gains are those over nn.LayerNorm, of runs of their own median. Memory is the peak of a step."
-    )
+    text = f"Milliseconds per step: medians of {RUNS} runs. A gain is nn.LayerNorm's time divided by the other. "
+    text += "The spread is the largest distance of a run's gain from it, without the lowest and the highest. "
+    text += "A gain of less than the spread or 1% is no change. Memory is the peak of a step."
     return f"{versions()}\n\n{text}\n\n{results.markdown_table(COLUMNS, rows)}"
 
 

@@ -28,7 +28,7 @@ TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 SHAPES = ["8192 x 768 | bf16", "32768 x 2041 | bf16", "2048 x 32768 | bf16"]
 SPEED = [f"{step} | {shape}" for shape in SHAPES for step in ("forward", "backward")]
 LONG = SHAPES[2]
-OTHERS = ["8192 x 768 | bf16", "16384 x 4096 | bf16"]
+OTHERS = ["16384 x 4096 | bf16"]
 AUTOCAST = ["25216 x 768 | fp32", "401408 x 96 | bf16"]
 
 PENDING = "<!-- figures: pending -->"  # where RESULTS.md has none yet
@@ -150,14 +150,14 @@ def first_table(text):
         alone.append("; ".join(f"{name} {times(forward)}, {times(backward)}" for name, (forward, backward) in over))
         long = [floats(sweep[f"{operation} | {LONG}"][2:4]) for operation in medians]
         compiled.append(", ".join(times(before / new) for before, new in long))
-    fused = ["nothing: PyTorch's fused norms stay", *["nothing"] * (len(sweeps) - 1)]
+    fused = ["nothing: PyTorch fuses norms with their neighbours, and keeps them", *["nothing"] * (len(sweeps) - 1)]
     rows["a model with `torch.compile`, rows of up to 8192 bf16 columns"] = fused
-    rows["the same, longer rows (32768 columns, the norm alone): forward, backward"] = compiled
-    rows[f"a norm alone: forward, backward (medians, {count} shapes)"] = alone
+    rows["the same, longer rows: one norm of 32768 columns, forward, backward"] = compiled
+    rows[f"a norm alone (medians of {count} shapes), forward, backward"] = alone
     gains = {gpu: [] for gpu in sweeps}
     for problem in (40, 34):
         for gpu, (eager, compiled, new) in evaluated(text, problem).items():
-            gains[gpu].append(f"problem {problem} {times(eager / new)}, {times(compiled / new)}")
+            gains[gpu].append(f"problem {problem}: {times(eager / new)}, {times(compiled / new)}")
     rows["[KernelBench](#kernelbench): over eager, torch.compile"] = ["; ".join(gains[gpu]) for gpu in sweeps]
     rows["other GPUs, from Turing to Blackwell (built, and emulated on CPUs)"] = ["not measured"] * len(sweeps)
     header = ["you run", *(f"you gain on an {short(gpu)}" for gpu in sweeps)]
@@ -191,25 +191,23 @@ def autocast_table(tables):
             rows.append([f"{shape.replace(' |', ',')}, {short(gpu)}", *cells])
     ways = next(iter(tables.values()))["operation | rows x cols | input"]
     original, _, output, low = floats(next(iter(tables.values()))["output | 25216 x 768 | fp32"])
-    sentence = (
-        f"{original:.3f} of the largest output without the option, {output:.3f} with it, and {low:.3f} all in 16 bits"
-    )
-    ways = ["nn.LayerNorm", *ways[1:-1], "nn.LayerNorm all in 16 bits"]
+    sentence = f"{original:.3f} by default, {output:.3f} with `autocast_output`, "
+    sentence += f"{low:.3f} with 16-bit input and parameters"
+    ways = ["nn.LayerNorm", *ways[1:-1], "nn.LayerNorm, 16-bit input and parameters"]
     return markdown_table(["rows, input, GPU: ms forward, backward", *ways], rows) + "\n\n" + sentence
 
 
 def models_table(models):
-    """Returns README's table of training steps that are not compiled."""
+    """Returns README's table of training steps that are not compiled, as far as they were also run with autocast_output."""
     header = ["model, input, GPU", "eager, ms", "default: ms, gain", "`autocast_output`: ms, gain"]
     header.append("GiB: eager, default, `autocast_output`")
     rows = []
     for gpu, table in models.items():
         for name, cells in training_steps(table):
-            size, precision, _, original, new, gain, _, output, output_gain, _, *memory = cells
-            absent = "not measured" if "autocast" in precision else "no autocast"
-            row = [f"{name}, {size.split(' of ')[0]}, {short(gpu)}", original, f"{new}, {gain_cell(gain)}"]
-            row.append(f"{output}, {gain_cell(output_gain)}" if is_measured(output) else absent)
-            rows.append([*row, ", ".join(filter(is_measured, memory)) or "not measured"])
+            size, _, _, original, new, gain, _, output, output_gain, _, *memory = cells
+            if is_measured(output):
+                row = [f"{name}, {size.split(' of ')[0]}, {short(gpu)}", original, f"{new}, {gain_cell(gain)}"]
+                rows.append([*row, f"{output}, {gain_cell(output_gain)}", ", ".join(memory)])
     return markdown_table(header, rows)
 
 
@@ -221,7 +219,7 @@ def models_sentences(models):
         float(row[i]) for _, key, row in cells if key.endswith(" | training") for i in (6, 9) if is_measured(row[i])
     ]
     change = f"gains {min(compiled)}x to {max(compiled)}x" if compiled else "does not change"
-    return [f"Compiled training {change}", f"gains vary by up to {max(spreads):.3f}"]
+    return [f"Compiled training {change}", f"gains of single runs differ by up to {max(spreads):.3f}"]
 
 
 def libraries_table(tables):
