@@ -41,6 +41,7 @@ FITS = [  # in the order in which the file has them
     Fit("normal_tail_16_bits", 6, 7, decrease=2, start=4.3),
     Fit("ratio, 16 bits", 8, 6),
     Fit("ratio, float32", 12, 6),
+    Fit("normal_tail_5_digits", 8, 9, decrease=1.5, start=4.3),
 ]
 
 

@@ -71,13 +71,13 @@ STATEMENTS_OF_LAYER_NORM = {
 }
 BODIES_OF_CONVOLUTION = {
     "copy_or_zero": "emulator::start({shared, exists ? global : nullptr, 16}, emulator::current->copies);",
-    "wait_for_copies": "emulator::wait_for_copies();",
     "named_barrier_wait": "emulator::named_barrier(name, 2 * kWarpgroupThreads, true);",
     "named_barrier_arrive": "emulator::named_barrier(name, 2 * kWarpgroupThreads, false);",
     "multiply_add_async": "emulator::multiply_add_async<T>(c, a, b);",
 }
 STATEMENTS_OF_CONVOLUTION = {
     r"defined\(__CUDA_ARCH_FEAT_SM90_ALL\)": "!defined(EMULATED_ARCH)",
+    r'asm volatile\("cp\.async\.wait_all;".*?\);': "emulator::wait_for_copies();",
     r"attributes\.maxThreadsPerBlock": "(emulator::gpu.code == 90 ? kThreads : 32)",
 }
 

@@ -476,6 +476,12 @@ def test_gains_of_models():
     assert models.cells_of(runs, memory) == "100.00 90.00 1.11 0.000 80.00 1.25 0.016 3.00 2.50 2.00".split()
 
 
+def test_polynomials_of_gelu():
+    """They are those that the fit finds, up to the last digits, and fit_gelu.py finds all of them in the file."""
+    done = run([sys.executable, ROOT / ".bench" / "fit_gelu.py", "--check"])
+    assert done.returncode == 0, done.stderr
+
+
 # ---- README, and how tests run ----
 
 
