@@ -177,7 +177,7 @@ def layer_norm(
     Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (under CUDA autocast float32,
     unless autocast_output is True), and can be differentiated to any order, with an activation twice. Statistics and
     arithmetic are float32. Equal calls give equal bits on the same GPU. The number of rows can change the last bits of
-    a row, except in forward with LAYERNORM_INLINE_BATCH_INVARIANT=1, which slows unaligned and very long rows.
+    a row. In forward, LAYERNORM_INLINE_BATCH_INVARIANT=1 prevents it, and slows unaligned and very long rows.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
     first in reverse mode, for gradients under vmap, in programs that torch.export (with PyTorch 2.7 or newer) or
@@ -925,7 +925,7 @@ template <typename Call> bool launch_call(const Call& call, const Tensor& input,
 
 // ---- Autograd ----
 
-// FUNCTION has the op's C++ signature. Two ops must not share one, because the first is kept.
+// FUNCTION has the op's C++ signature. Two ops must not share a FUNCTION, because the first op is kept.
 template <auto FUNCTION, typename... Arguments> auto call_op(const char* name, const Arguments&... arguments) {
   static const auto op =
       c10::Dispatcher::singleton()
@@ -1650,7 +1650,7 @@ __device__ inline void prefetch_to_l2(const void* global, int bytes, uint64_t po
                : "memory");
 }
 
-// True for the threads that call prefetch_range for their block: one from sm_90 on, all before, none before sm_80.
+// True for the threads that call prefetch_range for their block: from sm_90 on one, from sm_80 on all, before none.
 __device__ inline bool is_prefetching_thread() {
   return kArch.has_bulk_copy ? threadIdx.x + threadIdx.y == 0 : kArch.has_async_copy;
 }
@@ -2686,7 +2686,7 @@ template <typename T, typename Grad, int V, int PACKS, int ROWS> __global__ void
   // Without an epilogue, words outside of the row add zeros, as fast as a branch.
   constexpr bool kAddsZeros = kLoadsWords && !kHasEpilogue;
   __shared__ GradSums warp_sums[2][kMaxWarps][ROWS];
-  // Two names for the same memory: bias is needed in the loop, and the gradient sums of the block's rows after it.
+  // Holds bias in the loop, and after it the gradient sums of the block's rows.
   __shared__ __align__(16) float row_sums[(kHasEpilogue ? kBackwardThreads : kBackwardBlockThreads) * V * PACKS];
   const int cols = call.cols;
   const uint64_t policy = l2_policy(priority);
@@ -3385,11 +3385,11 @@ template <typename Element, typename Call> struct PipelineBlock {
   unsigned char* ring;
   uint64_t* mailboxes;
   int groups = gridDim.y;
-  int rows = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;  // of the group
+  int group_rows = (int(call.rows) - int(blockIdx.y) + groups - 1) / groups;
   int first_col = blockIdx.x * plan.slice_columns;
   int columns = columns_of_slice(call.cols, plan.slice_columns, blockIdx.x);
 
-  __device__ int row(int i) const { return blockIdx.y + i * groups; }  // the group's row i, in the tensors
+  __device__ int tensor_row(int i) const { return blockIdx.y + i * groups; }  // the group's row i, in the tensors
   __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first_col; }
 
   // The copy begins on a cache line, which is faster. The line is accessible even if it begins before the tensor.
@@ -3421,9 +3421,9 @@ template <typename Block> __device__ void load_slices(const Block& block, int th
   const uint64_t policy = l2_policy(plan.priority);
   const bool prefetches = Block::kForward || gridDim.x >= kBackwardPrefetchBlocks;
   RingPosition slot;
-  for (int i = 0; i < block.rows; ++i, slot.advance(plan.slots)) {
+  for (int i = 0; i < block.group_rows; ++i, slot.advance(plan.slots)) {
     // Prefetch into L2 what must wait for a slot.
-    const int row = block.row(i);
+    const int row = block.tensor_row(i);
     Copy copies[kTensors];
     UNROLL(t, kTensors) {
       copies[t] = block.copy_of(slot.index, t, row);
@@ -3495,12 +3495,12 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
   const float per_count = 1 / max(count, 1.f);
 
   RingPosition measuring, applying;
-  ROLLED(i, block.rows + delay) {
-    if (i < block.rows) {
+  ROLLED(i, block.group_rows + delay) {
+    if (i < block.group_rows) {
       // Measure the slice of a row.
       const int slot = measuring.index;
-      const T* x = block.slice(slot, 0, block.row(i));
-      const T* dy = block.slice(slot, Block::kTensors - 1, block.row(i));
+      const T* x = block.slice(slot, 0, block.tensor_row(i));
+      const T* dy = block.slice(slot, Block::kTensors - 1, block.tensor_row(i));
       float2 pair = {};
       barrier_wait(&control.full[slot], measuring.parity);
       if constexpr (kForward) {
@@ -3537,7 +3537,7 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
 
       // Add the sums over rows to the group's.
       if constexpr (!kForward) {
-        if (i % kRowsPerSum == kRowsPerSum - 1 || i + 1 == block.rows) {
+        if (i % kRowsPerSum == kRowsPerSum - 1 || i + 1 == block.group_rows) {
           UNROLL(p, kPacks) {
             if (!block.has(p)) continue;
             const int64_t col = int64_t(block.first_col) + block.column(p);  // an int spills on sm_100 (nvcc 13.0)
@@ -3551,9 +3551,9 @@ template <typename Block> __device__ void measure_and_apply(const Block& block, 
     if (i >= delay) {
       // Apply the statistics of the row `delay` rows before.
       const int slot = applying.index;
-      const T* x = block.slice(slot, 0, block.row(i - delay));
-      const T* dy = block.slice(slot, Block::kTensors - 1, block.row(i - delay));
-      const int64_t offset = block.offset(block.row(i - delay));
+      const T* x = block.slice(slot, 0, block.tensor_row(i - delay));
+      const T* dy = block.slice(slot, Block::kTensors - 1, block.tensor_row(i - delay));
+      const int64_t offset = block.offset(block.tensor_row(i - delay));
       barrier_wait(&control.stats_ready[slot], applying.parity);
       const RowStats stats = control.row_stats[slot];
       if constexpr (kForward) {
@@ -3607,7 +3607,7 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
   auto& control = block.control;
   float counts[kPartsPerLane];
   RingPosition slot;
-  for (int i = 0; i < block.rows; ++i, slot.advance(block.plan.slots)) {
+  for (int i = 0; i < block.group_rows; ++i, slot.advance(block.plan.slots)) {
     // Wait until the slice is measured, and combine its parts.
     barrier_wait(&control.measured[slot.index], slot.parity);
     float2 pairs[kPartsPerLane];
@@ -3621,9 +3621,9 @@ template <typename Block> __device__ void publish_slices(const Block& block, int
     // Publish, or finish the row if the slice is the whole row.
     if (lane != 0) continue;
     if (gridDim.x == 1) {
-      finish_statistics(block, slot.index, total, block.row(i));
+      finish_statistics(block, slot.index, total, block.tensor_row(i));
     } else {
-      publish(mailbox_of(block.mailboxes, block.row(i), blockIdx.x), total);
+      publish(mailbox_of(block.mailboxes, block.tensor_row(i), blockIdx.x), total);
     }
   }
 }
@@ -3642,11 +3642,11 @@ template <typename Block> __device__ void gather_rows(const Block& block, int ga
   float counts[kPeers];
   UNROLL(n, kPeers) counts[n] = columns_of_slice(cols, plan.slice_columns, peer + n * 32);
 
-  for (int next = gatherer; next < block.rows;) {
+  for (int next = gatherer; next < block.group_rows;) {
     // Poll.
     const int i = next + ahead * gatherers;
-    const int row = block.row(i);
-    const uint64_t* mailboxes = i < block.rows ? mailbox_of(block.mailboxes, row, 0) : nullptr;
+    const int row = block.tensor_row(i);
+    const uint64_t* mailboxes = i < block.group_rows ? mailbox_of(block.mailboxes, row, 0) : nullptr;
     const unsigned missing = __ballot_sync(~0u, !try_read(mailboxes, peer, pairs));
     const int complete = (missing == 0 ? 32 : __ffs(missing) - 1) / plan.lanes_per_row;  // rows before the first gap
     if (complete == 0) {
@@ -3657,7 +3657,7 @@ template <typename Block> __device__ void gather_rows(const Block& block, int ga
     // Combine the slices of complete rows.
     const float2 total = gridDim.x <= 32 ? combine_pairs<Block, 1>(pairs, counts, cols, plan.lanes_per_row)
                                          : combine_pairs<Block, kPeers>(pairs, counts, cols, plan.lanes_per_row);
-    if (peer == 0 && ahead < complete && i < block.rows) finish_statistics(block, i % plan.slots, total, row);
+    if (peer == 0 && ahead < complete && i < block.group_rows) finish_statistics(block, i % plan.slots, total, row);
     next += complete * gatherers;
   }
 }
@@ -4056,7 +4056,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads<T>, 1)
       // Measure. The last stage of a row publishes it.
       const bool is_last = place == kSliceStages<T> - 1 - kStagesAhead<T>;
       const int measured_row = row + kRowsAhead<T> * groups;
-      if (is_measured) measure_stage(moments, x_ahead, is_last, measured_row, parity ^ kRowsAhead<T> % 2, block);
+      if (is_measured) measure_stage(moments, x_ahead, is_last, measured_row, parity ^ (kRowsAhead<T> % 2), block);
 
       // Release the slot, which all lanes have read.
       __syncwarp();
@@ -4533,7 +4533,7 @@ __device__ inline uint64_t descriptor(unsigned address, int plane_stride, int ei
 // Each wait needs one arrival. Warpgroup 0 has as many tasks as warpgroup 1, or one more.
 //
 //   barrier           who arrives                             who waits
-//   kMayMultiply + g  the other warpgroup, after multiplying  warpgroup g, before multiplying (not its first task)
+//   kMayMultiply + g  the other warpgroup, after multiplying  warpgroup g, before multiplying (g=0: not its first task)
 //   kFull + g         the loading warpgroup, after a load     warpgroup g, before multiplying
 //   kEmpty + g        warpgroup g, after multiplying          the loading warpgroup, before the next load for g
 enum : int { kMayMultiply = 1, kFull = kMayMultiply + kWarpgroups, kEmpty = kFull + kWarpgroups };  // 0: __syncthreads
