@@ -251,8 +251,8 @@ class LayerNorm(_TorchLayerNorm):
     """nn.LayerNorm with the forward and backward of this file. See layer_norm for dtypes, errors and autocast_output.
 
     autocast_output is for norms whose output goes to linear layers or convolutions, as in the blocks of GPT-2, ViT,
-    ConvNeXt, Swin and Whisper. It is not for norms whose output is also a residual (post-norm models such as BERT; CLIP's
-    ln_pre, Swin's patch_norm, ConvNeXt's stem), nor for one that leaves autocast (final features): set
+    ConvNeXt, Swin and Whisper. It is not for norms whose output is also a residual (post-norm models such as BERT;
+    CLIP's ln_pre, Swin's patch_norm, ConvNeXt's stem), nor for one that leaves autocast (final features): set
     norm.autocast_output = False there.
     Example: y = LayerNorm(768, autocast_output=True)(torch.randn(32, 768))
     """
