@@ -746,7 +746,7 @@ struct LayerNormCall {
   DType dtype;
   bool affine_float32;
   Activation activation;
-  DType output_dtype;  // of output and grad_output: dtype or, for Float32 without an epilogue, 16 bits
+  DType output_dtype;  // of output and grad_output: dtype or, for Float32, 16 bits
 
   bool converts() const { return output_dtype != dtype; }
 };
@@ -1473,7 +1473,7 @@ constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 constexpr Arch kArch = arch_of(90);
 #endif
 
-// LAYERNORM_INLINE_BATCH_INVARIANT=1: no choice of forward depends on the number of rows, or on where a row begins.
+// LAYERNORM_INLINE_BATCH_INVARIANT=1: the bits of forward depend on neither the number of rows nor where a row begins.
 #if defined(LAYERNORM_BATCH_INVARIANT)
 constexpr bool kBatchInvariant = true;
 #else
@@ -1712,13 +1712,12 @@ template <typename T, bool EARLY = false, typename F> __device__ void with_16_bi
   f(std::false_type());
 }
 
-// Packs of an unaligned row start at column `begin`, where output is aligned, and weight and bias often are.
+// Packs of an unaligned row start at column `begin`, where output is aligned; weight and bias are if V divides it.
 template <typename T, int V, bool UNALIGNED, bool AFFINE_16_BITS>
 __device__ void load_affine_pair(Vec<float, V>& weight, Vec<float, V>& bias, const Forward& call, int col, int begin) {
   if constexpr (AFFINE_16_BITS) {
     const T *w = static_cast<const T*>(call.weight), *b = static_cast<const T*>(call.bias);
-    const auto address_bits = reinterpret_cast<uintptr_t>(w + begin) | reinterpret_cast<uintptr_t>(b + begin);
-    if (UNALIGNED && V > 1 && address_bits % 16 != 0) {
+    if (UNALIGNED && begin % V != 0) {
       weight = load_widened<V, false>(w + col);
       bias = load_widened<V, false>(b + col);
     } else {
@@ -2575,14 +2574,14 @@ bool supports(const Forward& call, bool aligned) {
 
 template <typename T, int PACKS, int ROWS, RowKind KIND = kAligned>
 cudaError_t launch_rows(const Forward& call, const LaunchContext& context) {
-  constexpr int V = 16 / sizeof(T);
+  constexpr int kPackColumns = 16 / sizeof(T);
   int threads = KIND == kInWarp ? 32 : row_threads(loads_of(call), PACKS);  // of a team
-  if (KIND == kUnaligned) threads = std::max(threads, 2 * V);               // one per edge column
-  const int block_threads = KIND == kUnaligned && V == 8 ? 64 : kTeamsThreads;
+  if (KIND == kUnaligned) threads = std::max(threads, 2 * kPackColumns);    // one per edge column
+  const int block_threads = KIND == kUnaligned && sizeof(T) == 2 ? 64 : kTeamsThreads;
   const int teams = std::max(1, block_threads / threads);  // of a block: a power of two
   // A block has teams of one batch. Unaligned rows of a team are a multiple of 16 bytes apart.
   int step_log2 = 0;
-  while (1 << step_log2 < std::max(teams, KIND == kUnaligned && ROWS > 1 ? V : 1)) ++step_log2;
+  while (1 << step_log2 < std::max(teams, KIND == kUnaligned && ROWS > 1 ? kPackColumns : 1)) ++step_log2;
   const int64_t batches = ceil_div(call.rows, int64_t(ROWS) << step_log2);
   const int64_t blocks = batches * ((1 << step_log2) / teams);
   constexpr int kPacks = PACKS * 16 / pack_bytes(KIND);
@@ -3920,7 +3919,8 @@ template <typename T, int N> struct SliceAffine {
   }
 };
 
-// Like combine_means, but in one phase of exchanges: by (2) for the means of the parts; m is that of the first lane.
+// Like combine_means, but in one phase of exchanges: by (2) for the means of the parts. m is that of the first lane,
+// which may not be empty.
 template <int N> __device__ Moments combine_at_once(const Moments (&parts)[N], int width) {
   float sums[3] = {};
   UNROLL(n, N) sums[0] += parts[n].count;
