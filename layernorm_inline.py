@@ -3356,8 +3356,7 @@ struct PipelinePlan {
 struct Copy {
   unsigned char* shared;
   const char* global;
-  int bytes;   // of the copy
-  int before;  // bytes of the cache line before the slice
+  int bytes;  // the last ones are the slice
 };
 
 template <typename Element, typename Call> struct PipelineBlock {
@@ -3388,7 +3387,7 @@ template <typename Element, typename Call> struct PipelineBlock {
   int first_col = blockIdx.x * plan.slice_columns;
   int columns = columns_of_slice(call.cols, plan.slice_columns, blockIdx.x);
 
-  __device__ int tensor_row(int i) const { return blockIdx.y + i * groups; }  // the group's row i, in the tensors
+  __device__ int tensor_row(int i) const { return blockIdx.y + i * groups; }  // of the group's row i
   __device__ int64_t offset(int row) const { return int64_t(row) * int(call.cols) + first_col; }
 
   // The copy begins on a cache line, which is faster. The line is accessible even if it begins before the tensor.
@@ -3398,11 +3397,11 @@ template <typename Element, typename Call> struct PipelineBlock {
     const char* begin = static_cast<const char*>(from) + offset(row) * sizeof(T);
     const int before = reinterpret_cast<uintptr_t>(begin) % kLineBytes;
     unsigned char* shared = ring + (slot * kTensors + tensor) * plan.slice_bytes;
-    return {shared, begin - before, before + columns * int(sizeof(T)), before};
+    return {shared, begin - before, before + columns * int(sizeof(T))};
   }
   __device__ const T* slice(int slot, int tensor, int row) const {
     const Copy copy = copy_of(slot, tensor, row);
-    return reinterpret_cast<const T*>(copy.shared + copy.before);
+    return reinterpret_cast<const T*>(copy.shared + copy.bytes) - columns;  // by another formula, sm_110 spills
   }
 
   // Pack i of a compute thread: its column in the slice, and its values, or zeros.

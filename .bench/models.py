@@ -1,14 +1,15 @@
 """Times training and inference of real models before and after replace_layer_norm, eager and under torch.compile.
 
     python .bench/models.py             prints a table, and writes it to .bench/RESULTS.md (6 minutes)
-    python .bench/models.py vit         only the models whose names contain "vit"; writes nothing
+    python .bench/models.py vit         only the models whose names contain "vit"; the other rows stay
     python .bench/models.py --compiled  also compiles the models that are not compiled by default (10 minutes)
     python .bench/models.py --equal     only compares a training of GPT-2 with autocast_output with one without it
 
 A training step is forward and backward, without an optimizer. Five steps in a row are timed. Models have random weights.
-There are three runs, each with new models (torch.compile's are kept), which are timed in turns. The table has the run
-with the median gain. The spread is the largest distance of another run's gain from it. A gain is "no change" if it is
-less than the spread or 1%. A model whose package (transformers, timm) is not installed is skipped with a message.
+There are three runs, each with new models (torch.compile's are kept), which are timed in turns. The table has the medians
+of the runs. A gain is the quotient of two, and the spread is the median distance of a run's gain from it. A gain is "no
+change" if it is less than the spread or 1%. A model whose package (transformers, timm) is not installed is skipped with a
+message.
 
 Models under autocast are also timed with autocast_output=True, which all norms have but those in RealModel.others. The
 memory of a training step is its peak, without what other models and the input need.
@@ -167,7 +168,7 @@ REAL_MODELS = {
     ),
     "AlphaFold-like pair blocks": RealModel("torch", "512 x 512 x 128", "bf16", functools.partial(pair_stack, 512)),
 }
-RUNS = 5
+RUNS = 3
 
 
 def with_replaced_norms(original, autocast_output=None, others=()):
@@ -259,8 +260,7 @@ def gain_of(times):
     """
     original, replaced = (statistics.median(of_kind) for of_kind in zip(*times))
     gain = original / replaced
-    gains = sorted(before / after for before, after in times)
-    spread = max(abs(of_run - gain) for of_run in gains[1:-1])
+    spread = statistics.median(abs(before / after - gain) for before, after in times)
     is_change = abs(gain - 1) > max(spread, 0.01)
     return f"{original:.2f}", f"{replaced:.2f}", f"{gain:.2f}" if is_change else "no change", f"{spread:.3f}"
 
@@ -293,18 +293,29 @@ COLUMNS += [
     "layernorm_inline, GiB",
     "autocast_output, GiB",
 ]
+HEADER = ("model | step", "--- | ---")  # the keys of the first two lines of a table
 
 
 def as_markdown(rows):
     """Returns the text of the section in RESULTS.md."""
-    text = f"Milliseconds per step: medians of {RUNS} runs. A gain is nn.LayerNorm's time divided by the other. "
-    text += "The spread is the largest distance of a run's gain from it, without the lowest and the highest. "
-    text += "A gain of less than the spread or 1% is no change. Memory is the peak of a step."
+    text = f"Milliseconds per step: medians of {RUNS} runs. A gain is nn.LayerNorm's time divided by the other. The spread "
+    text += (
+        "is the median distance of a run's gain from it. A gain of less than the spread or 1% is no change. Memory is "
+    )
+    text += "the peak of a step."
     return f"{versions()}\n\n{text}\n\n{results.markdown_table(COLUMNS, rows)}"
 
 
+def write_rows(gpu, rows, file=results.FILE):
+    """Writes the section in RESULTS.md. Rows of the same models and steps are replaced, and the others stay."""
+    table = results.tables_of(file.read_text(), "Models").get(gpu, {})
+    kept = {key: [*key.split(" | "), *cells] for key, cells in table.items() if key not in HEADER}
+    kept.update({f"{row[0]} | {row[1]}": row for row in rows})
+    results.write_section(f"Models, {gpu}", as_markdown(kept.values()), file)
+
+
 def time_models(names, all_compiled, write):
-    """Prints the rows of each model, and calls write(text of the section) after each. Returns the models that failed."""
+    """Prints the rows of each model, and calls write(rows) after each. Returns the models that failed."""
     print(versions(), "; ".join(COLUMNS), sep="\n")
     rows, failed = [], []
     for name in names:
@@ -324,7 +335,7 @@ def time_models(names, all_compiled, write):
             cells = cells_of(runs, memory.get(step))
             rows.append([name, step, real.input, real.precision, norms_text, *cells])
             print("; ".join(rows[-1]), flush=True)
-        write(as_markdown(rows))
+        write(rows)
     return failed
 
 
@@ -383,8 +394,7 @@ def main():
         return 1
     if arguments.equal:
         return check_equal()
-    heading = f"Models, {torch.cuda.get_device_name()}"
-    write = functools.partial(results.write_section, heading) if not words else lambda text: None
+    write = functools.partial(write_rows, torch.cuda.get_device_name())
     failed = time_models(models_named(words), arguments.compiled, write)
     if failed:
         print(f"FAILED: {', '.join(failed)}")
