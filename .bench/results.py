@@ -105,23 +105,25 @@ def training_steps(models):
             yield name, cells
 
 
-def gain_cell(gain):
-    return gain if "no" in gain else f"{gain}x"
+def gain_cell(original, new, gain):
+    """Returns the quotient of the two times that README shows, or the cell `gain` if it is "no change"."""
+    return gain if "no" in gain else f"{float(original) / float(new):.2f}x"
 
 
 def gains_of_models(models):
     """Returns what a training step under autocast gains by default. models: the table of one GPU."""
-    gains = [f"{name} {gain_cell(cells[5])}" for name, cells in training_steps(models) if "autocast" in cells[1]]
+    gains = [f"{name} {gain_cell(*cells[3:6])}" for name, cells in training_steps(models) if "autocast" in cells[1]]
     return ", ".join(gains)
 
 
 def gains_with_autocast_output(models):
     """Returns what a training step gains with autocast_output, and the memory that it saves, if that is 2% or more."""
     texts = []
-    for name, (_, precision, *_, gain, _, before, _, after) in training_steps(models):
+    for name, (_, precision, _, original, _, _, _, output, gain, _, before, _, after) in training_steps(models):
         if "autocast" in precision and is_measured(gain):
             saved = 1 - float(after) / float(before)
-            texts.append(f"{name} {gain_cell(gain)}" + (f" ({saved:.0%} less memory)" if saved >= 0.02 else ""))
+            memory = f" ({saved:.0%} less memory)" if saved >= 0.02 else ""
+            texts.append(f"{name} {gain_cell(original, output, gain)}{memory}")
     return ", ".join(texts) or "not measured"
 
 
@@ -206,8 +208,12 @@ def models_table(models):
         for name, cells in training_steps(table):
             size, _, _, original, new, gain, _, output, output_gain, _, *memory = cells
             if is_measured(output):
-                row = [f"{name}, {size.split(' of ')[0]}, {short(gpu)}", original, f"{new}, {gain_cell(gain)}"]
-                rows.append([*row, f"{output}, {gain_cell(output_gain)}", ", ".join(memory)])
+                row = [
+                    f"{name}, {size.split(' of ')[0]}, {short(gpu)}",
+                    original,
+                    f"{new}, {gain_cell(original, new, gain)}",
+                ]
+                rows.append([*row, f"{output}, {gain_cell(original, output, output_gain)}", ", ".join(memory)])
     return markdown_table(header, rows)
 
 
@@ -219,7 +225,7 @@ def models_sentences(models):
         float(row[i]) for _, key, row in cells if key.endswith(" | training") for i in (6, 9) if is_measured(row[i])
     ]
     change = f"gains {min(compiled)}x to {max(compiled)}x" if compiled else "does not change"
-    return [f"Compiled training {change}", f"gains of single runs differ by up to {max(spreads):.3f}"]
+    return [f"Compiled training {change}", f"their spread is up to {max(spreads):.3f}"]
 
 
 def libraries_table(tables):
