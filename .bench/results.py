@@ -31,6 +31,8 @@ LONG = SHAPES[2]
 OTHERS = ["16384 x 4096 | bf16"]
 AUTOCAST = ["25216 x 768 | fp32", "401408 x 96 | bf16"]
 
+UNCHANGED = "{} (no change)"  # a quotient within the spread
+
 PENDING = "<!-- figures: pending -->"  # where RESULTS.md has none yet
 
 # Kind of section -> number of cells that identify a row of its table.
@@ -105,9 +107,10 @@ def training_steps(models):
             yield name, cells
 
 
-def gain_cell(original, new, gain):
-    """Returns the quotient of the two times that README shows, or the cell `gain` if it is "no change"."""
-    return gain if "no" in gain else f"{float(original) / float(new):.2f}x"
+def gain_cell(original, new, gain, no_change="no change"):
+    """Returns the quotient of the two times that README shows, and `no_change` if the cell `gain` is that."""
+    quotient = f"{float(original) / float(new):.2f}x"
+    return no_change.format(quotient) if "no" in gain else quotient
 
 
 def gains_of_models(models):
@@ -152,9 +155,9 @@ def first_table(text):
         alone.append("; ".join(f"{name} {times(forward)}, {times(backward)}" for name, (forward, backward) in over))
         long = [floats(sweep[f"{operation} | {LONG}"][2:4]) for operation in medians]
         compiled.append(", ".join(times(before / new) for before, new in long))
-    fused = ["nothing: PyTorch fuses norms with their neighbours, and keeps them", *["nothing"] * (len(sweeps) - 1)]
+    fused = ["nothing: PyTorch's own norms run, fused with their neighbours", *["nothing"] * (len(sweeps) - 1)]
     rows["a model with `torch.compile`, rows of up to 8192 bf16 columns"] = fused
-    rows["the same, longer rows: one norm of 32768 columns, forward, backward"] = compiled
+    rows["one norm with `torch.compile`, longer rows (32768 columns): forward, backward"] = compiled
     rows[f"a norm alone (medians of {count} shapes), forward, backward"] = alone
     gains = {gpu: [] for gpu in sweeps}
     for problem in (40, 34):
@@ -211,9 +214,11 @@ def models_table(models):
                 row = [
                     f"{name}, {size.split(' of ')[0]}, {short(gpu)}",
                     original,
-                    f"{new}, {gain_cell(original, new, gain)}",
+                    f"{new}, {gain_cell(original, new, gain, UNCHANGED)}",
                 ]
-                rows.append([*row, f"{output}, {gain_cell(original, output, output_gain)}", ", ".join(memory)])
+                rows.append(
+                    [*row, f"{output}, {gain_cell(original, output, output_gain, UNCHANGED)}", ", ".join(memory)]
+                )
     return markdown_table(header, rows)
 
 
@@ -225,7 +230,7 @@ def models_sentences(models):
         float(row[i]) for _, key, row in cells if key.endswith(" | training") for i in (6, 9) if is_measured(row[i])
     ]
     change = f"gains {min(compiled)}x to {max(compiled)}x" if compiled else "does not change"
-    return [f"Compiled training {change}", f"their spread is up to {max(spreads):.3f}"]
+    return [f"Compiled training {change}", f"gains vary by up to {max(spreads):.3f}"]
 
 
 def libraries_table(tables):
