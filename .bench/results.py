@@ -31,7 +31,7 @@ LONG = SHAPES[2]
 OTHERS = ["16384 x 4096 | bf16"]
 AUTOCAST = ["25216 x 768 | fp32", "401408 x 96 | bf16"]
 
-UNCHANGED = "{} (no change)"  # a quotient within the spread
+UNCHANGED = "{} (within noise)"  # a quotient within the spread
 
 PENDING = "<!-- figures: pending -->"  # where RESULTS.md has none yet
 
@@ -164,7 +164,7 @@ def first_table(text):
         for gpu, (eager, compiled, new) in evaluated(text, problem).items():
             gains[gpu].append(f"problem {problem}: {times(eager / new)}, {times(compiled / new)}")
     rows["[KernelBench](#kernelbench): over eager, torch.compile"] = ["; ".join(gains[gpu]) for gpu in sweeps]
-    rows["other GPUs, from Turing to Blackwell (built, and emulated on CPUs)"] = ["not measured"] * len(sweeps)
+    rows["other GPUs, from Turing to Blackwell (compiled and emulated, never run)"] = ["not measured"] * len(sweeps)
     header = ["you run", *(f"you gain on an {short(gpu)}" for gpu in sweeps)]
     return markdown_table(header, [[name, *cells] for name, cells in rows.items()])
 
@@ -198,7 +198,7 @@ def autocast_table(tables):
     original, _, output, low = floats(next(iter(tables.values()))["output | 25216 x 768 | fp32"])
     sentence = f"{original:.3f} by default, {output:.3f} with `autocast_output`, "
     sentence += f"{low:.3f} with 16-bit input and parameters"
-    ways = ["nn.LayerNorm", *ways[1:-1], "nn.LayerNorm, 16-bit input and parameters"]
+    ways = ["nn.LayerNorm", *ways[1:-1], "nn.LayerNorm, input and parameters converted to 16 bits"]
     return markdown_table(["rows, input, GPU: ms forward, backward", *ways], rows) + "\n\n" + sentence
 
 
