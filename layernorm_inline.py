@@ -177,12 +177,12 @@ def layer_norm(
     Kiros, Hinton 2016, arXiv:1607.06450). It is contiguous, of input's shape and dtype (under CUDA autocast float32,
     unless autocast_output is True), and can be differentiated to any order, with an activation twice. Statistics and
     arithmetic are float32. Equal calls give equal bits on the same GPU. The number of rows can change the last bits of
-    a row. In forward, LAYERNORM_INLINE_BATCH_INVARIANT=1 prevents it, and slows unaligned and very long rows.
+    a row. In forward, LAYERNORM_INLINE_BATCH_INVARIANT=1 prevents it, also under torch.compile, and slows many rows.
 
     PyTorch's operations run for float64, nested tensors and DTensor, on other devices, for derivatives other than the
     first in reverse mode, for gradients under vmap, in programs that torch.export (with PyTorch 2.7 or newer) or
-    torch.jit records, and under torch.compile for rows that it should fuse: a multiple of 16 bytes up to 16 KB (with
-    autocast up to 16384 columns), or of dynamic size.
+    torch.jit records, and under torch.compile for rows that it should fuse: of dynamic size or, unless calls are
+    batch-invariant, a multiple of 16 bytes up to 16 KB (with autocast up to 16384 columns).
 
     Args:
         input: shape (*, *normalized_shape), any strides.
@@ -426,7 +426,7 @@ def _cpp_extension():
 
 
 def _gpus():
-    """Returns the compute capabilities of all GPUs, for example [(9, 0)], or [] if CUDA_VISIBLE_DEVICES hides all."""
+    """Returns the compute capabilities of all GPUs, for example [(9, 0)], or [] if PyTorch can use none."""
     # CUDA hides all GPUs if the first entry is neither a number nor GPU-<uuid> nor MIG-<uuid>.
     if not re.match(r"\s*\+?\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return []
@@ -641,8 +641,8 @@ def _build(library, cache, codes, broken=None):
 
     A library with the inode `broken` is replaced.
     """
-    # Some file systems lock for each machine alone, whose name contains no underscore.
-    prefix = f"{cache}/build-{os.uname().nodename}_"
+    # Some file systems lock for each machine alone, whose name contains no plus sign.
+    prefix = f"{cache}/build-{os.uname().nodename}+"
     with _acquire_lock(cache) as lock:
         path = _find_library(cache, codes)
         if path is None or os.stat(path).st_ino == broken:
@@ -676,7 +676,7 @@ def _load(library, may_compile=True):
             return None, f"{built} with CUDA {torch.version.cuda}, which is older than 11.8; install a newer PyTorch"
         architectures = _architectures()
         if not architectures:
-            why = "there was no usable GPU when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
+            why = "there was no usable GPU or driver when layernorm_inline was imported, and TORCH_CUDA_ARCH_LIST names none"
             return None, f"{why}; import it on a machine with a GPU, or set TORCH_CUDA_ARCH_LIST first"
         codes = _codes(architectures)
         if not codes:
@@ -689,7 +689,7 @@ def _load(library, may_compile=True):
                 torch.ops.load_library(path)
                 return ops, None
         if not may_compile:
-            return None, "it was never compiled for this machine"
+            return None, "it cannot be loaded"
         if path is not None:
             why = caught.error.__cause__ or caught.error  # PyTorch's error does not name the reason
             _say(f"cannot load {path}, so it is compiled again: {why}")
@@ -2562,7 +2562,7 @@ __global__ void __launch_bounds__(max_threads(sizeof(T), PACKS, ROWS, KIND), min
 
 // ---- Host side ----
 
-// 16 bytes each, rounded down: an unaligned row has as many packs, or one less. Batch-invariant rows begin with packs.
+// 16 bytes each. Unaligned rows have as many packs or one less, and edges. Batch-invariant rows have no edges.
 int64_t loads_of(const Forward& call) {
   const int64_t bytes = call.cols * size_of(call.dtype);
   return kBatchInvariant ? ceil_div(bytes, 16) : std::max<int64_t>(1, bytes / 16);
@@ -2626,11 +2626,11 @@ template <typename T, bool UNALIGNED> cudaError_t launch_forward(const Forward& 
       if (loads <= 32 * 3) return launch_rows<T, 3, 1, kInWarp>(call, context);
       if (loads <= 32 * 4) return launch_rows<T, 4, 1, kInWarp>(call, context);
     }
-    // Few rows: few loads per thread, so that all SMs have threads.
     if constexpr (!k16Bits && !kHasEpilogue) {
       if (loads <= 32 * 5) return launch_rows<T, 5, 1, kInWarp>(call, context);
       if (loads <= 32 * 8 && waves <= 1) return launch_rows<T, 8, 1, kInWarp>(call, context);
     } else if (loads <= 512 && waves <= 1) {
+      // Few rows: few loads per thread, so that all SMs have threads.
       return launch_rows<T, 1, 1>(call, context);
     }
     if constexpr (!kHasEpilogue) {
@@ -3731,7 +3731,7 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
   const int stages_in_flight = bytes_in_flight / (Block::kTensors * int(sizeof(T)) * plan.slice_columns);
   plan.stages_in_flight = std::clamp(stages_in_flight, 1, plan.slots - 1);
 
-  // As many rows as are measured during an exchange. Two slots are left to measure and load, with many blocks one.
+  // As many rows as are measured during an exchange. Two slots (in backward, one) are left to measure and load.
   const bool has_many_blocks = plan.blocks_per_row >= kManyBlocks;
   const int exchange_rows = (kForward ? kForwardDelay : kBackwardDelay) + has_many_blocks;
   const int reserved_slots = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;
@@ -4173,7 +4173,7 @@ _NAME = _name_of(CUDA_SOURCE + CPP_SOURCE) + ("_batch_invariant" if _is_batch_in
 _LAYER_NORM = _Library(_NAME, "layer_norm", CPP_SOURCE, CUDA_SOURCE, [])
 _EPILOGUE = _Library(_NAME + "_epilogue", "layer_norm", CPP_SOURCE, CUDA_SOURCE, ["-DLAYERNORM_HAS_EPILOGUE"])
 
-_epilogue_ops = getattr(torch.ops, _EPILOGUE.name)  # has no ops before _load_epilogue
+_epilogue_ops = getattr(torch.ops, _EPILOGUE.name)  # empty until the library is loaded
 _is_epilogue_loaded = False
 _is_disabled = os.environ.get("LAYERNORM_INLINE_DISABLE") == "1"
 if _is_disabled:
@@ -4208,9 +4208,9 @@ class ConvTranspose3dLayerNormGELUScaling(nn.Module):
     LayerNorm normalizes the output's width, which must equal out_channels (else RuntimeError). The parameters are those
     of an nn.ConvTranspose3d conv_transpose and an nn.LayerNorm layer_norm. scaling_factor is a number or a Tensor.
     One kernel computes the model for 32 input and 64 output channels, kernel 4, stride 2, padding 1 and input width 32,
-    if x and the parameters are CUDA tensors of one dtype, autocast is off, the two modules have neither hooks nor
-    patches, and the library has code for sm_90a. It multiplies float32 in TF32 if PyTorch allows that for convolutions.
-    In all other cases PyTorch computes the convolution, and layer_norm the rest.
+    if x and the parameters are CUDA tensors of one dtype, autocast is off, scaling_factor is a number, the two modules
+    have neither hooks nor patches, and the library has code for sm_90a. It multiplies float32 in TF32 if PyTorch allows
+    that. In all other cases PyTorch computes the convolution.
     Example: y = ConvTranspose3dLayerNormGELUScaling(32, 64, 4, 2, 1)(torch.randn(1, 32, 8, 8, 32))
     """
 

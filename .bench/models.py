@@ -125,7 +125,7 @@ def timm_model(name, batch=128, device="cuda"):
     return model, loss
 
 
-def whisper_encoder(batch=8, device="cuda", **config):
+def whisper_encoder(batch=32, device="cuda", **config):
     """Returns the encoder of Whisper small, and the mean square of its features of 30 s of sound."""
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -164,7 +164,7 @@ REAL_MODELS = {
     "ConvNeXt-S": image_model("convnext_small"),
     "Swin-T": image_model("swin_tiny_patch4_window7_224", others=("patch_embed.norm",)),
     "Whisper small encoder": RealModel(
-        "transformers", "8 x 30 s", "autocast bf16", whisper_encoder, others=("layer_norm",)
+        "transformers", "32 x 30 s", "autocast bf16", whisper_encoder, others=("layer_norm",)
     ),
     "AlphaFold-like pair blocks": RealModel("torch", "512 x 512 x 128", "bf16", functools.partial(pair_stack, 512)),
 }

@@ -84,15 +84,14 @@ def is_measured(cell):
 
 
 def gains_of_norms(sweep):
-    """Returns ({operation: median gains over eager and torch.compile}, number of shapes) of norms alone."""
+    """Returns ({operation: median gain over eager}, number of shapes) of norms alone."""
     gains = {"forward": [], "backward": []}
     for key, cells in sweep.items():
         operation = key.split(" | ")[0]
         if operation in gains:
-            eager, compiled, new = floats(cells[1:4])
-            gains[operation].append((eager / new, compiled / new))
-    medians = {name: [statistics.median(of_kind) for of_kind in zip(*of_name)] for name, of_name in gains.items()}
-    return medians, sum(map(len, gains.values()))
+            eager, _, new = floats(cells[1:4])
+            gains[operation].append(eager / new)
+    return {name: statistics.median(of_name) for name, of_name in gains.items()}, sum(map(len, gains.values()))
 
 
 def times(gain):
@@ -151,14 +150,13 @@ def first_table(text):
     compiled, alone = [], []
     for sweep in sweeps.values():
         medians, count = gains_of_norms(sweep)
-        over = zip(("over eager", "over torch.compile"), zip(medians["forward"], medians["backward"]))
-        alone.append("; ".join(f"{name} {times(forward)}, {times(backward)}" for name, (forward, backward) in over))
-        long = [floats(sweep[f"{operation} | {LONG}"][2:4]) for operation in medians]
-        compiled.append(", ".join(times(before / new) for before, new in long))
+        alone.append(", ".join(f"{operation} {times(gain)}" for operation, gain in medians.items()))
+        long = {operation: floats(sweep[f"{operation} | {LONG}"][2:4]) for operation in medians}
+        compiled.append(", ".join(f"{operation} {times(before / new)}" for operation, (before, new) in long.items()))
     fused = ["nothing: PyTorch's own norms run, fused with their neighbours", *["nothing"] * (len(sweeps) - 1)]
     rows["a model with `torch.compile`, rows of up to 8192 bf16 columns"] = fused
-    rows["one norm with `torch.compile`, longer rows (32768 columns): forward, backward"] = compiled
-    rows[f"a norm alone (medians of {count} shapes), forward, backward"] = alone
+    rows["a norm with `torch.compile`, longer rows (here 32768 columns)"] = compiled
+    rows[f"a norm without `torch.compile` (medians of {count} shapes)"] = alone
     gains = {gpu: [] for gpu in sweeps}
     for problem in (40, 34):
         for gpu, (eager, compiled, new) in evaluated(text, problem).items():
@@ -185,21 +183,22 @@ def speed_table(sweeps):
 
 
 def autocast_table(tables):
-    """Returns README's table of norms under autocast, and its sentence about their errors."""
+    """Returns README's table of norms under autocast, of the first GPU."""
     if not tables:
         return PENDING
-    rows = []
-    for gpu, table in tables.items():
-        for shape in AUTOCAST:
-            times = (floats(table[f"{operation} | {shape}"]) for operation in ("forward", "backward"))
-            cells = [f"{forward:#.3g}, {backward:#.3g}" for forward, backward in zip(*times)]
-            rows.append([f"{shape.replace(' |', ',')}, {short(gpu)}", *cells])
-    ways = next(iter(tables.values()))["operation | rows x cols | input"]
-    original, _, output, low = floats(next(iter(tables.values()))["output | 25216 x 768 | fp32"])
-    sentence = f"{original:.3f} by default, {output:.3f} with `autocast_output`, "
-    sentence += f"{low:.3f} with 16-bit input and parameters"
-    ways = ["nn.LayerNorm", *ways[1:-1], "nn.LayerNorm, input and parameters converted to 16 bits"]
-    return markdown_table(["rows, input, GPU: ms forward, backward", *ways], rows) + "\n\n" + sentence
+    gpu, table = next(iter(tables.items()))
+    keys = [f"{operation} | {shape}" for shape in AUTOCAST for operation in ("forward", "backward")]
+    columns = [[f"{ms:#.3g}" for ms in floats(table[key])] for key in keys]
+    columns.append([f"{error:.3f}" for error in floats(table[f"output | {AUTOCAST[0]}"])])
+    header = [f"ms, {short(gpu)}"]
+    header += [
+        f"{shape.replace(' |', ',')}: {operation}" for shape in AUTOCAST for operation in ("forward", "backward")
+    ]
+    default, output = table["operation | rows x cols | input"][1:3]
+    ways = ["nn.LayerNorm", default, f"`{output}`", "nn.LayerNorm, input and parameters converted to 16 bits"]
+    rows = [[way, *cells] for way, cells in zip(ways, zip(*columns))]
+    rows.insert(1, rows.pop())
+    return markdown_table([*header, "largest error / largest output"], rows)
 
 
 def models_table(models):

@@ -379,7 +379,7 @@ def test_the_cache_with_a_variable_that_is_unset_or_empty_or_has_wildcards(
         with raises_for_folder(f"/.cache/torch_extensions/{NAME}"):
             _load()
         return
-    left = expected / NAME / f"build-{os.uname().nodename}_of_a_killed_process"
+    left = expected / NAME / f"build-{os.uname().nodename}+of_a_killed_process"
     left.mkdir(parents=True)
     for architectures in ("8.0;9.0", "9.0"):
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", architectures)
@@ -488,7 +488,7 @@ def test_the_next_build_deletes_what_a_killed_build_left(builds, monkeypatch):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = builds.folder.glob("build-*")
     node = os.uname().nodename
-    others = [left.with_name(left.name.replace(node, other)) for other in ("another", f"{node}-1")]
+    others = [left.with_name(left.name.replace(node, other)) for other in ("another", f"{node}-1", f"{node}_1")]
     for other in others:
         other.mkdir()  # another machine may build, if the file system locks for each machine alone
     _load()
