@@ -151,8 +151,9 @@ class RealModel(NamedTuple):
     is_compiled: bool = False  # by default
 
 
-def image_model(name, **options):
-    return RealModel("timm", "128 images of 224 x 224", "autocast bf16", functools.partial(timm_model, name), **options)
+def image_model(name, batch=128, **options):
+    make = functools.partial(timm_model, name, batch)
+    return RealModel("timm", f"{batch} images of 224 x 224", "autocast bf16", make, **options)
 
 
 REAL_MODELS = {
@@ -162,7 +163,7 @@ REAL_MODELS = {
     ),
     "ViT-B/16": image_model("vit_base_patch16_224", is_compiled=True),
     "ConvNeXt-S": image_model("convnext_small"),
-    "Swin-T": image_model("swin_tiny_patch4_window7_224", others=("patch_embed.norm",)),
+    "Swin-T": image_model("swin_tiny_patch4_window7_224", batch=256, others=("patch_embed.norm",)),
     "Whisper small encoder": RealModel(
         "transformers", "32 x 30 s", "autocast bf16", whisper_encoder, others=("layer_norm",)
     ),
