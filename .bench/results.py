@@ -162,7 +162,8 @@ def first_table(text):
         for gpu, (eager, compiled, new) in evaluated(text, problem).items():
             gains[gpu].append(f"problem {problem}: {times(eager / new)}, {times(compiled / new)}")
     rows["[KernelBench](#kernelbench): over eager, torch.compile"] = ["; ".join(gains[gpu]) for gpu in sweeps]
-    rows["other GPUs, from Turing to Blackwell (compiled and emulated, never run)"] = ["not measured"] * len(sweeps)
+    others = "other GPUs, from Turing to Blackwell (compiled and [emulated](.tests/README.md), never run)"
+    rows[others] = ["not measured"] * len(sweeps)
     header = ["you run", *(f"you gain on an {short(gpu)}" for gpu in sweeps)]
     return markdown_table(header, [[name, *cells] for name, cells in rows.items()])
 
