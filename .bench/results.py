@@ -170,7 +170,7 @@ def first_table(text):
 
 def speed_table(sweeps):
     """Returns README's table of norms alone."""
-    header = ["bf16 rows: ms, over eager, over compile"]
+    header = ["bf16 rows: ms, over eager, over a compiled norm"]
     header += [f"{short(gpu)} {operation}" for gpu in sweeps for operation in ("forward", "backward")]
     rows = []
     for shape in SHAPES:
