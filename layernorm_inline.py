@@ -3731,7 +3731,7 @@ template <typename T, typename Call> PipelinePlan choose_plan(const Call& call, 
   const int stages_in_flight = bytes_in_flight / (Block::kTensors * int(sizeof(T)) * plan.slice_columns);
   plan.stages_in_flight = std::clamp(stages_in_flight, 1, plan.slots - 1);
 
-  // As many rows as are measured during an exchange. Two slots (in backward, one) are left to measure and load.
+  // As many rows as are measured during an exchange. One or two slots are left to measure and load.
   const bool has_many_blocks = plan.blocks_per_row >= kManyBlocks;
   const int exchange_rows = (kForward ? kForwardDelay : kBackwardDelay) + has_many_blocks;
   const int reserved_slots = !kForward && has_many_blocks && device.arch.has_bulk_copy ? 1 : 2;

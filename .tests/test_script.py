@@ -278,7 +278,7 @@ def test_figures_of_autocast_in_the_readme():
     assert "Blocks" not in shown  # it did not run with autocast_output
     shown = results.autocast_table(tables["Autocast"])
     assert shown.startswith("| ms, X200 | 25216 x 768, fp32: forward |")
-    for i, way in enumerate(["nn.LayerNorm |", "layernorm_inline", "`autocast_output`", "nn.LayerNorm, input"], 1):
+    for i, way in enumerate(["nn.LayerNorm |", "layernorm_inline", "`autocast_output`", "nn.LayerNorm without"], 1):
         (line,) = (line for line in shown.split("\n") if line.startswith(f"| {way}"))
         assert line.endswith(f" | {' | '.join([f'0.00{i}00'] * 4)} | 0.00{i} |")
     assert results.autocast_table({}) == results.PENDING
