@@ -230,6 +230,7 @@ def test_what_is_computed_as_by_default_and_converted_once(backend, dtype):
     calls = [
         ((x.to(OTHER[dtype]), weight, bias), {}), ((x.to(dtype), *narrow), {}), ((x, *narrow), {}),
         ((x.to(dtype), narrow[0], None), {}), ((x.to(dtype), None, narrow[1]), {}),
+        ((x.to(dtype), narrow[0], bias), {}), ((x.to(dtype), weight, narrow[1]), {}),
         ((x, weight, bias), dict(activation="gelu")), ((x.to(dtype), weight, bias), dict(activation="gelu_tanh")),
         ((x, weight, bias), dict(scale=0.5)), ((x.to(dtype), weight, bias), dict(activation="gelu", scale=2)),
     ]  # fmt: skip
@@ -257,16 +258,17 @@ def test_where_the_option_does_nothing(backend):
         with torch.autocast(backend.device, enabled=False):
             y = norm(x)
             assert y.dtype == torch.float32 and linear(y).dtype == torch.float32
-        assert linear(norm(x)).dtype == torch.bfloat16
+        assert norm(x).dtype == linear(norm(x)).dtype == torch.bfloat16
         double = norm.double()(x.double())
     assert double.dtype == torch.float64 and torch.equal(double, default.double()(x.double()))
 
 
-def test_autocast_in_float32(backend, monkeypatch):
-    """PyTorch accepts float32 as autocast's dtype. Linear layers then compute in float32."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_in_32_and_64_bits(backend, monkeypatch, dtype):
+    """PyTorch accepts these as autocast's dtype. Linear layers then do not compute in 16 bits."""
     norm = backend.LayerNorm(64, device=backend.device, autocast_output=True)
     with torch.autocast(backend.device, dtype=torch.bfloat16), monkeypatch.context() as patch:
-        patch.setattr(torch, "get_autocast_dtype", lambda device: torch.float32)
+        patch.setattr(torch, "get_autocast_dtype", lambda device: dtype)
         assert norm(torch.randn(5, 64, device=backend.device)).dtype == torch.float32
 
 
