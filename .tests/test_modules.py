@@ -16,6 +16,7 @@ import torch
 from processes import SOURCE, package, run, run_here
 from reference import assert_no_worse
 from torch import nn
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import layernorm_inline
 from test_layernorm_inline import Model, randomize
@@ -268,6 +269,22 @@ def test_torchscript_and_fx_agree_with_pytorch(backend):
     assert [node.target for node in graph.graph.nodes][-2] is backend.layer_norm
     for traced in (graph, torch.jit.trace(function, x), torch.compile(function, fullgraph=True, backend="aot_eager")):
         torch.testing.assert_close(traced(x), function(x))
+
+
+def test_what_the_readme_excludes_raises(backend):
+    """README, Limits, "Not with": an error, and no wrong result. The fourth, quantization, has no norm on a GPU."""
+    model = nn.Sequential(nn.Linear(8, 8), backend.LayerNorm(8)).to(backend.device)
+    x = torch.randn(4, 8, device=backend.device)
+    y = model(x)
+    with pytest.raises(RuntimeError, match="cannot handle function layer_norm"):
+        call_for_per_sample_grads(model)(x)
+    with pytest.raises(torch.jit.frontend.NotSupportedError):
+        torch.jit.script(backend.layer_norm)
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    enable = getattr(compiled_autograd, "_enable", None) or compiled_autograd.enable
+    with pytest.raises((RuntimeError, NotImplementedError), match="LayerNormBackward"):
+        with enable(torch.compile(backend="eager")):
+            y.sum().backward()
 
 
 def real_model(name):
