@@ -4,6 +4,7 @@
     python .bench/models.py vit         only the models whose names contain "vit"; the other rows stay
     python .bench/models.py --compiled  also compiles the models that are not compiled by default (10 minutes)
     python .bench/models.py --equal     only compares a training of GPT-2 with autocast_output with one without it
+    python .bench/models.py --losses    only compares the losses of trainings, and writes them to .bench/RESULTS.md
 
 A training step is forward and backward, without an optimizer. Five steps in a row are timed. Models have random weights.
 There are three runs, each with new models (torch.compile's are kept), which are timed in turns. The table has the medians
@@ -294,6 +295,7 @@ COLUMNS += [
     "layernorm_inline, GiB",
     "autocast_output, GiB",
 ]
+LOSSES = ["model", "first loss", "last loss", "layernorm_inline", "autocast_output", "nn.LayerNorm, reversed"]
 HEADER = ("model | step", "--- | ---")  # the keys of the first two lines of a table
 
 
@@ -380,11 +382,67 @@ def check_equal(steps=20):
     return 0
 
 
+class ReversedLayerNorm(nn.LayerNorm):
+    """Adds up the columns in another order than nn.LayerNorm, so that only rounding differs."""
+
+    def forward(self, x):
+        x, weight, bias = (t.flip(-1) for t in (x, self.weight, self.bias))
+        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps).flip(-1)
+
+
+def with_reversed_norms(original):
+    model = copy.deepcopy(original)
+    for module in model.modules():
+        if type(module).__name__ == "LayerNorm":
+            module.__class__ = ReversedLayerNorm
+    return model
+
+
+def losses_of(model, loss, steps):
+    """Trains the model with one batch, and returns the losses of all steps."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), []
+    for _ in range(steps):
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach().double())
+    return torch.stack(losses)
+
+
+def compare_losses(real, steps=100):
+    """Returns (first loss, last loss, [largest difference from the losses with nn.LayerNorm of each variant])."""
+    torch.manual_seed(0)
+    original, loss = real.make()
+    expected = losses_of(copy.deepcopy(original), loss, steps)
+    variants = (
+        lambda: with_replaced_norms(original),
+        lambda: with_replaced_norms(original, autocast_output=True, others=real.others),
+        lambda: with_reversed_norms(original),
+    )
+    differences = [(losses_of(make(), loss, steps) - expected).abs().max().item() for make in variants]
+    return expected[0].item(), expected[-1].item(), differences
+
+
+def losses_as_markdown(names, steps=100):
+    """Compares the losses of models under autocast, prints them, and returns the text of the section in RESULTS.md."""
+    rows = []
+    for name in names:
+        if "autocast" in REAL_MODELS[name].precision:
+            first, last, differences = compare_losses(REAL_MODELS[name], steps)
+            rows.append([name, f"{first:.3f}", f"{last:.3f}", *(f"{difference:.1e}" for difference in differences)])
+            print("; ".join(rows[-1]), flush=True)
+    text = f"Largest difference from the losses with nn.LayerNorm in {steps} steps of AdamW with one batch, under bf16 "
+    text += "autocast. In the last column, nn.LayerNorm adds up the columns in reverse order."
+    return f"{versions()}\n\n{text}\n\n{results.markdown_table(LOSSES, rows)}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"parts of {'; '.join(REAL_MODELS)}")
     parser.add_argument("--compiled", action="store_true", help="compile all models, not only some")
     parser.add_argument("--equal", action="store_true", help="only compare two trainings, one with autocast_output")
+    parser.add_argument("--losses", action="store_true", help="only compare the losses of trainings")
     arguments = parser.parse_args()
     words = arguments.names
     for word in words:
@@ -395,6 +453,10 @@ def main():
         return 1
     if arguments.equal:
         return check_equal()
+    if arguments.losses:
+        text = losses_as_markdown(models_named(words))
+        results.write_section(f"Training losses, {torch.cuda.get_device_name()}", text)
+        return 0
     write = functools.partial(write_rows, torch.cuda.get_device_name())
     failed = time_models(models_named(words), arguments.compiled, write)
     if failed:

@@ -24,12 +24,12 @@ than that, because PyTorch's copy is not the fastest for all sizes.
 # The (rows, cols) of TritonBench's LayerNorm operator, which Helion's benchmark runs, too.
 TRITONBENCH = [(4096, 512 * i) for i in range(2, 32)]
 
-# Rows of README's tables of norms alone, of other libraries, and of norms under autocast (ViT-B/16, ConvNeXt-S).
+# Rows of README's tables of norms alone, of other libraries, and of norms under autocast.
 SHAPES = ["8192 x 768 | bf16", "32768 x 2041 | bf16", "2048 x 32768 | bf16"]
 SPEED = [f"{step} | {shape}" for shape in SHAPES for step in ("forward", "backward")]
 LONG = SHAPES[2]
 OTHERS = ["16384 x 4096 | bf16"]
-AUTOCAST = ["25216 x 768 | fp32", "401408 x 96 | bf16"]
+AUTOCAST = {"ViT-B/16": "25216 x 768 | fp32", "ConvNeXt-S": "401408 x 96 | bf16"}
 
 UNCHANGED = "{} (within noise)"  # a quotient within the spread
 
@@ -40,6 +40,7 @@ KEY_CELLS = {
     "Sweep": 3,
     "Autocast": 3,
     "Models": 2,
+    "Training losses": 1,
     "Other libraries": 3,
     "Evaluator of problem 40": 2,
     "Evaluator of problem 34": 2,
@@ -154,7 +155,7 @@ def first_table(text):
         long = {operation: floats(sweep[f"{operation} | {LONG}"][2:4]) for operation in medians}
         compiled.append(", ".join(f"{operation} {times(before / new)}" for operation, (before, new) in long.items()))
     fused = ["nothing: PyTorch's own norms run, fused with their neighbours", *["nothing"] * (len(sweeps) - 1)]
-    rows["a model with `torch.compile`, rows of up to 8192 bf16 columns"] = fused
+    rows["a model with `torch.compile`, rows of up to 16 KB (8192 bf16 columns)"] = fused
     rows["a norm with `torch.compile`, longer rows (here 32768 columns)"] = compiled
     rows[f"a norm without `torch.compile` (medians of {count} shapes)"] = alone
     gains = {gpu: [] for gpu in sweeps}
@@ -188,18 +189,14 @@ def autocast_table(tables):
     if not tables:
         return PENDING
     gpu, table = next(iter(tables.items()))
-    keys = [f"{operation} | {shape}" for shape in AUTOCAST for operation in ("forward", "backward")]
-    columns = [[f"{ms:#.3g}" for ms in floats(table[key])] for key in keys]
-    columns.append([f"{error:.3f}" for error in floats(table[f"output | {AUTOCAST[0]}"])])
-    header = [f"ms, {short(gpu)}"]
-    header += [
-        f"{shape.replace(' |', ',')}: {operation}" for shape in AUTOCAST for operation in ("forward", "backward")
-    ]
+    header, columns = [f"ms, {short(gpu)}"], []
+    for model, shape in AUTOCAST.items():
+        for operation in ("forward", "backward"):
+            header.append(f"{model} ({shape.replace(' |', '')}): {operation}")
+            columns.append([f"{ms:#.3g}" for ms in floats(table[f"{operation} | {shape}"])])
     default, output = table["operation | rows x cols | input"][1:3]
-    ways = ["nn.LayerNorm", default, f"`{output}`", "nn.LayerNorm without autocast, all converted to 16 bits"]
-    rows = [[way, *cells] for way, cells in zip(ways, zip(*columns))]
-    rows.insert(1, rows.pop())
-    return markdown_table([*header, "fp32 input: largest error / largest output"], rows)
+    rows = [[way, *cells] for way, cells in zip(["nn.LayerNorm", default, f"`{output}`"], zip(*columns))]
+    return markdown_table(header, rows)
 
 
 def models_table(models):
@@ -230,7 +227,16 @@ def models_sentences(models):
         float(row[i]) for _, key, row in cells if key.endswith(" | training") for i in (6, 9) if is_measured(row[i])
     ]
     change = f"gains {min(compiled)}x to {max(compiled)}x" if compiled else "does not change"
-    return [f"Compiled training {change}", f"gains vary by up to {max(spreads):.3f}"]
+    return [f"Compiled training {change}", f"gains vary by up to {max(spreads):.3f}x"]
+
+
+def losses_sentences(tables):
+    """Returns what README says about the losses of trainings on the first GPU."""
+    if not tables:
+        return [PENDING]
+    columns = zip(*(floats(cells[2:]) for name, cells in next(iter(tables.values())).items() if name[0].isupper()))
+    _, output, reordered = (f"{max(differences):.2g}" for differences in columns)
+    return [f"losses with it differed from eager's by up to {output}", f"differently differed by up to {reordered}"]
 
 
 def libraries_table(tables):
@@ -263,6 +269,7 @@ def readme_tables(text):
         for gpu, table in tables_of(text, "Models").items()
     }
     tables = [first_table(text), models_table(models), *models_sentences(models)]
+    tables += losses_sentences(tables_of(text, "Training losses"))
     tables += [autocast_table(tables_of(text, "Autocast")), speed_table(tables_of(text, "Sweep"))]
     tables += [libraries_table(tables_of(text, "Other libraries")), problems_table(text)]
     return "\n\n".join(table.replace("| ", "|").replace(" |", "|") for table in tables)

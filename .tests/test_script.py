@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from processes import ROOT, environment_with, package, run
+from torch import nn
 
 import layernorm_inline
 import test_layernorm_inline as companion
@@ -262,8 +263,7 @@ def test_figures_of_autocast_in_the_readme():
     row = ["GPT-2", "training", "8 x 8", "autocast bf16", "1 of 1", *models.cells_of([(100, 90, 80)] * 3, (3, 2.5, 2))]
     other = ["Blocks", "training", "8 x 8", "bf16", "1 of 1", *models.cells_of([(100, 90)] * 3, (3, 2.5))]
     columns = ["operation", "rows x cols", "input", *sweep.WAYS]
-    keys = [f"{operation} | {shape}" for operation in ("forward", "backward") for shape in results.AUTOCAST]
-    keys.append("output | 25216 x 768 | fp32")
+    keys = [f"{operation} | {shape}" for operation in ("forward", "backward") for shape in results.AUTOCAST.values()]
     rows = [[*key.split(" | "), *(f"{i + 1}e-3" for i in range(4))] for key in keys]
     sections = {"Models": (models.COLUMNS, [row, other]), "Autocast": (columns, rows)}
     tables = {
@@ -277,10 +277,10 @@ def test_figures_of_autocast_in_the_readme():
     assert "| GPT-2, 8 x 8, X200 | 100.00 | 90.00, 1.11x | 80.00, 1.25x | 3.00, 2.50, 2.00 |" in shown
     assert "Blocks" not in shown  # it did not run with autocast_output
     shown = results.autocast_table(tables["Autocast"])
-    assert shown.startswith("| ms, X200 | 25216 x 768, fp32: forward |")
-    for i, way in enumerate(["nn.LayerNorm |", "layernorm_inline", "`autocast_output`", "nn.LayerNorm without"], 1):
-        (line,) = (line for line in shown.split("\n") if line.startswith(f"| {way}"))
-        assert line.endswith(f" | {' | '.join([f'0.00{i}00'] * 4)} | 0.00{i} |")
+    assert shown.startswith("| ms, X200 | ViT-B/16 (25216 x 768 fp32): forward |")
+    for i, way in enumerate(["nn.LayerNorm", "layernorm_inline", "`autocast_output`"], 1):
+        (line,) = (line for line in shown.split("\n") if line.startswith(f"| {way} |"))
+        assert line == f"| {way} | {' | '.join([f'0.00{i}00'] * 4)} |"
     assert results.autocast_table({}) == results.PENDING
 
 
@@ -475,6 +475,27 @@ def test_trainings_are_compared():
 
     assert models.compare_trainings(steps=2, device="cpu", make=small) is None
     assert models.compare_trainings(steps=3, device="cpu", make=other_gpt_2) == 2
+
+
+def test_losses_of_trainings_are_compared(monkeypatch):
+    def make():
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 1)), torch.randn(8, 64)
+        return model, lambda model: model(x).square().mean()
+
+    real = models.RealModel("torch", "8 x 64", "autocast bf16", make)
+    monkeypatch.setattr(models, "REAL_MODELS", {"Small": real, "No autocast": real._replace(precision="bf16")})
+    first, last, (default, output, reordered) = models.compare_losses(real, steps=20)
+    assert last < 0.9 * first and default == output == 0 < reordered < 1e-5  # on the CPU, both run PyTorch's operation
+    text = f"\n## Training losses, a GPU\n\n{models.losses_as_markdown(models.REAL_MODELS, steps=2)}\n"
+    table = results.tables_of(text, "Training losses")["a GPU"]
+    assert table.keys() == {"model", "---", "Small"} and len(table["Small"]) == 5
+    tables = {
+        "a GPU": {"model": ["-"] * 5, "A": ["7", "1", "3e-3", "1.7e-3", "4e-3"], "B": ["7", "1", "1", "2e-2", "3e-3"]}
+    }
+    expected = ["losses with it differed from eager's by up to 0.02", "differently differed by up to 0.004"]
+    assert results.losses_sentences(tables) == expected and results.losses_sentences({}) == [results.PENDING]
+    monkeypatch.setattr(models, "with_replaced_norms", lambda model, **_: nn.Sequential(*model[:2], nn.Identity()))
+    assert models.compare_losses(real, steps=2)[2][0] > 0.01
 
 
 def test_gains_of_models():
