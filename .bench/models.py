@@ -342,14 +342,13 @@ def time_models(names, all_compiled, write):
     return failed
 
 
-def train(model, batches, device):
-    """Trains GPT-2 under autocast, and yields each step's loss and gradients."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for ids in batches:
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        yield [loss.detach(), *(p.grad for p in model.parameters())]
+def train(model, losses, lr):
+    """Trains the model one step with each loss function, and yields each step's loss and gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for loss in losses:
+        value = loss(model)
+        value.backward()
+        yield [value.detach(), *(p.grad for p in model.parameters())]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -363,8 +362,14 @@ def compare_trainings(steps=20, device="cuda", make=gpt_2):
     config = dict(n_layer=4, n_embd=256, n_head=4, vocab_size=1024, bos_token_id=0, eos_token_id=0)
     original, _ = make(batch=1, length=8, device=device, **config)
     models = [with_replaced_norms(original), with_replaced_norms(original, autocast_output=True)]
+
+    def loss(model, ids):
+        with torch.autocast(device, torch.bfloat16):
+            return model(input_ids=ids, labels=ids).loss
+
     batches = torch.randint(config["vocab_size"], (steps, 4, 256), device=device)
-    for step, pair in enumerate(zip(*(train(model, batches, device) for model in models)), 1):
+    losses = [functools.partial(loss, ids=ids) for ids in batches]
+    for step, pair in enumerate(zip(*(train(model, losses, lr=1e-3) for model in models)), 1):
         if not all(torch.equal(*tensors) for tensors in zip(*pair)):
             return step
     return None
@@ -400,14 +405,7 @@ def with_reversed_norms(original):
 
 def losses_of(model, loss, steps):
     """Trains the model with one batch, and returns the losses of all steps."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), []
-    for _ in range(steps):
-        value = loss(model)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.detach().double())
-    return torch.stack(losses)
+    return torch.stack([value for value, *_ in train(model, [loss] * steps, lr=1e-4)]).double()
 
 
 def compare_losses(real, steps=100):

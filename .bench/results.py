@@ -234,9 +234,13 @@ def losses_sentences(tables):
     """Returns what README says about the losses of trainings on the first GPU."""
     if not tables:
         return [PENDING]
-    columns = zip(*(floats(cells[2:]) for name, cells in next(iter(tables.values())).items() if name[0].isupper()))
-    _, output, reordered = (f"{max(differences):.2g}" for differences in columns)
-    return [f"losses with it differed from eager's by up to {output}", f"differently differed by up to {reordered}"]
+    table = {name: cells for name, cells in next(iter(tables.values())).items() if name not in ("model", "---")}
+    _, output, reordered = (f"{max(column):.2g}" for column in zip(*(floats(cells[2:]) for cells in table.values())))
+    *names, last = table
+    return [
+        f"steps of {', '.join(names)} and {last}, losses with it differed from eager's by up to {output}",
+        f"differently differed by up to {reordered}",
+    ]
 
 
 def libraries_table(tables):

@@ -272,7 +272,7 @@ def test_torchscript_and_fx_agree_with_pytorch(backend):
 
 
 def test_what_the_readme_excludes_raises(backend):
-    """README, Limits, "Not with": an error, and no wrong result. The fourth, quantization, has no norm on a GPU."""
+    """README, Limits, "Not with": an error, and no wrong result."""
     model = nn.Sequential(nn.Linear(8, 8), backend.LayerNorm(8)).to(backend.device)
     x = torch.randn(4, 8, device=backend.device)
     y = model(x)
@@ -285,6 +285,18 @@ def test_what_the_readme_excludes_raises(backend):
     with pytest.raises((RuntimeError, NotImplementedError), match="LayerNormBackward"):
         with enable(torch.compile(backend="eager")):
             y.sum().backward()
+
+
+def test_a_quantized_model_raises():
+    model = nn.Sequential(torch.ao.quantization.QuantStub(), layernorm_inline.LayerNorm(8)).eval()
+    model.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated
+        prepared = torch.ao.quantization.prepare(model)
+        prepared(torch.randn(4, 8))
+        converted = torch.ao.quantization.convert(prepared)
+        with pytest.raises(NotImplementedError, match="QuantizedCPU"):
+            converted(torch.randn(4, 8))
 
 
 def real_model(name):

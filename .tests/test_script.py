@@ -492,7 +492,10 @@ def test_losses_of_trainings_are_compared(monkeypatch):
     tables = {
         "a GPU": {"model": ["-"] * 5, "A": ["7", "1", "3e-3", "1.7e-3", "4e-3"], "B": ["7", "1", "1", "2e-2", "3e-3"]}
     }
-    expected = ["losses with it differed from eager's by up to 0.02", "differently differed by up to 0.004"]
+    expected = [
+        "steps of A and B, losses with it differed from eager's by up to 0.02",
+        "differently differed by up to 0.004",
+    ]
     assert results.losses_sentences(tables) == expected and results.losses_sentences({}) == [results.PENDING]
     monkeypatch.setattr(models, "with_replaced_norms", lambda model, **_: nn.Sequential(*model[:2], nn.Identity()))
     assert models.compare_losses(real, steps=2)[2][0] > 0.01
